@@ -1,0 +1,82 @@
+"""The actor's weights, optimizer and learning-rate schedule as a Megatron distributed checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.errors import RunError
+
+# The one form of optimizer state that can be loaded under another layout.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def _optimizers(policy: Policy) -> list[Any]:
+    """Megatron's optimizers behind the chain (dense and expert parameters have one each)."""
+    return list(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]))
+
+
+def _allocate_state(policy: Policy) -> None:
+    """Gives every parameter its optimizer state, so that there is something to load into before the first step."""
+    for wrapper in _optimizers(policy):
+        if wrapper.init_state_fn is not None:
+            wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
+        for state in wrapper.optimizer.state.values():
+            if "exp_avg" in state and "step" not in state:
+                state["step"] = torch.tensor(0.0)
+
+
+def _separate_steps(policy: Policy) -> None:
+    """Megatron hands one step tensor to all parameters, which torch's Adam would then advance once for each."""
+    for wrapper in _optimizers(policy):
+        for state in wrapper.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+    chunks = policy.model.ddp_chunks
+    state: dict[str, Any] = {}
+    for i, chunk in enumerate(chunks):
+        state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_METADATA)
+    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+    state["scheduler"] = policy.scheduler.state_dict()
+    return state
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Writes into ``folder``, which must exist and be empty; a collective over the world.
+
+    Raises:
+        RunError: the file system refuses (full, read-only).
+    """
+    try:
+        dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(folder))
+    except OSError as error:
+        raise RunError(f"{folder}: {error.strerror or error}; the checkpoint was not written") from error
+
+
+@torch.no_grad()
+def load_policy(policy: Policy, folder: Path) -> None:
+    """Restores what :func:`save_policy` wrote, under this policy's own layout; a collective over the world.
+
+    Raises:
+        RunError: the folder holds no checkpoint that can be read.
+    """
+    _allocate_state(policy)
+    try:
+        state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
+    except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
+        raise RunError(f"{folder}: not a readable checkpoint: {str(error).splitlines()[0]}") from error
+    chunks = policy.model.ddp_chunks
+    for i, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])
+    policy.optimizer.load_state_dict(state["optimizer"])
+    _separate_steps(policy)
+    # Its load adds the saved count to its own, which is one ahead since it was built.
+    policy.scheduler.num_steps = 0
+    policy.scheduler.load_state_dict(state["scheduler"])

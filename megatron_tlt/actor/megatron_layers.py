@@ -1,0 +1,109 @@
+"""Megatron-Core layers for ``transformer_impl: local``: what the library has only for Transformer Engine.
+
+Shapes follow Megatron: (sequence, batch, heads, head_dim).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_tlt.errors import ConfigError
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under the constructor Megatron calls, with the mark that sequence parallelism needs.
+
+    Under sequence parallelism each rank sees a part of the tokens, so Megatron must all-reduce the gradient of the
+    weights it finds marked (the library's own wrapper refuses sequence parallelism instead).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Causal grouped-query attention by torch's scaled_dot_product_attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ConfigError("actor.megatron.context_parallel_size: found > 1; transformer_impl 'local' allows 1")
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """(s, b, heads, d) queries and (s, b, groups, d) keys and values to (s, b, heads * d)."""
+        length, batch = query.shape[:2]
+        out = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.softmax_scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+
+def block_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None) -> Any:
+    """The decoder block's specification for the chosen implementation.
+
+    Raises:
+        ConfigError: ``transformer_engine`` is asked for and not installed.
+    """
+    if transformer_impl == "transformer_engine":
+        try:
+            import transformer_engine  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "actor.transformer_impl: found 'transformer_engine', which is not installed; allowed here: 'local'"
+            ) from error
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[ModuleSpec(**vars(layer)) for _ in range(count)], layer_norm=RMSNorm)

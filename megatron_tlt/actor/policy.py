@@ -1,0 +1,226 @@
+"""The actor: scores responses and takes optimizer steps, under any Megatron layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_tlt.actor.batches import MicroBatch, micro_batches
+from megatron_tlt.actor.log_probs import vocab_parallel_scores
+from megatron_tlt.actor.megatron_bridge import export_weights
+from megatron_tlt.actor.megatron_model import build_model
+from megatron_tlt.algorithms.losses import Loss
+from megatron_tlt.algorithms.types import TokenScores, TrainingSample
+from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.packing import balance
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.collectives import all_gather_data, broadcast_data
+from megatron_tlt.platform.device import current_device
+
+METRIC_NAMES = ("loss", "tokens", "entropy", "clip_fraction", "kl")
+
+
+class Policy:
+    """A Megatron-Core model with its optimizer; every rank of the world holds its shard and calls every method.
+
+    Args:
+        model_folder: Hugging Face folder with the initial weights.
+        actor: layout, pass-through options, micro-batch bounds.
+        seed: of Megatron's RNG trackers.
+        total_steps: the horizon of a decaying learning rate.
+        lr_decay_style: ``constant`` or ``cosine``; ``min_lr_fraction`` is where a cosine ends.
+        trainable: False builds a frozen reference without gradients or optimizer.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        actor: ActorConfig,
+        seed: int,
+        *,
+        total_steps: int = 1,
+        lr_decay_style: str = "constant",
+        min_lr_fraction: float = 0.0,
+        trainable: bool = True,
+    ) -> None:
+        self._actor = actor
+        self._device = current_device().torch_device
+        self.model = build_model(model_folder, actor, seed, trainable=trainable)
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        if trainable:
+            self._build_optimizer(total_steps, lr_decay_style, min_lr_fraction)
+
+    def _build_optimizer(self, total_steps: int, style: str, min_lr_fraction: float) -> None:
+        config = self.model.config
+        given = {"optimizer": "adam", "lr": 1e-6, "clip_grad": 1.0, "weight_decay": 0.0, **self._actor.optimizer}
+        given.setdefault("min_lr", float(given["lr"]) * min_lr_fraction)
+        lr, decay = float(given["lr"]), float(given["weight_decay"])
+        optimizer_config = OptimizerConfig(
+            **{
+                "bf16": config.bf16,
+                "params_dtype": config.params_dtype,
+                "use_distributed_optimizer": self.model.ddp_chunks[0].ddp_config.use_distributed_optimizer,
+                **given,
+            }
+        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.model.ddp_chunks)
+        config.grad_scale_func = self.optimizer.scale_loss
+        warmup = self._actor.lr_warmup_steps
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0 if warmup else lr,
+            max_lr=lr,
+            min_lr=float(given["min_lr"]),
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(total_steps, warmup + 1),
+            lr_decay_style=style,
+            start_wd=decay,
+            end_wd=decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        # The scheduler sets the rate of step 0 when built: the rate for the coming step is one ahead of it.
+        self.scheduler.step(1)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the parallel dimensions."""
+        return {
+            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context": parallel_state.get_context_parallel_world_size(),
+            "data": parallel_state.get_data_parallel_world_size(),
+        }
+
+    def _share(self, samples: Sequence[TrainingSample]) -> list[int]:
+        """The indices of the samples this data-parallel rank works on: near-equal tokens on every rank."""
+        shares = balance([len(sample.token_ids) for sample in samples], parallel_state.get_data_parallel_world_size())
+        return shares[parallel_state.get_data_parallel_rank()]
+
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        batches = micro_batches(samples, self._actor.max_tokens_per_micro_batch, multiple, self._device)
+        if not batches:
+            raise RunError(
+                f"{len(samples)} samples leave a data-parallel rank without work; "
+                f"allowed: at least {parallel_state.get_data_parallel_world_size()} per optimizer step"
+            )
+        return batches
+
+    def _scores(
+        self, logits_BTV: torch.Tensor, batch: MicroBatch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        share = logits_BTV.shape[-1]
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        log_probs, entropy = vocab_parallel_scores(
+            logits_BTV.reshape(-1, share),
+            batch.labels_BT.reshape(-1),
+            temperature=temperature,
+            chunk_tokens=self._actor.log_prob_chunk_tokens,
+            vocab_start=rank * share,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        return log_probs.view_as(batch.labels_BT), entropy.view_as(batch.labels_BT)
+
+    def _run(self, batches: list[MicroBatch], after_forward: Any, *, forward_only: bool) -> list[Any]:
+        """Sends micro-batches through Megatron's schedule; returns what the last pipeline stage collected."""
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
+            batch = next(iterator)
+            output = chunk(batch.tokens_BT, batch.positions_BT, None)
+            return output, partial(after_forward, batch)
+
+        chunks = self.model.ddp_chunks
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens_BT.shape[1],
+            micro_batch_size=batches[0].tokens_BT.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    @torch.no_grad()
+    def log_probs(self, samples: Sequence[TrainingSample], temperature: float = 1.0) -> list[TokenScores]:
+        """Scores every response token of ``samples`` (the same list on every rank); the same answer on every rank."""
+        mine = self._share(samples)
+        batches = self._micro_batches([samples[i] for i in mine])
+        for chunk in self.model.ddp_chunks:
+            chunk.eval()
+
+        def collect(
+            batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = True
+        ) -> list[tuple[int, list, list]]:
+            log_probs, entropy = self._scores(logits, batch, temperature)
+            rows = zip(batch.response_rows(log_probs), batch.response_rows(entropy), strict=True)
+            return [(index, list(p), list(h)) for index, (p, h) in zip(batch.indices, rows, strict=True)]
+
+        collected = self._run(batches, collect, forward_only=True)
+        for chunk in self.model.ddp_chunks:
+            chunk.train()
+        local = [(mine[index], p, h) for rows in collected or [] for index, p, h in rows]
+        # The last stage knows: tell the other stages, then exchange between data-parallel ranks.
+        kind = list[tuple[int, list[float], list[float]]]
+        local = broadcast_data(
+            local,
+            kind,
+            source=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        everyone = all_gather_data(local, kind, parallel_state.get_data_parallel_group())
+        scores = {index: TokenScores(tuple(p), tuple(h)) for rows in everyone for index, p, h in rows}
+        return [scores[i] for i in range(len(samples))]
+
+    def update(self, samples: Sequence[TrainingSample], loss: Loss, temperature: float = 1.0) -> dict[str, float]:
+        """One optimizer step on ``samples`` (the same list on every rank).
+
+        Returns:
+            Means over response tokens of the loss's metrics, with ``grad_norm`` before clipping and ``lr``.
+
+        Raises:
+            RunError: the gradient is not finite; the policy must not be used further.
+        """
+        batches = self._micro_batches([samples[i] for i in self._share(samples)])
+        sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=self._device)
+
+        def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            log_probs, entropy = self._scores(logits, batch, temperature)
+            total, denominator, metrics = loss(log_probs, entropy, batch.loss_inputs)
+            for i, name in enumerate(METRIC_NAMES):
+                if name in metrics:
+                    sums[i] += metrics[name].double()
+            return total, denominator.to(torch.int), {}
+
+        for chunk in self.model.ddp_chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(batches, compute, forward_only=False)
+        lr = self.optimizer.param_groups[0]["lr"]
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
+            raise RunError(f"gradient norm {grad_norm}; a finite one is needed; the last checkpoint is whole")
+        self.scheduler.step(1)
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            sums.zero_()
+        dist.all_reduce(sums)
+        named = dict(zip(METRIC_NAMES, sums.tolist(), strict=True))
+        tokens = named.pop("tokens")
+        means = {name: value / max(tokens, 1.0) for name, value in named.items()}
+        return {**means, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank; to be exhausted by all ranks together."""
+        return export_weights(self.model.bridge, self.model.chunks)

@@ -1,0 +1,51 @@
+"""The command line: ``tlt <command>``. One file per command; heavy libraries are imported inside the commands."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from megatron_tlt import __version__
+from megatron_tlt.cli import bench, evaluate, report, train
+from megatron_tlt.errors import TltError
+
+_COMMANDS = (train, evaluate, bench, report)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each puts the function to call into ``run``."""
+    parser = argparse.ArgumentParser(prog="tlt", description="Reinforcement learning on Megatron-Core and vLLM.")
+    parser.add_argument("--version", action="version", version=f"tlt {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        0; 1 where the run failed; 2 where what was asked for is wrong; 128 + signal where a signal stopped it.
+    """
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse gives up on positionals after an option: overrides may stand on both sides of --fresh.
+    if rest and (not hasattr(arguments, "overrides") or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    try:
+        return int(arguments.run(arguments))
+    except TltError as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT

@@ -1,0 +1,31 @@
+"""``tlt bench NAME --json FILE``: runs a benchmark, prints its table, writes its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+# Name to module; a module has ``add_arguments(parser)`` (optional) and ``run(arguments) -> BenchmarkResult``.
+BENCHMARKS = {"speculation": "megatron_tlt.bench.speculation"}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help=f"run a benchmark: {', '.join(BENCHMARKS)}")
+    parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here")
+    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark, after --json FILE")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    module = importlib.import_module(BENCHMARKS[arguments.name])
+    own = argparse.ArgumentParser(prog=f"tlt bench {arguments.name}")
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(own)
+    result = module.run(own.parse_args(arguments.arguments))
+    result.print()
+    if arguments.json is not None:
+        result.write(arguments.json)
+    return 0

@@ -1,0 +1,95 @@
+"""A run's folder as the commands see it: started, resumed, or cleared for a fresh start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+from megatron_tlt.cli.launch import launch, under_torchrun
+from megatron_tlt.config.loader import compare_resolved, dump_resolved
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.source import read_yaml
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
+from megatron_tlt.platform.files import atomic_write_text
+
+RESOLVED = "config.resolved.yaml"
+# What a run writes. --fresh removes these and nothing else, so that a mistyped run.dir costs no one their files.
+_RUN_FILES = (RESOLVED, "metrics.jsonl", "lengths.jsonl", "timeline.json", "report.html", "summary.json")
+_RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs")
+
+
+def add_config_arguments(parser: ArgumentParser) -> None:
+    """CONFIG, overrides and --traceback, which every command that runs a config takes."""
+    parser.add_argument(
+        "config", metavar="CONFIG", type=Path, help="a launch config, such as launch/quickstart-cpu.yaml"
+    )
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="values over those of the config")
+    parser.add_argument("--traceback", action="store_true", help="show tracebacks and the workers' own messages")
+
+
+def clear_run(folder: Path) -> None:
+    """Removes what a run wrote into ``folder``; a folder that holds no run is left alone."""
+    if not (folder / RESOLVED).is_file():
+        return
+    for name in _RUN_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for file in (*(folder / name for name in _RUN_FILES), *folder.glob("timeline.rank*.jsonl")):
+        file.unlink(missing_ok=True)
+
+
+def write_resolved(config: TltConfig) -> Path:
+    """Writes the resolved config into the run's folder; a run that is there already must be the same one.
+
+    Raises:
+        ConfigError: the folder holds a run of another config; one line per key.
+        RunError: the folder cannot be written.
+    """
+    path = config.run.dir / RESOLVED
+    if path.is_file():
+        changed = compare_resolved(read_yaml(path), config.model_dump(mode="json"))
+        if changed:
+            raise ConfigError(
+                "\n".join(
+                    f"{path}: this folder holds a run of another config: {line}; allowed: the same value, "
+                    "another run.dir, or --fresh"
+                    for line in changed
+                )
+            )
+    try:
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, dump_resolved(config))
+    except OSError as error:
+        raise RunError(f"run.dir: cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def is_finished(config: TltConfig) -> bool:
+    """Whether the folder's run has done all the steps asked for; the summary is the last thing a run writes but one."""
+    summary = config.run.dir / SUMMARY_FILE
+    done = summary.is_file() and (config.run.dir / "report.html").is_file()
+    return done and int(read_summary(summary).get("steps", 0)) >= config.trainer.steps
+
+
+def start(module: str, config: TltConfig, resolved: Path, *, show: bool) -> int:
+    """Runs a worker module on all devices: under torchrun in this process's place, else through a launch of its own."""
+    if under_torchrun():
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", module, str(resolved)])
+    log = None if show else config.run.dir / "logs" / "workers.log"
+    return launch(module, [str(resolved)], config.launcher, log=log)
+
+
+def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:
+    """Builds the recipe's model first, where the config has a recipe and its cache has no such model yet."""
+    if config.model.recipe is None or under_torchrun():
+        return 0
+    from megatron_tlt.models.recipe import recipe_folder
+
+    if (recipe_folder(config) / "recipe.json").is_file():
+        return 0
+    print("Building the model of model.recipe (once; it is cached).", flush=True)
+    return start("megatron_tlt.cli.workers.supervised", config, resolved, show=show)

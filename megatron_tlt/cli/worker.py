@@ -1,0 +1,93 @@
+"""What every process of a launch begins with, and how its error reaches the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_tlt.config.loader import load_resolved
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError, TltError
+
+ERROR_FOLDER = "TLT_ERROR_FILE"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """Why one rank failed: ``traceback`` is empty for an error meant for the user."""
+
+    rank: int
+    message: str
+    exit_status: int
+    traceback: str
+    time: float
+
+
+def die_with_parent(signum: int) -> None:
+    """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def write_error(error: BaseException, exit_status: int) -> None:
+    """Leaves the error in the launch's folder, where there is one; never raises over the error itself."""
+    folder = os.environ.get(ERROR_FOLDER)
+    if not folder:
+        return
+    expected = isinstance(error, TltError)
+    rank = int(os.environ.get("RANK", "0"))
+    trace = "" if expected else "".join(traceback.format_exception(error))
+    message = str(error) if expected else f"{type(error).__name__}: {error}"
+    record = WorkerError(rank, message, exit_status, trace, time.time())
+    with contextlib.suppress(OSError):
+        temporary = Path(folder, f".rank{rank}.json.tmp")
+        temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        temporary.rename(Path(folder, f"rank{rank}.json"))
+
+
+def read_first_error(folder: Path) -> WorkerError | None:
+    """The error to show: the first one meant for the user, else the first of all.
+
+    When one rank fails, the collectives of the others break too: their complaints are not the cause.
+    """
+    errors = []
+    for file in folder.glob("rank*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            errors.append(WorkerError(**json.loads(file.read_text(encoding="utf-8"))))
+    return min(errors, key=lambda e: (bool(e.traceback), e.time), default=None)
+
+
+def run_worker(main: Callable[[TltConfig], None], argv: Sequence[str] | None = None) -> int:
+    """Loads the resolved config named by the one argument, runs ``main``, gives back the exit status.
+
+    A worker module ends with ``sys.exit(run_worker(main))``.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The launcher of this process is torchrun: without it nobody could end the run together.
+    die_with_parent(signal.SIGKILL)
+    try:
+        if len(arguments) != 1:
+            raise ConfigError(f"a worker takes one argument, the resolved config's path; found {arguments!r}")
+        main(load_resolved(arguments[0]))
+    except TltError as error:
+        write_error(error, error.exit_status)
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt as error:
+        write_error(error, 128 + signal.SIGINT)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        write_error(error, 1)
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Entry points of the processes that torchrun starts, one module per job."""

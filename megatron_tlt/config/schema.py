@@ -1,0 +1,266 @@
+"""The typed form of a launch config: every key, its default, its bounds.
+
+``actor.megatron``, ``actor.ddp``, ``actor.optimizer`` and ``rollout.vllm`` are passed through to the libraries'
+own dataclasses and validated against the installed release in ``config.passthrough``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not coerced from other types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class RunConfig(Section):
+    """Where the run lives and what makes it reproducible."""
+
+    name: str = Field(default="run", min_length=1, max_length=200)
+    dir: Path = Path("runs/run")
+    seed: NonNegativeInt = 0
+    deterministic: bool = False
+
+
+class LauncherConfig(Section):
+    """How many processes: one per device. ``tlt train`` starts torchrun itself where it is not under it yet."""
+
+    nnodes: PositiveInt = 1
+    nproc_per_node: PositiveInt = 1
+    threads_per_process: PositiveInt = 1
+    collective_timeout_s: PositiveInt = 600
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+
+class ArchitectureConfig(Section):
+    """A Qwen2 model built from nothing; names follow Hugging Face's Qwen2Config."""
+
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 384
+    num_hidden_layers: PositiveInt = 4
+    num_attention_heads: PositiveInt = 4
+    num_key_value_heads: PositiveInt = 2
+    max_position_embeddings: PositiveInt = 1024
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    tie_word_embeddings: bool = True
+
+
+class TokenizerRecipe(Section):
+    """A SentencePiece tokenizer trained on the tasks' own prompts and worked solutions."""
+
+    vocab_size: PositiveInt = 256
+    num_problems: PositiveInt = 4000
+
+
+class SupervisedRecipe(Section):
+    """Supervised warm-up on worked solutions."""
+
+    num_steps: PositiveInt = 400
+    problems_per_step: PositiveInt = 64
+    max_sequence_tokens: PositiveInt = 512
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    lr_warmup_steps: NonNegativeInt = 20
+    min_lr_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+
+class RecipeConfig(Section):
+    """How to build the model where no trained one is at hand; the result is cached under a hash of all of this."""
+
+    cache_dir: Path = Path("runs/models")
+    seed: NonNegativeInt = 0
+    architecture: ArchitectureConfig = ArchitectureConfig()
+    tokenizer: TokenizerRecipe = TokenizerRecipe()
+    supervised: SupervisedRecipe = SupervisedRecipe()
+
+
+class ModelConfig(Section):
+    """The policy to start from: a Hugging Face folder (``path``) or a recipe that builds one."""
+
+    path: Path | None = None
+    recipe: RecipeConfig | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ModelConfig:
+        if (self.path is None) == (self.recipe is None):
+            raise ValueError("give exactly one of model.path and model.recipe")
+        return self
+
+
+class TaskConfig(Section):
+    """One source of problems: a generator by name or a prompt file.
+
+    ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator;
+    ``kind: file`` takes ``path`` (JSONL or parquet) and ``verifier``.
+    """
+
+    kind: Literal["generated", "file"] = "generated"
+    name: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    params: dict[str, Any] = Field(default_factory=dict)
+    path: Path | None = None
+    held_out_path: Path | None = None
+    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    verifier: str = "math"
+
+    @model_validator(mode="after")
+    def _file_has_path(self) -> TaskConfig:
+        if self.kind == "file" and self.path is None:
+            raise ValueError("a task of kind 'file' needs 'path'")
+        if self.kind == "generated" and self.path is not None:
+            raise ValueError("a task of kind 'generated' takes no 'path'")
+        return self
+
+
+class RewardConfig(Section):
+    """The process pool that verifies responses while decoding goes on."""
+
+    workers: PositiveInt = 1
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+
+
+class ActorConfig(Section):
+    """The Megatron-Core policy. The three dictionaries go to the library as they are."""
+
+    transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    ddp: dict[str, Any] = Field(default_factory=dict)
+    optimizer: dict[str, Any] = Field(default_factory=dict)
+    lr_warmup_steps: NonNegativeInt = 0
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    log_prob_chunk_tokens: PositiveInt = 4096
+
+
+class SamplingConfig(Section):
+    """How training rollouts are sampled."""
+
+    temperature: NonNegativeFloat = 1.0
+    top_p: Fraction = 1.0
+    top_k: int = Field(default=-1, ge=-1)
+
+
+class RolloutConfig(Section):
+    """The in-process vLLM engines; ``vllm`` goes to EngineArgs as it is."""
+
+    tensor_parallel_size: PositiveInt = 1
+    max_prompt_tokens: PositiveInt = 1024
+    max_response_tokens: PositiveInt = 4096
+    sampling: SamplingConfig = SamplingConfig()
+    vllm: dict[str, Any] = Field(default_factory=dict)
+
+
+class NgramConfig(Section):
+    """vLLM's prompt-lookup drafter: the longest and shortest n-gram it matches."""
+
+    prompt_lookup_min: PositiveInt = 2
+    prompt_lookup_max: PositiveInt = 4
+
+
+class SpeculationConfig(Section):
+    """Speculative decoding in rollout; never changes the distribution of the responses."""
+
+    enabled: bool = True
+    drafter: Literal["ngram"] = "ngram"
+    num_speculative_tokens: PositiveInt = 3
+    ngram: NgramConfig = NgramConfig()
+
+
+class MismatchConfig(Section):
+    """What to do about the difference between the rollout's log-probs and the actor's.
+
+    ``fail`` stops the run where the step's mean absolute difference is above ``threshold``; ``correct`` multiplies each
+    token's loss by min(exp(actor - rollout), ``truncation``); ``log`` only records it.
+    """
+
+    action: Literal["log", "correct", "fail"] = "log"
+    threshold: Annotated[float, Field(gt=0)] = 0.1
+    truncation: Annotated[float, Field(ge=1.0)] = 2.0
+
+
+class AlgorithmConfig(Section):
+    """Group-relative policy optimization and its choices."""
+
+    name: Literal["grpo"] = "grpo"
+    group_size: Annotated[int, Field(ge=2)] = 8
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    normalize_by_std: bool = True
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    kl_coefficient: NonNegativeFloat = 0.0
+    entropy_coefficient: NonNegativeFloat = 0.0
+    mismatch: MismatchConfig = MismatchConfig()
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation: one greedy response and ``samples`` sampled ones per problem."""
+
+    problems: PositiveInt = 200
+    samples: PositiveInt = 4
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    every: NonNegativeInt = 0
+    greedy: bool = True
+
+
+class TrainerConfig(Section):
+    """How long, how much a step, how often a checkpoint. ``save_every`` 0 saves only at the end and when stopped."""
+
+    steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 32
+    mini_batches: PositiveInt = 1
+    save_every: NonNegativeInt = 10
+    keep_checkpoints: PositiveInt = 2
+
+
+class ReshardConfig(Section):
+    """How weights go from the actor to the engines; ``verify_every`` 0 switches the checksums off."""
+
+    method: Literal["export"] = "export"
+    verify_every: NonNegativeInt = 1
+
+
+class WandbConfig(Section):
+    """Weights & Biases, when asked for."""
+
+    project: str
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+class ObserveConfig(Section):
+    """What is written besides metrics.jsonl, timeline.json, report.html and summary.json."""
+
+    tensorboard: bool = True
+    wandb: WandbConfig | None = None
+    progress: bool = True
+
+
+class TltConfig(Section):
+    """A whole launch config."""
+
+    run: RunConfig = RunConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    model: ModelConfig
+    tasks: list[TaskConfig] = Field(min_length=1)
+    rewards: RewardConfig = RewardConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    reshard: ReshardConfig = ReshardConfig()
+    observe: ObserveConfig = ObserveConfig()

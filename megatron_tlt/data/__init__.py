@@ -1,0 +1,20 @@
+"""Tokenizers, supervised examples, and which sequences go together."""
+
+from megatron_tlt.data.packing import balance, plan_micro_batches
+from megatron_tlt.data.supervised import Batch, Example, collate, encode_example, encode_examples
+from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
+from megatron_tlt.data.tokenizer_training import train_tokenizer
+
+__all__ = [
+    "Batch",
+    "Example",
+    "Tokenizer",
+    "balance",
+    "collate",
+    "encode_example",
+    "encode_examples",
+    "encode_prompt",
+    "load_tokenizer",
+    "plan_micro_batches",
+    "train_tokenizer",
+]

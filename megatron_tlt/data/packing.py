@@ -1,0 +1,54 @@
+"""Which sequences go together: micro-batches under a token bound, and items over data-parallel ranks; pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from megatron_tlt.errors import ConfigError
+
+
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int = 1) -> list[list[int]]:
+    """Groups sequences so that each group, padded to its longest, has at most ``max_tokens`` tokens.
+
+    ``lengths`` are in tokens. Sequences are taken from the longest down (ties by index), so the members of a group are
+    of like length. ``min_batches`` halves the groups with the most tokens until there are that many (or each holds one
+    sequence): ranks of a pipeline or data-parallel group must often run equally many.
+    Gives lists of indices into ``lengths``; each occurs once. Raises ConfigError for a sequence above ``max_tokens``.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > max_tokens:
+        raise ConfigError(
+            f"a sequence has {lengths[order[0]]} tokens, which does not fit max_tokens_per_micro_batch {max_tokens}"
+        )
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    while len(batches) < min(min_batches, len(lengths)):
+        sizes = [(len(b) > 1) * len(b) * max(lengths[b[0]], 1) for b in batches]
+        at = sizes.index(max(sizes))
+        half = (len(batches[at]) + 1) // 2
+        batches[at : at + 1] = [batches[at][:half], batches[at][half:]]
+    return batches
+
+
+def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Splits items over ``ranks`` with nearly equal token counts: the longest left goes to the rank with the fewest.
+
+    The fullest rank exceeds the emptiest by at most the longest item. Gives
+    ``ranks`` lists of indices into ``lengths``, each ascending; a rank is empty only when there are fewer items than
+    ranks.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; must be at least 1")
+    # By tokens, then by items: where lengths are 0 the items still spread.
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, items, rank = heapq.heappop(heap)
+        parts[rank].append(i)
+        heapq.heappush(heap, (tokens + lengths[i], items + 1, rank))
+    return [sorted(part) for part in parts]

@@ -1,0 +1,71 @@
+"""Worked solutions as supervised training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.types import Problem
+
+
+@dataclass(frozen=True)
+class Example:
+    """Prompt, solution and end-of-sequence as ids; ``loss_mask[i]`` is 1 where ``token_ids[i]`` is to be predicted."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded examples, each array ``[sequences, length]``.
+
+    ``labels`` are ``tokens`` shifted left by one: ``loss_mask[b, t]`` is 1 where position ``t`` is to predict
+    ``labels[b, t]``. Sequence ``b`` has ``lengths[b]`` inputs; the rest is padding, to the right.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.float32]
+    lengths: NDArray[np.int64]
+
+
+def encode_example(tokenizer: Tokenizer, problem: Problem) -> Example:
+    """Raises ConfigError for a problem without a worked solution."""
+    if problem.solution is None:
+        raise ConfigError(
+            f"problem {problem.uid}: no worked solution, so supervised warm-up cannot use task {problem.source}"
+        )
+    prompt = encode_prompt(tokenizer, problem)
+    # Encoded apart, as in a rollout, where the prompt's tokens are fixed before the first one is sampled.
+    target = [*tokenizer.encode(problem.solution), tokenizer.eos_id]
+    return Example((*prompt, *target), (0,) * len(prompt) + (1,) * len(target))
+
+
+def encode_examples(tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int) -> list[Example]:
+    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer."""
+    examples = (encode_example(tokenizer, problem) for problem in problems)
+    return [example for example in examples if len(example) <= max_tokens]
+
+
+def collate(examples: Sequence[Example], pad_id: int, multiple_of: int = 1) -> Batch:
+    """Pads to the longest, rounded up to ``multiple_of`` (sequence parallelism needs the tensor-parallel size)."""
+    longest = max(len(example) for example in examples) - 1
+    width = -(-longest // multiple_of) * multiple_of
+    shape = (len(examples), width)
+    tokens, labels = np.full(shape, pad_id, np.int64), np.full(shape, pad_id, np.int64)
+    loss_mask = np.zeros(shape, np.float32)
+    for row, example in enumerate(examples):
+        count = len(example) - 1
+        tokens[row, :count] = example.token_ids[:-1]
+        labels[row, :count] = example.token_ids[1:]
+        loss_mask[row, :count] = example.loss_mask[1:]
+    return Batch(tokens, labels, loss_mask, np.array([len(example) - 1 for example in examples], np.int64))

@@ -1,0 +1,23 @@
+"""The two ways a command may fail, and the exit status each one has.
+
+Every message is one line (or one line per violation) that names the file, key or tensor, what was found and what is
+allowed; the command line prints it without a traceback unless ``--traceback`` is given.
+"""
+
+
+class TltError(Exception):
+    """Base of all errors meant for the user."""
+
+    exit_status = 1
+
+
+class ConfigError(TltError):
+    """What was asked for is wrong: an unknown key, a layout that does not fit, a bad row in a prompt file."""
+
+    exit_status = 2
+
+
+class RunError(TltError):
+    """What was asked for is right, but it went wrong while running: a full disk, a port in use, a stale weight."""
+
+    exit_status = 1

@@ -1,0 +1,57 @@
+"""Models built from nothing by a recipe, for machines that have no trained one at hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig, TltConfig
+
+RECIPE_FILE = "recipe.json"
+
+
+def recipe_description(config: TltConfig) -> str:
+    """Everything the model depends on, as JSON: recipe, tasks, processes and layout."""
+    assert config.model.recipe is not None
+    parts = {
+        "recipe": config.model.recipe.model_dump(mode="json", exclude={"cache_dir"}),
+        "tasks": [task.model_dump(mode="json") for task in config.tasks],
+        "world_size": config.launcher.world_size,
+        "megatron": config.actor.megatron,
+    }
+    return json.dumps(parts, sort_keys=True, indent=1)
+
+
+def recipe_folder(config: TltConfig) -> Path:
+    """Where the recipe's model is, or will be: a folder named by a hash of all that it depends on."""
+    assert config.model.recipe is not None
+    digest = hashlib.blake2b(recipe_description(config).encode(), digest_size=6).hexdigest()
+    return config.model.recipe.cache_dir / digest
+
+
+def model_folder(config: TltConfig) -> Path:
+    """The Hugging Face folder the policy starts from."""
+    return config.model.path if config.model.path is not None else recipe_folder(config)
+
+
+def write_untrained(
+    folder: Path, architecture: ArchitectureConfig, recipe: RecipeConfig, vocab_size: int, eos_id: int
+) -> None:
+    """Writes a Qwen2 model with random weights drawn from the recipe's seed into ``folder``."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    fields = architecture.model_dump(exclude={"rope_theta"})
+    hf_config = Qwen2Config(
+        **fields,
+        vocab_size=vocab_size,
+        eos_token_id=eos_id,
+        bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": architecture.rope_theta},
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        Qwen2ForCausalLM(hf_config).save_pretrained(folder)

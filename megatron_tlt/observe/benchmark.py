@@ -1,0 +1,141 @@
+"""The shape every benchmark's output has, and how its cases are timed on a noisy machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_tlt.observe.jsonl import finite
+from megatron_tlt.platform.files import atomic_write_text
+
+T = TypeVar("T")
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+    "==": operator.eq,
+}
+
+
+@dataclass
+class BenchmarkResult:
+    """What was measured, on what, and whether it is good enough.
+
+    ``rows`` are flat dictionaries, one per case; ``targets`` maps a name to value, target, op and met.
+    """
+
+    environment: dict[str, Any]
+    name: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    targets: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def target(self, name: str, value: float, op: str, target: float) -> bool:
+        """Record whether ``value op target`` holds and return it; NaN meets nothing.
+
+        Raises:
+            ValueError: ``op`` is not one of OPERATORS, or ``name`` is taken.
+        """
+        if op not in OPERATORS:
+            raise ValueError(f"op {op!r}: allowed are {', '.join(OPERATORS)}")
+        if name in self.targets:
+            raise ValueError(f"target {name!r} is there already")
+        met = not math.isnan(value) and OPERATORS[op](value, target)
+        self.targets[name] = {"value": value, "target": target, "op": op, "met": bool(met)}
+        return bool(met)
+
+    @property
+    def all_met(self) -> bool:
+        """Whether every target is met (True without any)."""
+        return all(entry["met"] for entry in self.targets.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data as it is written."""
+        return {"name": self.name, "environment": self.environment, "rows": self.rows, "targets": self.targets}
+
+    def write(self, path: Path | str) -> None:
+        """Write JSON atomically; NaN and infinities become null.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        atomic_write_text(path, json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n")
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the rows and the targets as tables."""
+        console = console or Console()
+        columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        if columns:
+            table = Table(title=self.name or None)
+            for column in columns:
+                numeric = all(isinstance(row.get(column, 0), (int, float)) for row in self.rows)
+                table.add_column(column, justify="right" if numeric else "left")
+            for row in self.rows:
+                table.add_row(*(_text(row.get(column)) for column in columns))
+            console.print(table)
+        if self.targets:
+            table = Table(title="targets")
+            for column in ("target", "measured", "wanted", "met"):
+                table.add_column(column)
+            for name, entry in self.targets.items():
+                met = "[green]yes[/green]" if entry["met"] else "[red]no[/red]"
+                table.add_row(name, _text(entry["value"]), f"{entry['op']} {_text(entry['target'])}", met)
+            console.print(table)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def interleave(cases: Mapping[str, Callable[[], T]], repeats: int, warmups: int = 0) -> dict[str, list[float]]:
+    """Time each case ``repeats`` times, in seconds, one round of all cases after another.
+
+    Interleaving makes a slow spell of the machine hit all cases alike; each round begins with the next case, so that
+    none always runs first. ``warmups`` rounds before are not counted. Entry i of every list is round i: they pair up.
+
+    Raises:
+        ValueError: ``repeats`` is less than 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}, must be at least 1")
+    names = list(cases)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warmups, repeats):
+        shift = turn % len(names) if names else 0
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            cases[name]()
+            elapsed = time.perf_counter() - start
+            if turn >= 0:
+                times[name].append(elapsed)
+    return times
+
+
+def ratio_of_medians(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
+    """median(a) / median(b), with the smallest and largest ratio of a pair (a[i], b[i]) as its spread.
+
+    ``low <= ratio <= high`` always: the spread is widened where the medians' ratio is outside the pairs'.
+
+    Raises:
+        ValueError: the two are empty, differ in length, or hold a number that is not positive and finite.
+    """
+    if len(a) != len(b) or not a:
+        raise ValueError(f"{len(a)} and {len(b)} measurements: must be as many of each, at least 1")
+    if not all(math.isfinite(x) and x > 0 for x in (*a, *b)):
+        raise ValueError("a measurement is not positive and finite")
+    ratio = statistics.median(a) / statistics.median(b)
+    pairs = [x / y for x, y in zip(a, b, strict=True)]
+    return {"ratio": ratio, "low": min([ratio, *pairs]), "high": max([ratio, *pairs])}

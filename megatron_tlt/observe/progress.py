@@ -1,0 +1,101 @@
+"""What a person sees while a run goes on: bars on a terminal, one short line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+# What a step's line shows, in this order, where it is measured: metric name -> label, format.
+STEP_LINE = {
+    "reward/mean": ("reward", "{:.3f}"),
+    "eval/pass_at_1": ("pass@1", "{:.3f}"),
+    "length/median": ("len", "{:.0f}"),
+    "length/max": ("max", "{:.0f}"),
+    "speculation/acceptance_length": ("accept", "{:.2f}"),
+    "mismatch/k3_kl": ("k3", "{:.1e}"),
+    "actor/grad_norm": ("grad", "{:.2f}"),
+    "time/total": ("s", "{:.1f}"),
+}
+
+
+class Progress:
+    """Bars for the run and its present phase; silent on every rank but 0.
+
+    Args:
+        rank: only rank 0 shows anything.
+        total_steps: the length of the run's bar.
+        done_steps: where a resumed run begins.
+        enabled: False shows nothing at all (``observe.progress``).
+        stream: default standard output; bars only where it is a terminal.
+    """
+
+    def __init__(
+        self, rank: int, total_steps: int, *, done_steps: int = 0, enabled: bool = True, stream: TextIO | None = None
+    ) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._shown = enabled and rank == 0
+        self._total_steps = total_steps
+        self._bars: RichProgress | None = None
+        self._phase: TaskID | None = None
+        if self._shown and self._stream.isatty():
+            self._bars = RichProgress(
+                TextColumn("{task.description:<12}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._run = self._bars.add_task("steps", total=total_steps, completed=done_steps)
+            self._bars.start()
+
+    def start(self, phase: str, total: int | None = None) -> None:
+        """Begin the bar of ``phase`` with ``total`` units (None: unknown); the one before goes away."""
+        if self._bars is None:
+            return
+        if self._phase is not None:
+            self._bars.remove_task(self._phase)
+        self._phase = self._bars.add_task(phase, total=total)
+
+    def advance(self, amount: int = 1) -> None:
+        """Move the phase's bar on."""
+        if self._bars is not None and self._phase is not None:
+            self._bars.advance(self._phase, amount)
+
+    def message(self, text: str) -> None:
+        """Print one line above the bars."""
+        if not self._shown:
+            return
+        if self._bars is not None:
+            self._bars.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def step_done(self, step: int, values: Mapping[str, float]) -> None:
+        """Report step number ``step`` (counted from 1) with the metrics of STEP_LINE that are in ``values``."""
+        if not self._shown:
+            return
+        parts = [f"{label} {form.format(values[key])}" for key, (label, form) in STEP_LINE.items() if key in values]
+        self.message(f"step {step}/{self._total_steps}  " + "  ".join(parts))
+        if self._bars is not None:
+            self._bars.update(self._run, completed=step)
+
+    def close(self) -> None:
+        """Take the bars off the terminal; harmless when called again."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,173 @@
+"""``summary.json``: what the benchmarks, CI and the report read of a run, under keys that stay."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.observe.jsonl import finite
+from megatron_tlt.platform.files import atomic_write_text
+
+SUMMARY_FILE = "summary.json"
+
+_EVALUATION = {
+    "pass_at_1": "share of sampled responses that are right, averaged over the held-out problems",
+    "pass_at_k": "share of problems with at least one right response among the samples",
+    "greedy": "share of problems whose greedy response is right",
+    "problems": "held-out problems asked",
+    "samples": "sampled responses per problem (the k of pass_at_k)",
+}
+_TIMES = {
+    "total": "all steps, evaluations and checkpoints",
+    "rollout": "decoding, until the slowest rank ends",
+    "idle": "waiting for the slowest rank during rollout, mean over ranks",
+    "reward": "waiting for verifiers after decoding",
+    "log_probs": "the actor's (and the reference's) log-probabilities",
+    "update": "forward, backward and optimizer",
+    "reshard": "weights from the actor to the engines, checks included",
+    "evaluate": "held-out evaluation",
+    "checkpoint": "saving",
+}
+
+SUMMARY_KEYS: dict[str, str] = {
+    "world_size": "processes, one per device",
+    "steps": "optimizer steps done, those before a resume included",
+    "actor.backend": "the training library",
+    "actor.layout.*": "parallel sizes: tensor, pipeline, data, context, expert",
+    "rollout.backend": "the inference library",
+    "rollout.tensor_parallel_size": "devices per engine",
+    **{f"eval.start.{key}": f"before the first step: {text}" for key, text in _EVALUATION.items()},
+    **{f"eval.end.{key}": f"after the last step: {text}" for key, text in _EVALUATION.items()},
+    "rollout.length.median": "tokens per response over the whole run",
+    "rollout.length.p90": "tokens",
+    "rollout.length.p99": "tokens",
+    "rollout.length.max": "tokens",
+    "rollout.length.mean": "tokens",
+    "rollout.length.max_over_median": "how long the tail is",
+    "rollout.acceptance_length": "tokens per decode step and request, bonus token included (1.0 = nothing gained)",
+    "rollout.tokens_per_s": "generated tokens of all ranks over rollout time",
+    "rollout.logprob_mismatch.mean_abs": "mean |actor - rollout| log-probability per token",
+    "rollout.logprob_mismatch.max_abs": "largest |actor - rollout| of any token",
+    "rollout.logprob_mismatch.k3_kl": "k3 estimate of KL(rollout || actor) per token",
+    "reshard.method": "how weights travel",
+    "reshard.tensors": "tensors sent in one synchronization",
+    "reshard.verified_tensors": "of these, how many every engine proved to hold",
+    "reshard.seconds": "median duration of one synchronization",
+    **{f"time.{key}": f"seconds over the whole run: {text}" for key, text in _TIMES.items()},
+    "memory.peak_gib": "largest resident memory (device memory on GPUs) of all processes together",
+    "reward.first": "mean training reward of the first step",
+    "reward.last": "mean training reward of the last step",
+    "reward.mean": "mean training reward over all steps",
+    "speculation.enabled": "whether rollout speculated",
+    "speculation.drafter": "kind of drafter",
+    "speculation.num_speculative_tokens": "draft tokens per step",
+    "environment.*": "describe_environment(): versions and hardware",
+}
+"""Dotted key -> meaning; ``*`` stands for any further keys. New keys may come, none changes its meaning."""
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists stay values, an empty mapping vanishes."""
+    return dict(_items(nested, prefix))
+
+
+def _items(nested: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            yield from _items(value, path)
+        else:
+            yield path, value
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of ``flatten``.
+
+    Raises:
+        ValueError: a key is both a value and a section.
+    """
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, leaf = path.split(".")
+        section = nested
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ValueError(f"{path}: {parent} is a value already")
+        if leaf in section:
+            raise ValueError(f"{path}: is there already")
+        section[leaf] = value
+    return nested
+
+
+def undocumented_keys(summary: Mapping[str, Any]) -> list[str]:
+    """The dotted keys of ``summary`` that SUMMARY_KEYS does not explain."""
+    patterns = [key for key in SUMMARY_KEYS if "*" in key]
+    return [
+        key
+        for key in flatten(summary)
+        if key not in SUMMARY_KEYS and not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+    ]
+
+
+def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
+    """Write the nested ``summary`` as JSON, atomically; NaN and infinities become null.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    atomic_write_text(path, json.dumps(finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_summary(path: Path | str) -> dict[str, Any]:
+    """The nested summary.
+
+    Raises:
+        RunError: the file is missing or not a JSON object.
+    """
+    try:
+        summary = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    if not isinstance(summary, dict):
+        raise RunError(f"{path}: must be a JSON object, found {type(summary).__name__}")
+    return summary
+
+
+def describe_lengths(lengths: Sequence[int]) -> dict[str, float]:
+    """``rollout.length.*`` of response lengths in tokens; empty for none."""
+    if len(lengths) == 0:
+        return {}
+    values = np.asarray(lengths, dtype=np.float64)
+    median, p90, p99 = (float(v) for v in np.percentile(values, [50, 90, 99]))
+    largest = float(values.max())
+    return {
+        "median": median,
+        "p90": p90,
+        "p99": p99,
+        "max": largest,
+        "mean": float(values.mean()),
+        "max_over_median": largest / median if median else float("nan"),
+    }
+
+
+def time_totals(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """``time.*`` as sums of the ``time/*`` metrics of all rows, in seconds; phases never timed are 0."""
+    totals = dict.fromkeys(_TIMES, 0.0)
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("time/") and value is not None:
+                totals[key.removeprefix("time/")] = totals.get(key.removeprefix("time/"), 0.0) + value
+    return totals
+
+
+def reward_summary(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """``reward.*`` of the ``reward/mean`` metric; empty where no row has it."""
+    values = [value for row in rows if (value := row.get("reward/mean")) is not None]
+    return {"first": values[0], "last": values[-1], "mean": sum(values) / len(values)} if values else {}

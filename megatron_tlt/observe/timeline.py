@@ -1,0 +1,246 @@
+"""Who did what when: spans per rank, merged into one Chrome/Perfetto trace.
+
+Each rank appends its events to ``timeline.rank<r>.jsonl``; rank 0 merges them into ``timeline.json`` now and then.
+Times inside are integer nanoseconds since the Unix epoch, so spans nest exactly; the ranks of one
+machine share the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.observe.jsonl import JsonLinesFile, dumps, read_jsonl
+from megatron_tlt.platform.files import atomic_write_text
+
+PHASES = ("rollout", "idle", "reward", "log_probs", "update", "reshard", "evaluate", "checkpoint", "drafter")
+"""Categories the report knows a colour for; others are allowed."""
+
+TRACE_FILE = "timeline.json"
+MAIN_LANE = "phases"
+RANK_FILE_BYTES = 8 << 20
+TRACE_BYTES = 32 << 20
+
+Event = dict[str, Any]
+
+
+class Timeline:
+    """One rank's events.
+
+    ``now()`` is the time of day at construction carried on by the monotonic clock: never backwards within a rank, and
+    equal between ranks of one machine up to what the system clock was adjusted by between their constructions.
+
+    Args:
+        rank: the row in the trace.
+        folder: where ``flush()`` appends; None keeps everything in memory.
+        max_bytes: beyond this the rank's file loses its older half.
+    """
+
+    def __init__(self, rank: int, folder: Path | str | None = None, max_bytes: int = RANK_FILE_BYTES) -> None:
+        self.rank = rank
+        self.step = 0
+        self._max_bytes = max_bytes
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._pending: list[Event] = []
+        self._lock = threading.Lock()
+        self._file = None if folder is None else JsonLinesFile(rank_file(folder, rank))
+
+    def now(self) -> float:
+        """Seconds since the Unix epoch."""
+        return self._now_ns() / 1e9
+
+    def _now_ns(self) -> int:
+        return time.perf_counter_ns() + self._offset_ns
+
+    def begin_step(self, step: int) -> None:
+        """Events from here on belong to ``step``."""
+        self.step = step
+
+    @contextlib.contextmanager
+    def span(self, name: str, category: str | None = None, *, lane: str = MAIN_LANE, **args: Any) -> Iterator[None]:
+        """Record the block, failed or not. ``category`` is one of PHASES, the name by default.
+
+        Spans of one lane must nest; what runs beside the phases (a thread, a pool) takes a lane of its own.
+        ``args`` (JSON values) are shown in the trace.
+        """
+        step, start = self.step, self._now_ns()
+        try:
+            yield
+        finally:
+            self._append(name, category, start, self._now_ns() - start, lane, step, args)
+
+    def add(
+        self,
+        name: str,
+        start: float,
+        duration: float,
+        category: str | None = None,
+        *,
+        lane: str = MAIN_LANE,
+        **args: Any,
+    ) -> None:
+        """Record a span measured elsewhere: ``start`` on ``now()``'s clock, both in seconds."""
+        first, last = round(start * 1e9), round((start + duration) * 1e9)
+        self._append(name, category, first, max(0, last - first), lane, self.step, args)
+
+    def counter(self, name: str, value: float, at: float | None = None) -> None:
+        """Record that ``name`` (the running batch, say) has ``value`` from ``at`` (default: now) on."""
+        when = self._now_ns() if at is None else round(at * 1e9)
+        event = {"kind": "counter", "name": name, "rank": self.rank, "step": self.step, "start_ns": when}
+        with self._lock:
+            self._pending.append({**event, "value": value})
+
+    def _append(
+        self, name: str, category: str | None, start: int, duration: int, lane: str, step: int, args: Mapping[str, Any]
+    ) -> None:
+        event: Event = {"kind": "span", "name": name, "category": category or name, "rank": self.rank, "step": step}
+        event |= {"lane": lane, "start_ns": start, "duration_ns": duration}
+        if args:
+            event["args"] = dict(args)
+        with self._lock:
+            self._pending.append(event)
+
+    def to_events(self) -> list[Event]:
+        """The events not flushed yet (all of them without a folder), as plain data for ``merge``."""
+        with self._lock:
+            return [dict(event) for event in self._pending]
+
+    def flush(self) -> None:
+        """Append the pending events to the rank's file.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        if self._file is None:
+            return
+        with self._lock:
+            pending, self._pending = self._pending, []
+        self._file.append(pending)
+        if self._file.size > self._max_bytes:
+            rows = read_jsonl(self._file.path)
+            self._file.replace(rows[len(rows) // 2 :])
+
+    def truncate_after(self, step: int) -> int:
+        """On resume: drop the events of steps after ``step``, so that none is there twice; return how many."""
+        return 0 if self._file is None else self._file.truncate_after(step)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+def rank_file(folder: Path | str, rank: int) -> Path:
+    """Where a rank's events are."""
+    return Path(folder) / f"timeline.rank{rank}.jsonl"
+
+
+def merge(event_lists: Sequence[Sequence[Event]], last_steps: int | None = None) -> dict[str, Any]:
+    """One Chrome trace of the ranks' events: times in microseconds since the first one, a process per rank.
+
+    ``last_steps`` keeps that many of the newest steps.
+    """
+    events = [event for events in event_lists for event in events]
+    if last_steps is not None:
+        steps = sorted({event["step"] for event in events})[-last_steps:] if last_steps > 0 else []
+        events = [event for event in events if event["step"] in set(steps)]
+    origin = min((event["start_ns"] for event in events), default=0)
+    lanes: dict[int, dict[str, int]] = {}
+    rows: list[Event] = []
+    # At one start the longer span first: that is the order a viewer nests them in.
+    for event in sorted(events, key=lambda e: (e["start_ns"], -e.get("duration_ns", 0))):
+        rank = event["rank"]
+        names = lanes.setdefault(rank, {MAIN_LANE: 0})
+        row: Event = {"name": event["name"], "pid": rank, "ts": (event["start_ns"] - origin) / 1000}
+        if event["kind"] == "counter":
+            row |= {"ph": "C", "args": {event["name"]: event["value"]}}
+        else:
+            row |= {"ph": "X", "cat": event["category"], "dur": event["duration_ns"] / 1000}
+            row["tid"] = names.setdefault(event["lane"], len(names))
+            row["args"] = {"step": event["step"], **event.get("args", {})}
+        rows.append(row)
+    return {
+        "traceEvents": _names(lanes) + rows,
+        "displayTimeUnit": "ms",
+        "otherData": {"origin_unix_ns": str(origin)},
+    }
+
+
+def _names(lanes: Mapping[int, Mapping[str, int]]) -> list[Event]:
+    rows: list[Event] = []
+    for rank in sorted(lanes):
+        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        rows.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for lane, tid in lanes[rank].items():
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}})
+            rows.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}})
+    return rows
+
+
+def write_trace(folder: Path | str, last_steps: int | None = None, max_bytes: int = TRACE_BYTES) -> Path:
+    """Merge the ranks' files of ``folder`` into its ``timeline.json``, atomically.
+
+    The oldest steps are left out until it is at most ``max_bytes``; the newest step always stays.
+
+    Raises:
+        RunError: a file is damaged or the disk is full.
+    """
+    folder = Path(folder)
+    lists = [read_jsonl(path) for path in sorted(folder.glob("timeline.rank*.jsonl"))]
+    steps = len({event["step"] for events in lists for event in events})
+    keep = steps if last_steps is None else min(steps, last_steps)
+    while True:
+        text = dumps(merge(lists, keep))
+        if len(text) <= max_bytes or keep <= 1:
+            break
+        keep = max(1, min(keep - 1, keep * max_bytes // len(text)))
+    path = folder / TRACE_FILE
+    # Written again after every few steps: a flush to the disk each time would only slow the run.
+    atomic_write_text(path, text + "\n", durable=False)
+    return path
+
+
+def trace_problems(trace: Mapping[str, Any]) -> list[str]:
+    """What a trace viewer would stumble over, one line each: missing fields, disorder, half overlaps in a row."""
+    problems: list[str] = []
+    open_ends: dict[tuple[int, int], list[float]] = {}
+    named = {e["pid"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "process_name"}
+    previous = -1.0
+    for index, event in enumerate(e for e in trace["traceEvents"] if e["ph"] != "M"):
+        wanted = {"X": ("name", "cat", "ts", "dur", "pid", "tid"), "C": ("name", "ts", "pid", "args")}.get(event["ph"])
+        if wanted is None or any(key not in event for key in wanted):
+            problems.append(f"event {index}: phase {event['ph']!r} without all of {wanted}")
+            continue
+        if event["pid"] not in named:
+            problems.append(f"event {index}: process {event['pid']} has no name")
+        if event["ts"] < previous:
+            problems.append(f"event {index}: starts at {event['ts']} us, after one at {previous} us")
+        previous = event["ts"]
+        if event["ph"] == "X":
+            ends = open_ends.setdefault((event["pid"], event["tid"]), [])
+            end = event["ts"] + event["dur"]
+            # Microseconds are rounded from nanoseconds; half a nanosecond is no overlap.
+            while ends and ends[-1] <= event["ts"] + 5e-4:
+                ends.pop()
+            if ends and end > ends[-1] + 5e-4:
+                problems.append(f"event {index}: {event['name']!r} ends {end - ends[-1]} us after the span it is in")
+            ends.append(end)
+    return problems
+
+
+def read_trace(path: Path | str) -> dict[str, Any]:
+    """A merged trace.
+
+    Raises:
+        OSError, ValueError: the file is missing or not JSON.
+    """
+    trace = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError("no traceEvents")
+    return trace

@@ -1,0 +1,67 @@
+"""Plain data over torch.distributed: msgpack bytes in tensors, never pickle."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.platform.device import current_device, world_size
+
+T = TypeVar("T")
+
+
+def _gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    device = current_device().torch_device
+    size = dist.get_world_size(group)
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    lengths = [torch.zeros_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length, group=group)
+    longest = max(1, max(int(item) for item in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if payload:
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group=group)
+    return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+
+
+def all_gather_data(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's ``value``, in rank order.
+
+    Args:
+        value: plain data: numbers, strings, lists, dictionaries, dataclasses.
+        kind: its type, checked on arrival (for instance ``list[Response]``).
+        group: the ranks that take part; all when None.
+    """
+    if world_size() == 1:
+        return [value]
+    payloads = _gather_bytes(msgspec.msgpack.encode(value), group)
+    return [msgspec.msgpack.decode(payload, type=kind) for payload in payloads]
+
+
+def broadcast_data(value: T | None, kind: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Rank ``source``'s value on every rank of ``group``; ``source`` is a global rank."""
+    if world_size() == 1:
+        return value  # type: ignore[return-value]
+    device = current_device().torch_device
+    mine = dist.get_rank() == source
+    payload = bytearray(msgspec.msgpack.encode(value)) if mine else bytearray()
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(length, source, group=group)
+    data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if mine:
+        data.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+    dist.broadcast(data, source, group=group)
+    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on at least one rank; the same answer everywhere."""
+    if world_size() == 1:
+        return flag
+    tensor = torch.tensor([int(flag)], dtype=torch.int32, device=current_device().torch_device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bool(int(tensor))

@@ -1,0 +1,124 @@
+"""The one place that knows whether this process runs on CUDA with NCCL or on CPU with gloo."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True)
+class Device:
+    """A process's device: its torch device, its collective backend and what can be asked of it."""
+
+    torch_device: torch.device
+    backend: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def peak_memory_bytes(self) -> int:
+        """Peak bytes of device memory; on CPU the process's peak resident size."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@cache
+def current_device() -> Device:
+    """This process's device: the GPU of its local rank where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                f"launcher.nproc_per_node: local rank {index} has no GPU: {count} present; allowed: at most {count}"
+            )
+        torch.cuda.set_device(index)
+        return Device(torch.device("cuda", index), "nccl")
+    return Device(torch.device("cpu"), "gloo")
+
+
+def prepare() -> Device:
+    """Makes the libraries importable on this device; call it before anything imports ``megatron``."""
+    device = current_device()
+    # Every rank is one in-process engine beside the actor: the engine must not fork a core of its own.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if not device.is_cuda:
+        from megatron_tlt.platform import megatron_cpu
+
+        megatron_cpu.install()
+        # vLLM compiles its log-prob kernels with the C++ compiler, for tens of seconds, to save microseconds here.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return device
+
+
+def initialize_distributed(timeout_s: int = 600) -> None:
+    """Joins the process group that torchrun describes in the environment (a world of one without torchrun).
+
+    Raises:
+        RunError: the rendezvous fails, for instance because its port is in use.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(current_device().backend, store=store, rank=0, world_size=1)
+        return
+    try:
+        dist.init_process_group(current_device().backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RunError(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Seeds Python, NumPy and torch; ``deterministic`` also asks torch for deterministic kernels."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def log_once(message: str) -> None:
+    """A line on standard error from rank 0 only."""
+    if rank() == 0:
+        print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""Files that are either wholly there or not there at all.
+
+Everything is written under a temporary sibling name (``.<name>.tmp-<pid>...``), flushed to the disk and renamed; a full
+disk is a RunError that names the path and the bytes wanted, and leaves nothing half written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_tlt.errors import RunError
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# torch's zip writer reports a full disk as a bare RuntimeError with one of these; it is put down to the disk where
+# fewer than so many bytes are free.
+_TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
+_PRACTICALLY_FULL = 1 << 20
+_serial = itertools.count()
+
+
+def temporary_sibling(path: Path, kind: str = "tmp") -> Path:
+    """A hidden name beside ``path``, unique to this process and call."""
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{next(_serial)}")
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes free on the file system of ``path`` or its nearest existing parent; None where it cannot be told."""
+    for candidate in (path, *path.parents):
+        if candidate.exists():
+            try:
+                return shutil.disk_usage(candidate).free
+            except OSError:
+                return None
+    return None
+
+
+def is_disk_full(error: BaseException, path: Path) -> bool:
+    """Whether ``error``, or what it was raised from, says that the disk of ``path`` is full."""
+    seen: BaseException | None = error
+    for _ in range(16):
+        if seen is None:
+            return False
+        if isinstance(seen, OSError) and seen.errno in _DISK_FULL:
+            return True
+        if "No space left on device" in str(seen):
+            return True
+        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _TORCH_WRITE_ERRORS):
+            free = free_bytes(path)
+            if free is not None and free < _PRACTICALLY_FULL:
+                return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def disk_full_error(path: Path, wanted: int | None) -> RunError:
+    """The one-line error for a full disk; ``wanted`` in bytes."""
+    free = free_bytes(path.parent)
+    size = "unknown number of bytes" if wanted is None else f"{wanted} bytes"
+    return RunError(f"disk full: cannot write {path}: {size} wanted, {'unknown' if free is None else free} bytes free")
+
+
+@contextlib.contextmanager
+def write_errors(path: Path, wanted: int | None = None) -> Iterator[None]:
+    """Turn an OSError inside into a one-line RunError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error, path):
+            raise disk_full_error(path, wanted) from error
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in ``folder`` durable, where the file system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        # Some network file systems refuse fsync on a folder.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Flush ``path``'s bytes to the disk.
+
+    Raises:
+        OSError: the disk is full or failed (delayed allocation reports it only here).
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write_bytes(path: Path | str, data: bytes, *, durable: bool = True) -> None:
+    """Write ``data`` to ``path`` so that a reader sees either the old file or the whole new one.
+
+    ``durable=False`` leaves out the flush to the disk: enough against a killed process, not against a power cut.
+    Parents are created.
+
+    Raises:
+        RunError: the disk is full or the path cannot be written; the old file, if any, is untouched.
+    """
+    path = Path(path)
+    temporary = temporary_sibling(path)
+    with write_errors(path, len(data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        if durable:
+            sync_folder(path.parent)
+
+
+def atomic_write_text(path: Path | str, text: str, *, durable: bool = True) -> None:
+    """``atomic_write_bytes`` for UTF-8 text."""
+    atomic_write_bytes(path, text.encode("utf-8"), durable=durable)

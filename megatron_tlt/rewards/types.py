@@ -1,0 +1,26 @@
+"""What a verifier gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_tlt.tasks.types import Problem
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The verdict on one response.
+
+    ``extracted`` is the answer that was judged (None: none found). ``error`` is set when the verifier itself failed:
+    it raised, took too long, or its process died; ``value`` is then 0.
+    """
+
+    value: float
+    correct: bool
+    extracted: str | None = None
+    error: str | None = None
+
+
+#: Judges a response's text; pure, so that the same problem and text always give the same reward.
+Verifier = Callable[[Problem, str], Reward]

@@ -1,0 +1,98 @@
+"""Plain data that goes into a rollout and comes out of it; no vLLM in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How to sample; the names and meanings are vLLM's.
+
+    ``temperature`` 0 is greedy. ``top_k`` -1 or 0 and ``top_p`` 1.0 switch the filter off.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate. ``seed`` makes it reproducible whatever else is in the batch."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    seed: int
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """Speculation's account of one request (or, summed, of many).
+
+    ``accepted_per_position[i]`` counts drafts whose (i+1)-th token was accepted; ``num_steps`` counts the engine steps
+    that produced tokens for the request, speculating or not, so ``num_tokens / num_steps`` is its acceptance length.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per decode step, the bonus token included (1.0 = nothing gained)."""
+        return self.num_tokens / self.num_steps if self.num_steps else 1.0
+
+    def __add__(self, other: DraftStats) -> DraftStats:
+        width = max(len(self.accepted_per_position), len(other.accepted_per_position))
+
+        def padded(row: tuple[int, ...]) -> tuple[int, ...]:
+            return row + (0,) * (width - len(row))
+
+        return DraftStats(
+            self.num_steps + other.num_steps,
+            self.num_tokens + other.num_tokens,
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            tuple(
+                a + b
+                for a, b in zip(padded(self.accepted_per_position), padded(other.accepted_per_position), strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Response:
+    """A finished response.
+
+    ``log_probs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from: temperature,
+    top-p and top-k applied (vLLM's ``processed_logprobs``).
+    ``finished_at`` is in seconds since the rollout began.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str
+    finished_at: float
+    draft: DraftStats = field(default_factory=DraftStats)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One engine step: when it began (seconds since the rollout began), how long it took, and what was in it."""
+
+    start: float
+    duration: float
+    running: int
+    num_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int

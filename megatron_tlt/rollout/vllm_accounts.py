@@ -1,0 +1,99 @@
+"""Exact accounts of what each engine step did for each request, read off vLLM's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_tlt.rollout.types import DraftStats
+
+
+@dataclass
+class StepAccount:
+    """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch."""
+
+    running: int = 0
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass
+class _RequestAccount:
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def freeze(self) -> DraftStats:
+        return DraftStats(
+            self.num_steps,
+            self.num_tokens,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self.accepted_per_position),
+        )
+
+
+class SchedulerAccounts:
+    """Listens at ``scheduler.update_from_output``, where drafts and the verifier's verdict are both at hand.
+
+    A draft token counts as accepted when the verifier accepted it, also where a stop token or the length limit before
+    it cut it off the response; ``num_tokens`` counts only what went into the response.
+    """
+
+    def __init__(self, scheduler: Any, num_speculative_tokens: int) -> None:
+        self._upstream = scheduler.update_from_output
+        self._width = num_speculative_tokens
+        self._requests: dict[str, _RequestAccount] = {}
+        self._step = StepAccount()
+        scheduler.update_from_output = self._update_from_output
+
+    def clear(self) -> None:
+        """Forget everything (before a rollout)."""
+        self._requests.clear()
+        self._step = StepAccount()
+
+    def take_step(self) -> StepAccount:
+        """The account of the steps since the last call."""
+        step, self._step = self._step, StepAccount()
+        return step
+
+    def take_request(self, internal_id: str) -> DraftStats:
+        """The account of a finished request, by the id ``add_request`` returned."""
+        return self._requests.pop(internal_id, _RequestAccount()).freeze()
+
+    def _update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
+        outputs = self._upstream(scheduler_output, model_output)
+        self._step.running += len(scheduler_output.num_scheduled_tokens)
+        emitted = {
+            output.request_id: len(output.new_token_ids)
+            for client_outputs in outputs.values()
+            for output in client_outputs.outputs
+        }
+        for request_id, num_tokens in emitted.items():
+            if num_tokens:
+                self._count_request(request_id, num_tokens, scheduler_output, model_output)
+        return outputs
+
+    def _count_request(self, request_id: str, num_tokens: int, scheduler_output: Any, model_output: Any) -> None:
+        account = self._requests.setdefault(request_id, _RequestAccount(accepted_per_position=[0] * self._width))
+        account.num_steps += 1
+        account.num_tokens += num_tokens
+        self._step.num_tokens += num_tokens
+        # negative ids are padding that vLLM adds to keep a batch uniform
+        drafts = sum(token >= 0 for token in scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+        if not drafts:
+            return
+        # the verifier emits the accepted drafts and one token of its own
+        accepted = len(model_output.sampled_token_ids[model_output.req_id_to_index[request_id]]) - 1
+        account.num_drafts += 1
+        account.num_draft_tokens += drafts
+        account.num_accepted_tokens += accepted
+        for position in range(accepted):
+            account.accepted_per_position[position] += 1
+        self._step.num_draft_tokens += drafts
+        self._step.num_accepted_tokens += accepted

@@ -1,0 +1,144 @@
+"""The cures of what goes wrong in vLLM's CPU builds; other builds are left alone.
+
+``apply_cpu_cure``: speculation is wrong at temperature > 0. vLLM 0.32's CPU stand-in for the Triton kernel behind
+``expand_batch_to_tokens`` writes into an int64 copy of its output and never copies back, so that the rejection sampler
+divides logits by uninitialised memory instead of by each request's temperature (top-k and top-p suffer likewise).
+Greedy requests are unaffected.
+
+``survive_steps_without_drafts``: a step in which no request has a draft crashes if one of them samples with top-k.
+``draft_without_padding``: drafts that are padding may be accepted.
+``harden_kernel_scan``: a second engine cannot start.
+``rank_without_compiling``: the first log-prob compiles for 20 s.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_tlt.errors import RunError
+
+# Set to 1 only to show that the losslessness tests notice: they must fail then.
+LEAVE_OUT_ENV = "TLT_WITHOUT_CPU_CURE"
+
+_upstream: Callable[..., Any] | None = None
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each request's value once per token: x (batch), cu_num_tokens (batch, inclusive sums) -> (num_tokens).
+
+    Values equal to ``replace_from`` become ``replace_to`` first: the contract of vLLM's function of this name.
+    """
+    # upstream's defaults (0, 0) replace nothing
+    values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return values.to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
+
+
+def apply_cpu_cure() -> bool:
+    """Replace the broken function; returns whether the cure is in place now.
+
+    Does nothing on builds for other devices and where the environment says to leave it out. Safe to call twice.
+    """
+    global _upstream
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu() or os.environ.get(LEAVE_OUT_ENV, "0") == "1":
+        return False
+    if rejection_sampler.expand_batch_to_tokens is not expand_batch_to_tokens:
+        _upstream = rejection_sampler.expand_batch_to_tokens
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    return True
+
+
+def remove_cpu_cure() -> None:
+    """Put vLLM's own function back (for tests that compare the two)."""
+    global _upstream
+    from vllm.v1.sample import rejection_sampler
+
+    if _upstream is not None:
+        rejection_sampler.expand_batch_to_tokens = _upstream
+        _upstream = None
+
+
+def survive_steps_without_drafts() -> None:
+    """Let a step of zero draft tokens through: without Triton vLLM takes the maximum of zero top-k values there."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    upstream = rejection_sampler.apply_sampling_constraints
+    if not current_platform.is_cpu() or hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def apply_sampling_constraints(
+        logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any
+    ) -> torch.Tensor:
+        return upstream(logits, cu_num_draft_tokens, sampling_metadata) if logits.shape[0] else logits
+
+    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
+
+
+def draft_without_padding(scheduler: Any, num_speculative_tokens: int, max_num_seqs: int) -> None:
+    """Keep a CPU engine's scheduler from padding requests with draft tokens of id -1.
+
+    It pads requests that have one token left to compute (a prompt whose rest is cached), to keep a CUDA graph's shape.
+    vLLM's CPU rejection kernel reads a probability at index -1 for them, and so may accept one. A schedule of draft
+    lengths by batch size, here the same for all, switches the padding off.
+
+    Raises:
+        RunError: the scheduler has no such schedule in this release.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not num_speculative_tokens:
+        return
+    if not hasattr(scheduler, "dynamic_sd_lookup"):
+        raise RunError("vllm lacks Scheduler.dynamic_sd_lookup, which rollout uses; install release 0.32.0")
+    scheduler.dynamic_sd_lookup = [num_speculative_tokens] * (max_num_seqs + 1)
+
+
+def harden_kernel_scan() -> None:
+    """Let vLLM's scan of all loaded modules survive objects whose ``__dict__`` is not a dictionary.
+
+    Starting a CPU worker, vLLM looks at ``vars(value)`` of everything in every module; llvmlite (loaded by numba, which
+    the ngram drafter uses) holds a proxy that answers any attribute, ``__dict__`` included, with a function. So no
+    engine could start in a process that has imported numba before, nor a second one after a first with a drafter.
+    """
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.vars = _plain_vars  # type: ignore[attr-defined]  # shadows the builtin in that module alone
+
+
+def _plain_vars(value: Any) -> Mapping[str, Any]:
+    namespace = vars(value)
+    return namespace if isinstance(namespace, Mapping) else {}
+
+
+def rank_without_compiling() -> None:
+    """Replace a compiled one-liner behind log-probs by itself: on a CPU compiling costs 20 s and gains nothing."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import sampler
+
+    if current_platform.is_cpu():
+        sampler.batched_count_greater_than = _count_greater_or_equal
+
+
+def _count_greater_or_equal(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """For each row of x (batch, vocabulary) how many entries reach values (batch, 1): (batch)."""
+    return (x >= values).sum(-1)
+
+
+def apply_all_cures() -> bool:
+    """All that must happen before an engine is built; returns what ``apply_cpu_cure`` does. Safe to call again."""
+    survive_steps_without_drafts()
+    harden_kernel_scan()
+    rank_without_compiling()
+    return apply_cpu_cure()

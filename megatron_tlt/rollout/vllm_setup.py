@@ -1,0 +1,185 @@
+"""What must be true around a vLLM engine: environment, process group, random state, engine arguments."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
+from megatron_tlt.errors import ConfigError, RunError
+
+_GIB = 1 << 30
+_CPU_BATCHED_TOKENS = 8192
+
+# rollout.vllm may not set these: they follow from other keys or are what the rest of the room relies on
+OWNED_ENGINE_ARGS: dict[str, str] = {
+    "model": "model",
+    "tokenizer": "model",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.tensor_parallel_size",
+    "data_parallel_size": "launcher",
+    "speculative_config": "speculation",
+    "skip_tokenizer_init": "the engine (prompts are token ids)",
+    "distributed_executor_backend": "the engine (external_launcher)",
+    "logprobs_mode": "the engine (processed_logprobs)",
+    "async_scheduling": "the engine (false)",
+    "generation_config": "the engine (requests say when to stop)",
+}
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment; must run before the first ``import vllm``."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # colocated: cores are shared with the actor
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM takes 0 for "all memory", which cannot work beside an actor
+    if os.environ.get("VLLM_CPU_KVCACHE_SPACE", "") in ("", "0"):
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+
+
+def ensure_process_group() -> bool:
+    """Start a one-rank group in a plain process, since the external launcher needs one; True where it did.
+
+    Never touches a group that exists.
+
+    Raises:
+        RunError: several processes were launched, but the group was not initialised before the engine.
+    """
+    if dist.is_initialized():
+        os.environ.setdefault("RANK", str(dist.get_rank()))
+        os.environ.setdefault("LOCAL_RANK", "0")
+        return False
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RunError("WORLD_SIZE is above 1, but torch.distributed was not initialised before the vLLM engine")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    from vllm.platforms import current_platform
+
+    dist.init_process_group(current_platform.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+@contextmanager
+def isolated_random_state(seed: int | None = None) -> Iterator[None]:
+    """Run with global generators of its own, seeded from ``seed`` if given; the caller's come back at the end.
+
+    vLLM reseeds and draws from the global generators; the actor in the same process must not notice.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % (1 << 32))
+                torch.manual_seed(seed)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def untouched_torch_threads() -> Iterator[None]:
+    """Undo what vLLM's CPU worker does to torch's thread count and to ``torch.set_num_threads`` itself."""
+    setter, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = setter
+        if torch.get_num_threads() != threads:
+            setter(threads)
+
+
+@contextmanager
+def readable_weights() -> Iterator[None]:
+    """Within this, CPU builds of vLLM keep linear weights as plain tensors instead of packing them away.
+
+    A packed weight is emptied after loading: it can be neither written in place nor read back. Measured on a 1.3 M
+    parameter float32 model the plain path is as fast as the packed one. Other devices never pack.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    upstream = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep_weight
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = upstream
+
+
+def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """vLLM's ``speculative_config`` for ours; None where speculation is off."""
+    if not speculation.enabled:
+        return None
+    low, high = speculation.ngram.prompt_lookup_min, speculation.ngram.prompt_lookup_max
+    if low > high:
+        raise ConfigError(f"speculation.ngram.prompt_lookup_min is {low}; allowed is at most prompt_lookup_max, {high}")
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "prompt_lookup_min": low,
+        "prompt_lookup_max": high,
+    }
+
+
+def engine_args(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> dict[str, Any]:
+    """Keyword arguments for vLLM's EngineArgs: what this room fixes, its defaults, then ``rollout.vllm``.
+
+    Raises:
+        ConfigError: no such model folder, or a key of ``rollout.vllm`` that is ours or unknown.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if not (model_path / "config.json").is_file():
+        raise ConfigError(f"model folder {model_path}: no config.json in it; a Hugging Face model folder is needed")
+    for key in rollout.vllm:
+        if key in OWNED_ENGINE_ARGS:
+            raise ConfigError(f"rollout.vllm.{key} is not yours to set; it is set by {OWNED_ENGINE_ARGS[key]}")
+        if key not in EngineArgs.__dataclass_fields__:
+            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field")
+    args: dict[str, Any] = {
+        "model": str(model_path),
+        "skip_tokenizer_init": True,
+        "seed": seed,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "async_scheduling": False,
+        "speculative_config": speculative_config(speculation),
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_response_tokens,
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        if rollout.vllm.get("enable_chunked_prefill"):
+            raise ConfigError("rollout.vllm.enable_chunked_prefill is true; on a CPU only false is allowed")
+        args["enforce_eager"] = True
+        # where vLLM cuts a prompt in pieces it rewinds the request's generator, which a CPU generator cannot do
+        args["enable_chunked_prefill"] = False
+        args["max_num_batched_tokens"] = max(
+            _CPU_BATCHED_TOKENS, rollout.vllm.get("max_model_len", args["max_model_len"])
+        )
+        args["kv_cache_memory_bytes"] = int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) * _GIB
+    else:
+        args["enable_sleep_mode"] = True
+    return args | rollout.vllm

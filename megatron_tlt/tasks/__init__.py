@@ -1,0 +1,6 @@
+"""Where problems come from: generated ones (reasoning-gym) and prompt files, train and held-out."""
+
+from megatron_tlt.tasks.mixture import GENERATORS, ProblemMixture, build_sources
+from megatron_tlt.tasks.types import Problem
+
+__all__ = ["GENERATORS", "Problem", "ProblemMixture", "build_sources"]

@@ -1,0 +1,174 @@
+"""Prompt files: JSONL and parquet, in verl's layout or with ``question`` and ``answer`` as GSM8K has them.
+
+verl's layout: ``prompt`` (text or a list of chat messages), ``reward_model.ground_truth``, optional ``data_source``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.marker import ANSWER_MARKER, worked_solution
+from megatron_tlt.tasks.sizes import Params
+
+_SHOWN_BAD_ROWS = 10
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator notes: 48/2 = <<48/2=24>>24
+
+
+class FileParams(Params):
+    """``params`` of a file task: text put after every plain prompt, and whether to wrap plain prompts as chat."""
+
+    prompt_suffix: str = ""
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One good row. ``number`` counts from 1: the line of a JSONL file, the row of a parquet file."""
+
+    number: int
+    prompt: str
+    answer: str
+    data_source: str | None = None
+    messages: list[dict[str, str]] | None = None
+    solution: str | None = None
+
+
+class _BadRow(Exception):
+    """Why a row cannot be used; the reader adds the file and the line."""
+
+
+def read_rows(path: Path, params: FileParams) -> list[Row]:
+    """Every row of a file.
+
+    Raises ConfigError when the file is missing, unreadable, empty or of another kind, and when rows are bad: the first
+    ten with file and line, and their count.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; a file task needs a .jsonl or .parquet file")
+    if path.suffix == ".jsonl":
+        raw = _jsonl(path)
+    elif path.suffix == ".parquet":
+        raw = _parquet(path)
+    else:
+        raise ConfigError(f"{path}: unknown kind {path.suffix or '(no suffix)'}; allowed are .jsonl and .parquet")
+    rows: list[Row] = []
+    bad: list[str] = []
+    for number, value in raw:
+        try:
+            rows.append(_row(number, value, params))
+        except _BadRow as problem:
+            bad.append(f"{path}:{number}: {problem}")
+    if bad:
+        more = f"\n{path}: {len(bad)} bad rows in all" if len(bad) > _SHOWN_BAD_ROWS else ""
+        raise ConfigError("\n".join(bad[:_SHOWN_BAD_ROWS]) + more)
+    if not rows:
+        raise ConfigError(f"{path}: empty; it must hold at least one problem")
+    return rows
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # An open file rather than a path: a path makes pyarrow look for Hive partitions in the folders' names.
+        with path.open("rb") as file:
+            table = pyarrow.parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{path}: not a readable parquet file: {str(error).splitlines()[0]}") from error
+    yield from enumerate(table.to_pylist(), start=1)
+
+
+def _row(number: int, value: Any, params: FileParams) -> Row:
+    if isinstance(value, bytes):
+        try:
+            value = json.loads(value.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise _BadRow(f"not UTF-8 at byte {error.start} of the line") from error
+        except json.JSONDecodeError as error:
+            raise _BadRow(f"not JSON: {error.msg} at column {error.colno}") from error
+        except RecursionError as error:
+            raise _BadRow("not usable JSON: nested too deeply") from error
+    if not isinstance(value, dict):
+        raise _BadRow(f"a {type(value).__name__}; must be an object")
+    if value.get("prompt") is not None:
+        return _verl_row(number, value, params)
+    if value.get("question") is not None:
+        return _question_row(number, value, params)
+    found = ", ".join(sorted(map(str, value))) or "nothing"
+    raise _BadRow(f"no 'prompt' and no 'question' (found {found})")
+
+
+def _verl_row(number: int, value: dict[str, Any], params: FileParams) -> Row:
+    reward_model = value.get("reward_model")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise _BadRow("no 'reward_model.ground_truth'")
+    answer = _answer_text(reward_model["ground_truth"])
+    source = value.get("data_source")
+    if source is not None and not isinstance(source, str):
+        raise _BadRow(f"'data_source' is a {type(source).__name__}; must be text")
+    prompt = value["prompt"]
+    if isinstance(prompt, str):
+        text, wrapped = _plain_prompt("prompt", prompt, params)
+        return Row(number, text, answer, data_source=source, messages=wrapped)
+    messages = _chat_messages(prompt)
+    # Without a chat template the messages' texts stand for the prompt, one after another.
+    text = "\n".join(message["content"] for message in messages)
+    return Row(number, text, answer, data_source=source, messages=messages)
+
+
+def _question_row(number: int, value: dict[str, Any], params: FileParams) -> Row:
+    text = value.get("answer")
+    if not isinstance(text, str) or not text.strip():
+        raise _BadRow("no 'answer' text")
+    steps, marker, answer = text.rpartition(ANSWER_MARKER)
+    answer = answer.strip()
+    if not marker or not answer:
+        raise _BadRow(f"'answer' has no final answer after {ANSWER_MARKER}")
+    lines = _CALCULATOR.sub("", steps).strip().splitlines()
+    question, wrapped = _plain_prompt("question", value["question"], params)
+    return Row(number, question, answer, messages=wrapped, solution=worked_solution(lines, answer))
+
+
+def _plain_prompt(key: str, text: Any, params: FileParams) -> tuple[str, list[dict[str, str]] | None]:
+    if not isinstance(text, str) or not text.strip():
+        raise _BadRow(f"'{key}' is {'empty' if isinstance(text, str) else 'a ' + type(text).__name__}; must be text")
+    text += params.prompt_suffix
+    return text, [{"role": "user", "content": text}] if params.chat else None
+
+
+def _answer_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _BadRow(f"'reward_model.ground_truth' is a {type(value).__name__}; must be text or a number")
+    if not str(value).strip():
+        raise _BadRow("'reward_model.ground_truth' is empty")
+    return str(value)
+
+
+def _chat_messages(prompt: Any) -> list[dict[str, str]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise _BadRow(
+            f"'prompt' is {'empty' if prompt == [] else 'a ' + type(prompt).__name__}; must be text or messages"
+        )
+    for position, message in enumerate(prompt):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise _BadRow(f"prompt[{position}] must have text under 'role' and 'content'")
+    if not any(message["content"].strip() for message in prompt):
+        raise _BadRow("'prompt' is empty")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]

@@ -1,0 +1,167 @@
+"""From the launch config's tasks to one weighted, endless, randomly accessible stream of problems."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.chain_sum import ChainSum
+from megatron_tlt.tasks.files import FileParams
+from megatron_tlt.tasks.gcd import Gcd
+from megatron_tlt.tasks.generator import Generator
+from megatron_tlt.tasks.letter_counting import LetterCounting
+from megatron_tlt.tasks.number_sorting import NumberSorting
+from megatron_tlt.tasks.seeding import stable_int
+from megatron_tlt.tasks.sizes import Params
+from megatron_tlt.tasks.sources import FileSource, GeneratedSource, Source, Split, split_rows
+from megatron_tlt.tasks.spell_backward import SpellBackward
+from megatron_tlt.tasks.types import Problem
+
+#: The generated tasks by the name that ``tasks[].name`` gives.
+GENERATORS: dict[str, type[Generator]] = {
+    generator.dataset: generator for generator in (ChainSum, Gcd, LetterCounting, NumberSorting, SpellBackward)
+}
+
+P = TypeVar("P", bound=Params)
+
+_BLOCK = 1000
+
+
+def shares(weights: list[float], total: int) -> list[int]:
+    """Splits ``total`` in proportion to ``weights`` by largest remainder; every share is at least 1.
+
+    ``total`` must be at least ``len(weights)``.
+    """
+    spare = total - len(weights)
+    exact = [spare * weight / sum(weights) for weight in weights]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: spare - sum(counts)]:
+        counts[i] += 1
+    return [count + 1 for count in counts]
+
+
+class ProblemMixture:
+    """``problem(index)`` is a pure function of the index: a counter is all that resuming needs.
+
+    Every block of 1000 indices holds each source in the exact proportion of its weight, in an order of the block's own;
+    a source's own problems are consumed in sequence, so that a file is read once per epoch.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        weights: list[float],
+        split: Split,
+        seed: int,
+        twin: Callable[[], ProblemMixture] | None = None,
+    ) -> None:
+        self.sources = sources
+        self.split: Split = split
+        self._seed = seed
+        self._twin = twin
+        self._counts = shares(weights, max(_BLOCK, len(weights)))
+        self._block: int | None = None
+        self._slots: list[tuple[int, int]] = []
+
+    def problem(self, index: int) -> Problem:
+        """Problem ``index`` (from 0, without end)."""
+        if index < 0:
+            raise IndexError(f"problem index {index} is negative")
+        block, slot = divmod(index, sum(self._counts))
+        if block != self._block:
+            self._slots = self._block_slots(block)
+            self._block = block
+        source, within = self._slots[slot]
+        return self.sources[source].problem(block * self._counts[source] + within)
+
+    def problems(self, start: int, count: int) -> list[Problem]:
+        """Problems ``start`` to ``start + count - 1``."""
+        return [self.problem(index) for index in range(start, start + count)]
+
+    def distinct(self, n: int) -> list[Problem]:
+        """The first ``n`` problems with different prompts; fewer where the sources have no more."""
+        found: dict[str, Problem] = {}
+        index = last_new = 0
+        while len(found) < n and index - last_new < 2 * sum(self._counts):
+            problem = self.problem(index)
+            if problem.prompt not in found:
+                found[problem.prompt] = problem
+                last_new = index
+            index += 1
+        return list(found.values())
+
+    def held_out(self, n: int) -> list[Problem]:
+        """``n`` different held-out problems of the same tasks, whichever split this mixture is; fewer if no more."""
+        mixture = self if self.split == "held_out" or self._twin is None else self._twin()
+        return mixture.distinct(n)
+
+    def _block_slots(self, block: int) -> list[tuple[int, int]]:
+        order = [source for source, count in enumerate(self._counts) for _ in range(count)]
+        random.Random(stable_int(self._seed, "mixture", self.split, block)).shuffle(order)
+        seen: Counter[int] = Counter()
+        slots = []
+        for source in order:
+            slots.append((source, seen[source]))
+            seen[source] += 1
+        return slots
+
+
+def build_sources(tasks: list[TaskConfig], split: Split, seed: int) -> ProblemMixture:
+    """The mixture of all tasks, for one split.
+
+    Raises ConfigError for an unknown generator, wrong params, bad files, and for two tasks of one generator whose
+    held-out fractions differ (a prompt would then be held out in one and trained on in the other).
+    """
+    _check_fractions(tasks)
+    names = Counter(task.name for task in tasks)
+    sources = []
+    for position, task in enumerate(tasks):
+        label = task.name if names[task.name] == 1 else f"{task.name}#{position}"
+        sources.append(_source(task, f"tasks[{position}]", label, split, seed))
+    twin = None if split == "held_out" else lambda: build_sources(tasks, "held_out", seed)
+    return ProblemMixture(sources, [task.weight for task in tasks], split, seed, twin)
+
+
+def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int) -> Source:
+    if task.kind == "file":
+        assert task.path is not None  # the schema demands it
+        params = _checked(FileParams, task.params, key)
+        rows = split_rows(task.path, task.held_out_path, task.held_out_fraction, split, params)
+        return FileSource(label, task.verifier, split, rows, seed)
+    if task.name not in GENERATORS:
+        raise ConfigError(f"{key}.name: unknown generator '{task.name}'; allowed are {', '.join(sorted(GENERATORS))}")
+    generator = GENERATORS[task.name]
+    checked = _checked(generator.params_type, task.params, key)
+    return GeneratedSource(label, generator(checked), split, task.held_out_fraction, seed)
+
+
+def _checked(kind: type[P], params: dict[str, Any], key: str) -> P:
+    try:
+        return kind.model_validate(params)
+    except ValidationError as error:
+        lines = []
+        for violation in error.errors():
+            path = ".".join([f"{key}.params", *map(str, violation["loc"])])
+            allowed = f"; allowed are {', '.join(kind.model_fields)}" if violation["type"] == "extra_forbidden" else ""
+            lines.append(f"{path}: {violation['msg']}{allowed}")
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _check_fractions(tasks: list[TaskConfig]) -> None:
+    fractions: dict[str, float] = {}
+    for position, task in enumerate(tasks):
+        if task.kind != "generated":
+            continue
+        first = fractions.setdefault(task.name, task.held_out_fraction)
+        if first != task.held_out_fraction:
+            raise ConfigError(
+                f"tasks[{position}].held_out_fraction: {task.held_out_fraction}, but an earlier '{task.name}' task has "
+                f"{first}; they must be equal, or their train and held-out sets overlap"
+            )

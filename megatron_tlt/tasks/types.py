@@ -1,0 +1,25 @@
+"""What a task hands to the rest of the house."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with everything its verifier needs.
+
+    ``uid`` is unique over train and held-out sets and stable from run to run. ``verifier`` names an entry of
+    ``rewards.VERIFIERS``; ``metadata`` is what that verifier wants besides ``answer`` (JSON-serialisable).
+    ``solution`` is a worked, step-by-step response ending in the answer, where the task can write one: supervised
+    warm-up trains on it.
+    """
+
+    uid: str
+    source: str
+    prompt: str
+    answer: str
+    verifier: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    solution: str | None = None

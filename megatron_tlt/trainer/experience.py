@@ -1,0 +1,169 @@
+"""Phases 1 and 2 of a step: engines decode their share of the problems while verifiers judge what is finished."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.collectives import all_gather_data, any_rank
+from megatron_tlt.platform.device import barrier, rank, world_size
+from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.rewards.types import Reward
+from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.types import Problem
+
+
+class StopRequested(Exception):
+    """The run was asked to stop while decoding; what was decoded so far is dropped and decoded again on resume."""
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """A response with the indices it was generated for and its verdict."""
+
+    problem: int
+    sample: int
+    response: Response
+    reward: Reward
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds: until this rank's engine ended, until the slowest ended, until the last verdict came."""
+
+    rollout: float
+    idle: float
+    reward: float
+
+
+def request_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on all of ``parts`` and nothing else."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class ExperienceCollector:
+    """Generates and scores responses on all engines; every rank of the world calls it together.
+
+    Problems are dealt to the engines in turn, so that all samples of a problem share one engine's prefix cache.
+
+    Args:
+        engine: this rank's engine.
+        tokenizer: between text and token ids.
+        pool: verifies on the first rank of each engine.
+        max_prompt_tokens: longer prompts are refused.
+        max_response_tokens: responses are cut there.
+        tensor_parallel_size: ranks per engine.
+        should_stop: asked after every engine step; True ends the rollout early.
+    """
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        tokenizer: Tokenizer,
+        pool: RewardPool,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        tensor_parallel_size: int,
+        timeline: Timeline,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._pool = pool
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_response_tokens = max_response_tokens
+        self._tp = tensor_parallel_size
+        self._timeline = timeline
+        self._should_stop = should_stop
+
+    def collect(
+        self,
+        problems: Sequence[Problem],
+        samples: int,
+        sampling: SamplingSpec,
+        seed_parts: Sequence[object],
+        on_finished: Callable[[int], None] | None = None,
+    ) -> tuple[list[ScoredResponse], PhaseTimes]:
+        """Generates ``samples`` responses to each problem.
+
+        Returns:
+            All responses of all engines, ordered by problem and sample, the same on every rank; this rank's times.
+
+        Raises:
+            ConfigError: a prompt is longer than the limit.
+            StopRequested: on every rank, when any rank was asked to stop before the last engine ended.
+        """
+        requests, keys = self._requests(problems, samples, sampling, seed_parts)
+        leads = rank() % self._tp == 0
+        start = time.perf_counter()
+        stopped = False
+        responses: list[Response] = []
+
+        def finished(response: Response) -> None:
+            if leads:
+                problem = problems[keys[response.request_id][0]]
+                self._pool.submit(response.request_id, problem, self._text(response))
+            if on_finished is not None:
+                on_finished(1)
+
+        def stepped(record: StepRecord) -> None:
+            self._timeline.counter("running requests", record.running)
+            # Ranks of one engine step together: one of them must not leave the others alone in a collective.
+            if self._tp == 1 and self._should_stop():
+                raise StopRequested
+
+        with self._timeline.span("rollout", requests=len(requests)):
+            try:
+                responses = self._engine.generate(requests, finished, stepped)
+            except StopRequested:
+                stopped = True
+        decoded = time.perf_counter()
+        with self._timeline.span("idle"):
+            stopped = any_rank(stopped or self._should_stop())
+            barrier()
+        waited = time.perf_counter()
+        with self._timeline.span("reward"):
+            rewards = self._pool.collect()
+        if stopped:
+            raise StopRequested
+        judged = time.perf_counter()
+        mine = [ScoredResponse(*keys[r.request_id], r, rewards[r.request_id]) for r in responses] if leads else []
+        everyone = all_gather_data(mine, list[ScoredResponse])
+        scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
+        return scored, PhaseTimes(decoded - start, waited - decoded, judged - waited)
+
+    def _requests(
+        self, problems: Sequence[Problem], samples: int, sampling: SamplingSpec, seed_parts: Sequence[object]
+    ) -> tuple[list[Request], dict[str, tuple[int, int]]]:
+        engines, engine = world_size() // self._tp, rank() // self._tp
+        requests: list[Request] = []
+        keys: dict[str, tuple[int, int]] = {}
+        for index, problem in enumerate(problems):
+            prompt = tuple(encode_prompt(self._tokenizer, problem))
+            if len(prompt) > self._max_prompt_tokens:
+                raise ConfigError(
+                    f"problem {problem.uid}: its prompt has {len(prompt)} tokens; "
+                    f"allowed by rollout.max_prompt_tokens: {self._max_prompt_tokens}"
+                )
+            if index % engines != engine:
+                continue
+            for sample in range(samples):
+                name = f"{index}-{sample}"
+                seed = request_seed(*seed_parts, problem.uid, index, sample)
+                requests.append(Request(name, prompt, sampling, seed))
+                keys[name] = (index, sample)
+        return requests, keys
+
+    def _text(self, response: Response) -> str:
+        tokens = response.token_ids
+        if tokens and tokens[-1] == self._tokenizer.eos_id:
+            tokens = tokens[:-1]
+        return self._tokenizer.decode(list(tokens))

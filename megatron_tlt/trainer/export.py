@@ -1,0 +1,34 @@
+"""The trained policy as a Hugging Face folder that any stock tool loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.platform.device import barrier, rank
+
+_WEIGHTS = "model.safetensors"
+
+
+def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
+    """Writes weights under Hugging Face names, with configuration and tokenizer copied from ``source``; a collective.
+
+    Raises:
+        RunError: the disk is full; ``folder`` is whole, or not there.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in policy.export_weights():
+        if rank() == 0:
+            tensors[name] = tensor.to("cpu", copy=True).contiguous()
+    if rank() == 0:
+        with atomic_folder(folder) as temporary:
+            for file in sorted(source.iterdir()):
+                if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, temporary / file.name)
+            save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
+    barrier()

@@ -1,0 +1,235 @@
+"""The run: build everything, evaluate, step, save, evaluate, report; stop and resume in between."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.tokenizer import load_tokenizer
+from megatron_tlt.errors import TltError
+from megatron_tlt.models.recipe import model_folder
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.device import (
+    initialize_distributed,
+    prepare,
+    rank,
+    seed_everything,
+)
+from megatron_tlt.platform.versions import check_versions
+from megatron_tlt.reshard.export import ExportSync
+from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.rewards.verifiers import verifiers_of
+from megatron_tlt.rollout.types import SamplingSpec
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
+from megatron_tlt.trainer.evaluation import Evaluation
+from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
+from megatron_tlt.trainer.export import save_hf_folder
+from megatron_tlt.trainer.record import RunRecord
+from megatron_tlt.trainer.step import StepResult, TrainingStep
+
+
+class Interrupted(TltError):
+    """The run was asked to stop, saved its state and left; the same command goes on from there."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(signum).name} after {step} steps, state saved; run again to go on"
+        )
+        self.exit_status = 128 + signum
+
+
+class StopFlag:
+    """Remembers the first SIGINT or SIGTERM; asking it is cheap."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._remember)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = self.signum or signum
+
+    def __call__(self) -> bool:
+        return self.signum is not None
+
+
+class Run:
+    """One rank of a run."""
+
+    def __init__(self, config: TltConfig) -> None:
+        self._config = config
+        self._stop = StopFlag()
+        prepare()
+        check_versions()
+        initialize_distributed(config.launcher.collective_timeout_s)
+        seed_everything(config.run.seed, config.run.deterministic)
+        self._folder = Path(config.run.dir)
+        self._timeline = Timeline(rank(), self._folder)
+        source = model_folder(config)
+        self._tokenizer = load_tokenizer(source)
+        self._policy = Policy(source, config.actor, config.run.seed, total_steps=config.trainer.steps)
+        needs_reference = config.algorithm.kl_coefficient > 0
+        self._reference = Policy(source, config.actor, config.run.seed, trainable=False) if needs_reference else None
+        self._engine = VllmEngine(source, config.rollout, config.speculation, config.run.seed)
+        self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
+        self._collector = ExperienceCollector(
+            self._engine,
+            self._tokenizer,
+            self._pool,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+            tensor_parallel_size=config.rollout.tensor_parallel_size,
+            timeline=self._timeline,
+            should_stop=self._stop,
+        )
+        self._step = TrainingStep(
+            config,
+            self._policy,
+            self._reference,
+            self._engine,
+            self._collector,
+            build_sources(config.tasks, "train", config.run.seed),
+            ExportSync(self._policy.export_weights, self._engine),
+            self._timeline,
+            self._sampling(config.rollout.sampling.temperature, config.rollout.sampling.top_p),
+        )
+        self._checkpoints = Checkpoints(self._folder / "checkpoints", config.trainer.keep_checkpoints)
+        self._state = TrainerState()
+        self._saved_step: int | None = None
+
+    def _sampling(self, temperature: float, top_p: float = 1.0) -> SamplingSpec:
+        rollout = self._config.rollout
+        return SamplingSpec(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=rollout.sampling.top_k if temperature == rollout.sampling.temperature else -1,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=(self._tokenizer.eos_id,),
+        )
+
+    def train(self) -> None:
+        """Trains from the newest checkpoint (or from the start) to the last step.
+
+        Raises:
+            Interrupted: a signal asked to stop; everything up to the last whole step is saved.
+        """
+        config = self._config
+        self._state = self._checkpoints.resume(self._policy)
+        self._saved_step = self._state.step or None
+        with (
+            RunRecord(self._folder, config, self._state.step, self._timeline) as record,
+            Progress(
+                rank(), config.trainer.steps, done_steps=self._state.step, enabled=config.observe.progress
+            ) as progress,
+            self._pool,
+        ):
+            try:
+                self._loop(record, progress)
+            except StopRequested:
+                self._save(record)
+                record.finish_partial()
+                raise Interrupted(self._stop.signum or signal.SIGTERM, self._state.step) from None
+            with self._timeline.span("export"):
+                save_hf_folder(self._policy, model_folder(config), self._folder / "hf")
+            record.finish(self._state, self._policy.layout)
+        self._engine.shutdown()
+
+    def evaluate_newest(self) -> None:
+        """Evaluates the newest checkpoint (the initial model where there is none) and prints the result."""
+        state = self._checkpoints.resume(self._policy)
+        with Progress(rank(), 1, enabled=self._config.observe.progress) as progress, self._pool:
+            self._step.reshard(0, StepResult(), progress.start)
+            progress.message(self._line(state.step, self.evaluate(progress)))
+        self._engine.shutdown()
+
+    @staticmethod
+    def _line(step: int, evaluation: Evaluation) -> str:
+        greedy = f"  greedy {evaluation.greedy:.3f}" if evaluation.greedy is not None else ""
+        return (
+            f"held-out after step {step}: pass@1 {evaluation.pass_at_1:.3f}  "
+            f"pass@{evaluation.samples} {evaluation.pass_at_k:.3f}{greedy}"
+        )
+
+    def _loop(self, record: RunRecord, progress: Progress) -> None:
+        config = self._config
+        self._timeline.begin_step(self._state.step)
+        self._step.reshard(0, StepResult(), progress.start)
+        self._evaluate(record, progress)
+        while self._state.step < config.trainer.steps:
+            step = self._state.step
+            self._timeline.begin_step(step + 1)
+            result = self._step.run(step, progress.start, progress.advance)
+            self._state.step = step + 1
+            with self._phase("checkpoint", result):
+                if config.trainer.save_every and self._state.step % config.trainer.save_every == 0:
+                    self._save(record)
+            every = config.evaluation.every
+            evaluated = None
+            with self._phase("evaluate", result):
+                if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
+                    evaluated = self._evaluate(record, progress)
+            record.step(self._state.step, result, evaluated, progress)
+        self._save(record)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, result: StepResult) -> Iterator[None]:
+        began = time.perf_counter()
+        with self._timeline.span(name):
+            yield
+        result.metrics[f"time/{name}"] = time.perf_counter() - began
+
+    def _save(self, record: RunRecord) -> None:
+        if self._state.step and self._saved_step != self._state.step:
+            self._checkpoints.save(self._policy, self._state)
+            self._saved_step = self._state.step
+
+    def _evaluate(self, record: RunRecord, progress: Progress) -> Evaluation:
+        """Held-out accuracy of the weights the engines hold; kept in the state, so that a resumed run asks once."""
+        key = str(self._state.step)
+        if key in self._state.evaluations:
+            return Evaluation(**self._state.evaluations[key])
+        evaluation = self.evaluate(progress)
+        self._state.evaluations[key] = asdict(evaluation)
+        self._saved_step = None
+        record.evaluation(self._state.step, evaluation)
+        progress.message(self._line(self._state.step, evaluation))
+        return evaluation
+
+    def evaluate(self, progress: Progress) -> Evaluation:
+        """Samples the held-out problems; the same problems and seeds every time."""
+        settings = self._config.evaluation
+        problems = build_sources(self._config.tasks, "held_out", self._config.run.seed).held_out(settings.problems)
+        seeds = (self._config.run.seed, "held-out")
+        progress.start("evaluate", None)
+        with self._timeline.span("evaluate"):
+            sampled, _ = self._collector.collect(
+                problems, settings.samples, self._sampling(settings.temperature), seeds, progress.advance
+            )
+            greedy = None
+            if settings.greedy:
+                scored, _ = self._collector.collect(problems, 1, self._sampling(0.0), seeds, progress.advance)
+                greedy = [s.reward.correct for s in scored]
+        correct = [0] * len(problems)
+        for s in sampled:
+            correct[s.problem] += s.reward.correct
+        return Evaluation.from_counts(correct, settings.samples, greedy)
+
+
+def train(config: TltConfig) -> None:
+    """A worker's whole life under ``tlt train``."""
+    Run(config).train()
+
+
+def evaluate(config: TltConfig) -> None:
+    """A worker's whole life under ``tlt eval``: prints the accuracy of the run's newest policy."""
+    Run(config).evaluate_newest()

@@ -1,0 +1,153 @@
+"""What a run writes while it goes on and when it ends; rank 0 writes, the others contribute."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.observe.jsonl import JsonLinesFile
+from megatron_tlt.observe.metrics import MetricsWriter, read_metrics
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.report import write_report
+from megatron_tlt.observe.summary import describe_lengths, reward_summary, time_totals, write_summary
+from megatron_tlt.observe.timeline import Timeline, write_trace
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import barrier, current_device, rank, world_size
+from megatron_tlt.trainer.checkpoints import TrainerState
+from megatron_tlt.trainer.evaluation import Evaluation
+from megatron_tlt.trainer.step import StepResult
+
+
+class RunRecord:
+    """Metrics, lengths, timeline, report and summary of one run; rows of steps that a resume repeats are dropped."""
+
+    def __init__(self, folder: Path, config: TltConfig, done_steps: int, timeline: Timeline) -> None:
+        self._folder = folder
+        self._config = config
+        self._timeline = timeline
+        self._metrics: MetricsWriter | None = None
+        self._lengths: JsonLinesFile | None = None
+        # Nothing is saved before the first step: a run killed there evaluates its start again.
+        kept = done_steps or -1
+        timeline.truncate_after(kept)
+        if rank() == 0:
+            self._metrics = MetricsWriter(folder, config.observe.tensorboard, config.observe.wandb)
+            self._metrics.truncate_after(kept)
+            self._lengths = JsonLinesFile(folder / "lengths.jsonl")
+            self._lengths.truncate_after(kept)
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timeline.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._lengths is not None:
+            self._lengths.close()
+
+    def step(self, step: int, result: StepResult, evaluation: Evaluation | None, progress: Progress) -> None:
+        """Records step number ``step`` (counted from 1)."""
+        peaks = all_gather_data(current_device().peak_memory_bytes(), int)
+        self._timeline.flush()
+        if self._metrics is None or self._lengths is None:
+            return
+        metrics = {**result.metrics, "memory/peak_gib": sum(peaks) / 2**30}
+        if result.reshard is not None:
+            metrics["reshard/tensors"] = float(result.reshard.tensors)
+            metrics["reshard/verified_tensors"] = float(result.reshard.verified_tensors)
+        if evaluation is not None:
+            metrics.update(_evaluation_metrics(evaluation))
+        self._metrics.log(step, metrics)
+        row = {
+            "step": step,
+            "lengths": result.lengths,
+            "finish_reasons": result.finish_reasons,
+            "acceptance": [round(a, 3) for a in result.acceptance],
+        }
+        self._lengths.append([row])
+        progress.step_done(step, metrics)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Records the evaluation before the first step; later ones travel with their step."""
+        if self._metrics is not None and step == 0:
+            self._metrics.log(0, _evaluation_metrics(evaluation))
+
+    def finish_partial(self) -> None:
+        """An interrupted run: trace and report of what there is."""
+        self._timeline.flush()
+        barrier()
+        if rank() == 0:
+            write_trace(self._folder)
+            write_report(self._folder)
+
+    def finish(self, state: TrainerState, layout: dict[str, int]) -> None:
+        """Writes trace, summary and report of the finished run."""
+        self._timeline.flush()
+        barrier()
+        if rank() == 0:
+            write_trace(self._folder)
+            write_summary(self._folder / "summary.json", self._summary(state, layout))
+            write_report(self._folder)
+        barrier()
+
+    def _summary(self, state: TrainerState, layout: dict[str, int]) -> dict[str, Any]:
+        config = self._config
+        rows = [row for row in read_metrics(self._folder / "metrics.jsonl") if row["step"]]
+        lengths: list[int] = []
+        with (self._folder / "lengths.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                lengths.extend(json.loads(line)["lengths"])
+
+        def column(name: str) -> list[float]:
+            return [value for row in rows if (value := row.get(name)) is not None]
+
+        first, last = min(state.evaluations, key=int), max(state.evaluations, key=int)
+        drafts = sum(column("speculation/draft_tokens"))
+        return {
+            "world_size": world_size(),
+            "steps": state.step,
+            "actor": {"backend": "megatron-core", "layout": layout},
+            "rollout": {
+                "backend": "vllm",
+                "tensor_parallel_size": config.rollout.tensor_parallel_size,
+                "length": describe_lengths(lengths),
+                "acceptance_length": statistics.fmean(column("speculation/acceptance_length")),
+                "draft_acceptance_rate": sum(column("speculation/accepted_tokens")) / drafts if drafts else None,
+                "tokens_per_s": sum(lengths) / sum(column("time/rollout")),
+                "logprob_mismatch": {
+                    "mean_abs": statistics.fmean(column("mismatch/mean_abs")),
+                    "max_abs": max(column("mismatch/max_abs")),
+                    "k3_kl": statistics.fmean(column("mismatch/k3_kl")),
+                },
+            },
+            "eval": {"start": state.evaluations[first], "end": state.evaluations[last]},
+            "reward": reward_summary(rows),
+            "reshard": {
+                "method": config.reshard.method,
+                "tensors": int(column("reshard/tensors")[-1]),
+                "verified_tensors": int(column("reshard/verified_tensors")[-1]),
+                "seconds": statistics.median(column("time/reshard")),
+            },
+            "time": time_totals(rows),
+            "memory": {"peak_gib": max(column("memory/peak_gib"))},
+            "speculation": {
+                "enabled": config.speculation.enabled,
+                "drafter": config.speculation.drafter,
+                "num_speculative_tokens": config.speculation.num_speculative_tokens,
+            },
+            "environment": describe_environment(),
+        }
+
+
+def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    named = {f"eval/{name}": value for name, value in asdict(evaluation).items() if value is not None}
+    return {name: float(value) for name, value in named.items() if name not in {"eval/problems", "eval/samples"}}

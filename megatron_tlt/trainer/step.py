@@ -1,0 +1,227 @@
+"""One step of reinforcement learning, as in the paper's figure: rollout, reward, log-probs, update, reshard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.advantages import group_relative_advantages
+from megatron_tlt.algorithms.losses import ClippedPolicyLoss
+from megatron_tlt.algorithms.mismatch import Mismatch, enforce, measure_mismatch, truncated_importance_weights
+from megatron_tlt.algorithms.types import TokenScores, TrainingSample
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import current_device
+from megatron_tlt.reshard.interface import SyncReport, WeightSync
+from megatron_tlt.rollout.types import DraftStats, SamplingSpec
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.mixture import ProblemMixture
+from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
+
+
+@dataclass
+class StepResult:
+    """What a step leaves behind: its metrics and the responses' lengths for the record."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    acceptance: list[float] = field(default_factory=list)
+    reshard: SyncReport | None = None
+
+
+class TrainingStep:
+    """The five phases over one actor and one engine per rank; every rank runs them together.
+
+    Args:
+        reference: a frozen copy of the first policy; needed only with a KL coefficient.
+    """
+
+    def __init__(
+        self,
+        config: TltConfig,
+        policy: Policy,
+        reference: Policy | None,
+        engine: VllmEngine,
+        collector: ExperienceCollector,
+        problems: ProblemMixture,
+        weight_sync: WeightSync,
+        timeline: Timeline,
+        sampling: SamplingSpec,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._reference = reference
+        self._engine = engine
+        self._collector = collector
+        self._problems = problems
+        self._weight_sync = weight_sync
+        self._timeline = timeline
+        self._sampling = sampling
+        self._loss = ClippedPolicyLoss(config.algorithm)
+
+    def run(
+        self, step: int, on_phase: Callable[[str, int | None], None], on_response: Callable[[int], None]
+    ) -> StepResult:
+        """Runs step number ``step`` (from 0).
+
+        Raises:
+            StopRequested: on every rank, while decoding; the policy is as it was before the step.
+        """
+        result = StepResult()
+        began = time.perf_counter()
+        scored = self._rollout(step, result, on_phase, on_response)
+        samples = self._log_probs(step, scored, result, on_phase)
+        self._update(step, samples, result, on_phase)
+        self.reshard(step, result, on_phase)
+        result.metrics["time/total"] = time.perf_counter() - began
+        return result
+
+    @contextmanager
+    def _timed(self, phase: str, result: StepResult) -> Iterator[None]:
+        began = time.perf_counter()
+        with self._timeline.span(phase):
+            yield
+        result.metrics[f"time/{phase}"] = time.perf_counter() - began
+
+    def _rollout(
+        self,
+        step: int,
+        result: StepResult,
+        on_phase: Callable[[str, int | None], None],
+        on_response: Callable[[int], None],
+    ) -> list[ScoredResponse]:
+        config = self._config
+        count, group = config.trainer.prompts_per_step, config.algorithm.group_size
+        on_phase("rollout", None)
+        problems = [self._problems.problem(step * count + i) for i in range(count)]
+        scored, times = self._collector.collect(
+            problems, group, self._sampling, (config.run.seed, "train", step), on_response
+        )
+        ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
+        slowest = max(row[0] for row in ranks)
+        lengths = [len(s.response.token_ids) for s in scored]
+        drafts = sum((s.response.draft for s in scored), DraftStats())
+        rewards = np.array([s.reward.value for s in scored]).reshape(-1, group)
+        result.lengths = lengths
+        result.acceptance = [s.response.draft.acceptance_length for s in scored]
+        for s in scored:
+            reason = s.response.finish_reason
+            result.finish_reasons[reason] = result.finish_reasons.get(reason, 0) + 1
+        result.metrics.update(
+            {
+                "time/rollout": slowest,
+                "time/idle": float(np.mean([row[1] for row in ranks])),
+                "time/reward": max(row[2] for row in ranks),
+                "rollout/tokens_per_s": sum(lengths) / slowest,
+                "reward/mean": float(rewards.mean()),
+                "reward/correct": float(np.mean([s.reward.correct for s in scored])),
+                "reward/mixed_groups": float(np.mean(rewards.std(axis=1) > 0)),
+                "reward/verifier_errors": float(sum(s.reward.error is not None for s in scored)),
+                "length/mean": float(np.mean(lengths)),
+                "length/median": float(np.median(lengths)),
+                "length/max": float(max(lengths)),
+                "length/truncated": result.finish_reasons.get("length", 0) / len(scored),
+                "speculation/acceptance_length": drafts.acceptance_length,
+                "speculation/draft_tokens": float(drafts.num_draft_tokens),
+                "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
+            }
+        )
+        return scored
+
+    def _log_probs(
+        self,
+        step: int,
+        scored: Sequence[ScoredResponse],
+        result: StepResult,
+        on_phase: Callable[[str, int | None], None],
+    ) -> list[TrainingSample]:
+        config = self._config
+        on_phase("log-probs", None)
+        self._engine.sleep(level=2)
+        rewards = [s.reward.value for s in scored]
+        advantages = group_relative_advantages(rewards, config.algorithm.group_size, config.algorithm.normalize_by_std)
+        samples = [
+            TrainingSample(
+                s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids), advantage
+            )
+            for s, advantage in zip(scored, advantages, strict=True)
+        ]
+        temperature = self._temperature
+        with self._timed("log_probs", result):
+            old = self._policy.log_probs(samples, temperature)
+            reference = self._reference.log_probs(samples, temperature) if self._reference else None
+        rollout = [s.response.log_probs for s in scored]
+        mismatch = measure_mismatch(rollout, [scores.log_probs for scores in old])
+        self._record_mismatch(mismatch, result)
+        enforce(mismatch, config.algorithm.mismatch, step)
+        return [self._with_columns(samples[i], rollout[i], old[i], reference, i) for i in range(len(samples))]
+
+    @property
+    def _temperature(self) -> float:
+        return self._sampling.temperature or 1.0
+
+    @staticmethod
+    def _record_mismatch(mismatch: Mismatch, result: StepResult) -> None:
+        result.metrics["mismatch/mean_abs"] = mismatch.mean_abs
+        result.metrics["mismatch/max_abs"] = mismatch.max_abs
+        result.metrics["mismatch/k3_kl"] = mismatch.k3_kl
+
+    def _with_columns(
+        self,
+        sample: TrainingSample,
+        rollout: tuple[float, ...],
+        old: TokenScores,
+        reference: list[TokenScores] | None,
+        index: int,
+    ) -> TrainingSample:
+        correction = self._config.algorithm.mismatch
+        weights = (
+            truncated_importance_weights(rollout, old.log_probs, correction.truncation)
+            if correction.action == "correct"
+            else ()
+        )
+        return replace(
+            sample,
+            old_log_probs=old.log_probs,
+            reference_log_probs=reference[index].log_probs if reference else (),
+            token_weights=weights,
+        )
+
+    def _update(
+        self, step: int, samples: list[TrainingSample], result: StepResult, on_phase: Callable[[str, int | None], None]
+    ) -> None:
+        config = self._config
+        on_phase("update", None)
+        size = len(samples) // config.trainer.mini_batches
+        rows: list[dict[str, float]] = []
+        with self._timed("update", result):
+            order = np.random.default_rng((config.run.seed, step)).permutation(len(samples))
+            if config.trainer.mini_batches == 1:
+                order = np.arange(len(samples))
+            for start in range(0, size * config.trainer.mini_batches, size):
+                batch = [samples[i] for i in order[start : start + size]]
+                rows.append(self._policy.update(batch, self._loss, self._temperature))
+        for name in rows[0]:
+            if name != "tokens":
+                result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows]))
+
+    def reshard(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
+        """Brings the actor's weights into the engines; weights wake first, the KV cache last.
+
+        Raises:
+            RunError: an engine does not hold what the actor sent.
+        """
+        on_phase("reshard", None)
+        every = self._config.reshard.verify_every
+        with self._timed("reshard", result):
+            current_device().empty_cache()
+            self._engine.wake_up(["weights"])
+            result.reshard = self._weight_sync.sync(verify=bool(every) and step % every == 0)
+            self._engine.wake_up(["kv_cache"])

@@ -1,0 +1,101 @@
+"""Supervised warm-up: builds the recipe's tokenizer and model and trains it on worked solutions."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.algorithms.types import TrainingSample
+from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.supervised import encode_examples
+from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tlt.data.tokenizer_training import train_tokenizer
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.recipe import RECIPE_FILE, recipe_description, recipe_folder, write_untrained
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.platform.collectives import broadcast_data
+from megatron_tlt.platform.device import (
+    barrier,
+    initialize_distributed,
+    prepare,
+    rank,
+    seed_everything,
+)
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.versions import check_versions
+from megatron_tlt.tasks.mixture import ProblemMixture, build_sources
+from megatron_tlt.trainer.export import save_hf_folder
+
+
+def build_model_of_recipe(config: TltConfig) -> None:
+    """Builds and caches the model; all ranks together. Does nothing where the cache holds it already."""
+    prepare()
+    check_versions()
+    initialize_distributed(config.launcher.collective_timeout_s)
+    if config.model.recipe is None:
+        raise ConfigError("model.recipe: not given; a recipe is needed to build a model")
+    target = recipe_folder(config)
+    if (target / RECIPE_FILE).is_file():
+        return
+    seed_everything(config.model.recipe.seed, config.run.deterministic)
+    problems = build_sources(config.tasks, "train", config.run.seed)
+    if rank() == 0:
+        with atomic_folder(target.with_name(f".{target.name}.untrained")) as untrained:
+            _write_start(config, problems, untrained)
+    start = Path(broadcast_data(str(target.with_name(f".{target.name}.untrained")), str))
+    policy = _train(config, problems, load_tokenizer(start), start)
+    save_hf_folder(policy, start, target)
+    if rank() == 0:
+        atomic_write_text(target / RECIPE_FILE, recipe_description(config))
+    barrier()
+
+
+def _write_start(config: TltConfig, problems: ProblemMixture, folder: Path) -> None:
+    recipe = config.model.recipe
+    assert recipe is not None
+    texts = []
+    for i in range(recipe.tokenizer.num_problems):
+        problem = problems.problem(i)
+        texts.append(problem.prompt + (problem.solution or problem.answer))
+    tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, folder, recipe.seed)
+    write_untrained(folder, recipe.architecture, recipe, tokenizer.vocab_size, tokenizer.eos_id)
+
+
+def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, start: Path) -> Policy:
+    recipe = config.model.recipe
+    assert recipe is not None
+    supervised = recipe.supervised
+    actor = config.actor.model_copy(
+        update={
+            "optimizer": {**config.actor.optimizer, **supervised.optimizer},
+            "lr_warmup_steps": supervised.lr_warmup_steps,
+            "max_tokens_per_micro_batch": supervised.max_tokens_per_micro_batch,
+        }
+    )
+    policy = Policy(
+        start,
+        actor,
+        recipe.seed,
+        total_steps=supervised.num_steps,
+        lr_decay_style="cosine",
+        min_lr_fraction=supervised.min_lr_fraction,
+    )
+    count = supervised.problems_per_step
+    began = time.perf_counter()
+    with Progress(rank(), supervised.num_steps, enabled=config.observe.progress) as progress:
+        progress.start("warm-up", supervised.num_steps)
+        for step in range(supervised.num_steps):
+            batch = [problems.problem(step * count + i) for i in range(count)]
+            examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens)
+            samples = [TrainingSample(e.token_ids, e.loss_mask.index(1)) for e in examples]
+            metrics = policy.update(samples, negative_log_likelihood)
+            progress.advance()
+            if (step + 1) % max(1, supervised.num_steps // 20) == 0:
+                progress.message(
+                    f"warm-up {step + 1}/{supervised.num_steps}  loss {metrics['loss']:.3f}  "
+                    f"grad norm {metrics['grad_norm']:.2f}  {time.perf_counter() - began:.0f} s"
+                )
+    return policy

@@ -1,0 +1,89 @@
+"""Runs one model under several layouts in the same two processes and writes what each one computed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.actor.megatron_checkpoint import load_policy, save_policy
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.algorithms.types import TrainingSample
+from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from tests.helpers.tiny_models import load_qwen2
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+TEMPERATURE = 0.7
+
+
+def samples() -> list[TrainingSample]:
+    generator = torch.Generator().manual_seed(3)
+    out = []
+    for length in (6, 30, 11, 17, 8, 23):
+        tokens = torch.randint(64, (length,), generator=generator).tolist()
+        out.append(TrainingSample(tuple(tokens), 2 + length // 4))
+    return out
+
+
+def policy_of(folder: Path, megatron: dict[str, Any]) -> Policy:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    actor = ActorConfig(
+        transformer_impl="local",
+        megatron=megatron,
+        optimizer={"lr": 1e-3, "weight_decay": 0.01},
+        lr_warmup_steps=6,  # a rate that changes every step shows whether the schedule was resumed
+        max_tokens_per_micro_batch=64,
+    )
+    return Policy(folder, actor, seed=0, total_steps=8)
+
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export_weights()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def main(folder: str, out: str) -> None:
+    initialize_distributed(120)
+    data, rows = samples(), {}
+    initial = {n: t for n, t in load_qwen2(Path(folder)).state_dict().items() if n != "lm_head.weight"}
+    for name, megatron in LAYOUTS.items():
+        policy = policy_of(Path(folder), megatron)
+        row: dict[str, Any] = {"exported_equals_loaded": equal(weights_of(policy), initial)}
+        row["log_probs"] = [scores.log_probs for scores in policy.log_probs(data, TEMPERATURE)]
+        steps = [policy.update(data, negative_log_likelihood) for _ in range(2)]
+        row["loss"], row["grad_norm"] = [s["loss"] for s in steps], [s["grad_norm"] for s in steps]
+        checkpoint = Path(out) / f"checkpoint-{name}"
+        if rank() == 0:
+            checkpoint.mkdir()
+        barrier()
+        save_policy(policy, checkpoint)
+        policy.update(data, negative_log_likelihood)
+        uninterrupted = weights_of(policy)
+        resumed = policy_of(Path(folder), megatron)
+        load_policy(resumed, checkpoint)
+        resumed.update(data, negative_log_likelihood)
+        row["resume_is_bit_equal"] = equal(uninterrupted, weights_of(resumed))
+        rows[name] = row
+    if rank() == 0:
+        Path(out, "rows.json").write_text(json.dumps(rows))
+    barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

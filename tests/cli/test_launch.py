@@ -1,0 +1,101 @@
+"""launch(): real torchrun, real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_tlt.cli.launch import launch
+from megatron_tlt.config.loader import dump_resolved, load_config
+from megatron_tlt.config.schema import LauncherConfig
+from megatron_tlt.errors import ConfigError
+from tests.config.test_loader import write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(folder: Path, name: str) -> subprocess.Popen[str]:
+    overrides = [f"run.name={name}", f"run.dir={folder}", "launcher.nproc_per_node=2", "launcher.threads_per_process=1"]
+    resolved = folder / "resolved.yaml"
+    resolved.write_text(dump_resolved(load_config(write(folder), overrides, check_libraries=False)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cli.launch_for_tests", str(resolved), str(folder / "log")],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")},
+    )
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"none of {files} after 120 s"
+        time.sleep(0.05)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int((folder / f"pid{rank}").read_text()) for rank in range(2)]
+
+
+def wait_gone(numbers: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE for n in numbers):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_success_is_status_0_and_threads_are_set(tmp_path: Path) -> None:
+    process = start(tmp_path, "fine")
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 0
+    assert [(tmp_path / f"threads{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_a_workers_status_and_message_come_back_once_and_nobody_is_left(tmp_path: Path) -> None:
+    process = start(tmp_path, "bad")
+    assert process.communicate(timeout=120)[1] == "error: tensor x: found 1; allowed: 2\n"
+    assert process.returncode == 2
+    assert wait_gone(pids(tmp_path))
+    # torchrun's own complaint is kept, away from the terminal
+    assert "ChildFailedError" in (tmp_path / "log").read_text()
+
+
+def test_a_bug_is_status_1_with_its_traceback(tmp_path: Path) -> None:
+    process = start(tmp_path, "bug")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    assert error.count("Traceback") == 1 and "ZeroDivisionError: a bug" in error
+
+
+def test_sigterm_reaches_the_workers_which_save(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait")
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.send_signal(signal.SIGTERM)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert error == "error: stopped by SIGTERM, state saved\n"
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+    assert wait_gone(pids(tmp_path))
+
+
+def test_nobody_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait")
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.kill()
+    process.communicate(timeout=30)
+    assert wait_gone(pids(tmp_path))
+
+
+def test_several_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.nnodes: found 2"):
+        launch("x", [], LauncherConfig(nnodes=2))

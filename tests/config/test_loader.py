@@ -1,0 +1,176 @@
+"""Config files, inheritance, overrides, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config, load_resolved
+from megatron_tlt.errors import ConfigError
+
+BASE = {
+    "model": {"recipe": {}},
+    "tasks": [{"name": "chain_sum"}, {"name": "gcd"}],
+    "rollout": {"max_prompt_tokens": 128, "max_response_tokens": 512},
+}
+
+
+def write(folder: Path, name: str = "base.yaml", **sections: object) -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump({**BASE, **sections}))
+    return path
+
+
+def violations(path: Path, *overrides: str, libraries: bool = False) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, check_libraries=libraries)
+    assert caught.value.exit_status == 2
+    return str(caught.value).splitlines()
+
+
+def test_every_violation_is_reported_at_once_with_path_found_and_allowed(tmp_path: Path) -> None:
+    wrong = (
+        "trainer.stps=3",
+        "trainer.steps=0",
+        "rollout.sampling.top_p=2",
+        "speculation.drafter=magic",
+        "run.seed=abc",
+    )
+    lines = violations(write(tmp_path), *wrong)
+    assert len(lines) == len(wrong)
+    assert all(line.startswith(f"{tmp_path / 'base.yaml'}: ") for line in lines)
+    text = "\n".join(lines)
+    assert "trainer.stps: unknown key; did you mean steps" in text
+    assert "trainer.steps: found 0; allowed: above 0" in text
+    assert "rollout.sampling.top_p: found 2; allowed: at most 1" in text
+    assert "speculation.drafter: found 'magic'; allowed: 'ngram'" in text
+    assert "run.seed: found 'abc'; allowed: a whole number" in text
+
+
+def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
+    lines = violations(
+        write(tmp_path),
+        "launcher.nproc_per_node=2",
+        "actor.megatron.tensor_model_parallel_size=3",
+        "rollout.tensor_parallel_size=3",
+        "rollout.max_response_tokens=5000",
+        "model.recipe.architecture.hidden_size=64",
+        "speculation.ngram.prompt_lookup_min=9",
+    )
+    text = "\n".join(lines)
+    assert "does not divide the 2 processes" in text
+    assert "rollout.tensor_parallel_size: found 3; allowed: a divisor of the 2 processes: 1, 2" in text
+    assert "max_prompt_tokens + max_response_tokens = 5128; allowed: at most max_position_embeddings = 1024" in text
+    assert "hidden_size / num_attention_heads = 16; allowed: at least 32" in text
+    assert "speculation.ngram.prompt_lookup_min: found 9" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.mini_batches=7"], "trainer.mini_batches: found 7; allowed: a divisor of"),
+        (["launcher.nproc_per_node=4", "trainer.prompts_per_step=2"], "at least one for each of the 4 engines"),
+        (["launcher.nproc_per_node=3", "actor.megatron.tensor_model_parallel_size=3"], "the model's 4 attention heads"),
+    ],
+)
+def test_batches_and_heads(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    assert expected in "\n".join(violations(write(tmp_path), *overrides))
+
+
+def test_model_folder_must_exist_and_hold_a_config(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    path = write(tmp_path, model={"path": str(folder)})
+    assert f"model.path: no folder {folder}" in violations(path)[0]
+    folder.mkdir()
+    assert f"model.path: no config.json in {folder}" in violations(path)[0]
+    (folder / "config.json").write_text('{"hidden_size": 12')
+    assert "cannot be read" in violations(path)[0]
+    (folder / "config.json").write_text('{"max_position_embeddings": 200}')
+    assert "at most max_position_embeddings = 200" in violations(path)[0]
+
+
+def test_inheritance_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
+    write(tmp_path, trainer={"steps": 5, "mini_batches": 2})
+    (tmp_path / "sub").mkdir()
+    child = tmp_path / "sub" / "child.yaml"
+    child.write_text("defaults: [../base.yaml]\ntrainer: {steps: 9}\ntasks: [{name: number_sorting}]\n")
+    config = load_config(child, check_libraries=False)
+    assert (config.trainer.steps, config.trainer.mini_batches) == (9, 2)
+    assert [task.name for task in config.tasks] == ["number_sorting"]
+
+
+def test_circular_inheritance_names_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: [b.yaml]")
+    (tmp_path / "b.yaml").write_text("defaults: [a.yaml]")
+    assert "a.yaml -> b.yaml -> a.yaml" in violations(tmp_path / "a.yaml")[0]
+
+
+def test_duplicate_key_and_bad_yaml_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("trainer:\n  steps: 1\n  save_every: 2\n  steps: 3\n")
+    assert violations(path) == [f"{path}:4: not valid YAML: key 'steps' is given twice, on lines 2 and 4"]
+    path.write_text("trainer: [1,\n")
+    assert violations(path)[0].startswith(f"{path}:2: not valid YAML")
+
+
+def test_missing_file_names_it(tmp_path: Path) -> None:
+    assert str(tmp_path / "none.yaml") in violations(tmp_path / "none.yaml")[0]
+
+
+def test_overrides_parse_yaml_and_take_list_indices(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path),
+        ["tasks.1.weight=2", "speculation.enabled=false", "actor.optimizer.lr=1e-3", "observe.wandb={project: x}"],
+        check_libraries=False,
+    )
+    assert config.tasks[1].weight == 2.0
+    assert config.speculation.enabled is False
+    assert config.actor.optimizer["lr"] == 0.001
+    assert config.observe.wandb is not None and config.observe.wandb.project == "x"
+
+
+def test_malformed_overrides_are_reported_at_once(tmp_path: Path) -> None:
+    lines = violations(
+        write(tmp_path), "trainer.steps", "tasks.7.weight=1", "run.seed.x=1", "run.name=ok", "tasks.0.name.a=1"
+    )
+    assert "the form is key.path=value" in lines[0]
+    assert "tasks is a list; allowed: an index from 0 to 1" in lines[1]
+    assert "tasks.0.name is the value 'chain_sum'" in lines[-1]
+
+
+def test_run_folder_follows_the_command(tmp_path: Path) -> None:
+    path = write(tmp_path, run={"name": "quickstart"})
+
+    def folder(*overrides: str) -> str:
+        return str(load_config(path, overrides, check_libraries=False).run.dir)
+
+    assert folder() == "runs/quickstart"
+    assert folder("speculation.enabled=false") == "runs/quickstart+speculation.enabled=false"
+    assert folder("run.dir=runs/mine", "trainer.steps=3") == "runs/mine"
+    assert folder("run.name=other") == "runs/other"
+    # characters that are made safe must not make two commands one
+    assert folder("tasks.0.name='a b'") != folder("tasks.0.name='a/b'")
+    long = [f"trainer.steps={n}" for n in range(20)]
+    assert folder(*long) == folder(*long) and len(folder(*long)) <= len("runs/") + 80
+    assert folder(*long) != folder(*long[:-1])
+    assert str(load_config(write(tmp_path), check_libraries=False).run.dir) == "runs/base"
+
+
+def test_resolved_config_comes_back_equal(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["actor.optimizer.lr=1e-5", "observe.wandb.project=p"], check_libraries=False)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_resolved(config))
+    assert load_resolved(resolved) == config
+
+
+def test_compare_resolved_lets_only_the_allowed_keys_change() -> None:
+    old = {"trainer": {"steps": 5, "mini_batches": 1}, "observe": {"progress": True}, "tasks": [{"name": "a"}]}
+    new = {
+        "trainer": {"steps": 9, "mini_batches": 2},
+        "observe": {"progress": False},
+        "tasks": [{"name": "a", "w": None}],
+    }
+    assert compare_resolved(old, old) == []
+    assert compare_resolved(old, new) == ["tasks.0.w: '(absent)' -> None", "trainer.mini_batches: 1 -> 2"]

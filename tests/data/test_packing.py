@@ -1,0 +1,68 @@
+"""Micro-batches under a token bound and balanced ranks, as properties."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.data import balance, plan_micro_batches
+from megatron_tlt.errors import ConfigError
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, st.integers(300, 2000), st.integers(1, 8))
+def test_micro_batches_hold_everything_once_within_the_bound(lengths: list[int], bound: int, least: int) -> None:
+    batches = plan_micro_batches(lengths, bound, least)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert all(batch for batch in batches)
+    assert all(len(batch) * max(lengths[i] for i in batch) <= bound for batch in batches)
+    assert len(batches) >= min(least, len(lengths))
+    flat = [lengths[i] for batch in batches for i in batch]
+    assert flat == sorted(lengths, reverse=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(300, 2000))
+def test_no_two_neighbouring_micro_batches_could_be_one(lengths: list[int], bound: int) -> None:
+    batches = plan_micro_batches(lengths, bound)
+    for first, second in pairwise(batches):
+        assert (len(first) + len(second)) * lengths[first[0]] > bound
+
+
+def test_micro_batches_of_known_lengths() -> None:
+    assert plan_micro_batches([10, 40, 20, 10], 40) == [[1], [2, 0], [3]]
+    assert plan_micro_batches([5, 5, 5, 5], 20, min_batches=2) == [[0, 1], [2, 3]]
+    assert plan_micro_batches([], 20) == []
+
+
+def test_a_sequence_above_the_bound_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a sequence has 41 tokens.*max_tokens_per_micro_batch 40"):
+        plan_micro_batches([3, 41], 40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 8))
+def test_balance_holds_everything_once_and_evenly(lengths: list[int], ranks: int) -> None:
+    parts = balance(lengths, ranks)
+    assert len(parts) == ranks
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert parts == [sorted(part) for part in parts]
+    totals = [sum(lengths[i] for i in part) for part in parts]
+    assert max(totals) - min(totals) <= max(lengths, default=0)
+    assert all(parts) or len(lengths) < ranks
+    # Graham's bound for longest-first: at most 4/3 of what no split can go below.
+    if len(lengths) > ranks:
+        ordered = sorted(lengths, reverse=True)
+        lower = max(sum(lengths) / ranks, ordered[0], ordered[ranks - 1] + ordered[ranks])
+        assert max(totals) <= lower * 4 / 3 + 1e-9
+
+
+def test_balance_of_known_lengths() -> None:
+    assert balance([7, 6, 5, 4], 2) == [[0, 3], [1, 2]]
+    with pytest.raises(ValueError, match="ranks is 0"):
+        balance([1], 0)

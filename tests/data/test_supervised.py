@@ -1,0 +1,62 @@
+"""Worked solutions as supervised examples: what is trained on, and how it is padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.data import Tokenizer, collate, encode_example, encode_examples, train_tokenizer
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks import GENERATORS, Problem, build_sources
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_tokenizer([], 128, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Problem]:
+    return build_sources([TaskConfig(name=name) for name in sorted(GENERATORS)], "train", 0).problems(0, 100)
+
+
+def test_solution_and_end_are_trained_and_nothing_else(tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    for problem in problems:
+        example = encode_example(tokenizer, problem)
+        trained = [i for i, m in zip(example.token_ids, example.loss_mask, strict=True) if m]
+        rest = [i for i, m in zip(example.token_ids, example.loss_mask, strict=True) if not m]
+        assert tokenizer.decode(rest) == problem.prompt
+        assert tokenizer.decode(trained[:-1]) == problem.solution and trained[-1] == tokenizer.eos_id
+        assert sum(example.loss_mask[: len(rest)]) == 0
+
+
+def test_long_examples_are_left_out_whole(tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    lengths = [len(encode_example(tokenizer, problem)) for problem in problems]
+    kept = encode_examples(tokenizer, problems, 60)
+    assert [len(example) for example in kept] == [length for length in lengths if length <= 60]
+    assert 0 < len(kept) < len(problems)
+
+
+def test_a_problem_without_a_solution_is_refused(tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    with pytest.raises(ConfigError, match=f"problem {problems[0].uid}: no worked solution"):
+        encode_example(tokenizer, replace(problems[0], solution=None))
+
+
+def test_collate_shifts_and_pads(tokenizer: Tokenizer, problems: list[Problem], tmp_path: Path) -> None:
+    examples = [encode_example(tokenizer, problem) for problem in problems[:5]]
+    batch = collate(examples, tokenizer.pad_id, multiple_of=4)
+    assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape
+    assert batch.tokens.shape[1] % 4 == 0
+    assert 0 <= batch.tokens.shape[1] - (max(map(len, examples)) - 1) < 4
+    for row, example in enumerate(examples):
+        count = len(example) - 1
+        assert batch.lengths[row] == count
+        assert [*batch.tokens[row, :count], batch.labels[row, count - 1]] == list(example.token_ids)
+        assert list(batch.labels[row, :count]) == list(example.token_ids[1:])
+        assert list(batch.loss_mask[row, :count]) == list(example.loss_mask[1:])
+        assert batch.loss_mask[row].sum() == sum(example.loss_mask)  # padding is never trained
+        assert np.all(batch.tokens[row, count:] == tokenizer.pad_id)

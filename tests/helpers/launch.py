@@ -1,0 +1,118 @@
+"""Run a script under torchrun (or alone) with a time limit and a captured log."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "TLT_TEST_RUN_ID"
+
+
+@cache
+def slowness() -> float:
+    """How much slower than an idle machine of the intended kind this one is right now; at least 1, at most 8.
+
+    Time limits are there so that a hang fails with its reason, not so that a busy machine fails.
+    """
+    began = time.perf_counter()
+    total = 0
+    for i in range(3_000_000):
+        total += i
+    return min(8.0, max(1.0, (time.perf_counter() - began) / 0.2))
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_logged(
+    command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, expect_status: int | None = 0
+) -> str:
+    """Run a command; returns what it printed (both streams). Nothing it started is left behind.
+
+    Raises:
+        AssertionError: it ran past ``timeout_s`` or ended with another status than ``expect_status`` (None: any);
+            carries the log's end.
+    """
+    timeout_s *= slowness()
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", **(env or {}), MARK: mark}
+    # a file, not a pipe: nobody has to read for the processes to go on
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            kill_marked(mark)
+            process.wait()
+        log.seek(0)
+        output = log.read()
+    assert status is not None, f"{' '.join(command)}: still running after {timeout_s} s; log:\n{output[-12000:]}"
+    assert expect_status is None or status == expect_status, (
+        f"{' '.join(command)}: status {status}, expected {expect_status}; log:\n{output[-12000:]}"
+    )
+    return output
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process that inherited the mark: torchrun gives its workers sessions of their own."""
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+
+
+def run_torchrun(
+    script: Path,
+    nproc: int,
+    args: Sequence[str] = (),
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    expect_status: int | None = 0,
+) -> str:
+    """Run ``script args`` on ``nproc`` local ranks; returns the log of all of them. Raises as ``run_logged`` does."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={nproc}",
+        "--nnodes=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+        str(script),
+        *args,
+    ]
+    return run_logged(command, timeout_s, env, expect_status)
+
+
+def run_python(
+    script: Path, args: Sequence[str] = (), timeout_s: float = 120, env: Mapping[str, str] | None = None
+) -> str:
+    """Run ``script args`` in a fresh Python process; returns its log. Raises as ``run_logged`` does."""
+    return run_logged([sys.executable, str(script), *args], timeout_s, env)

@@ -1,0 +1,194 @@
+"""Progress, summary, environment, benchmark output."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import itertools
+import json
+import math
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.summary import (
+    SUMMARY_KEYS,
+    describe_lengths,
+    flatten,
+    read_summary,
+    reward_summary,
+    time_totals,
+    undocumented_keys,
+    unflatten,
+    write_summary,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run_progress(stream: io.StringIO, rank: int = 0, enabled: bool = True) -> str:
+    with Progress(rank, 2, enabled=enabled, stream=stream) as progress:
+        progress.start("rollout", 8)
+        progress.advance(8)
+        progress.start("update")
+        progress.advance()
+        progress.message("saved [bold]x")
+        progress.step_done(1, {"reward/mean": 0.25, "time/total": 3.21, "unknown": 1.0})
+    return stream.getvalue()
+
+
+def test_progress_is_plain_where_there_is_no_terminal() -> None:
+    assert run_progress(io.StringIO()) == "saved [bold]x\nstep 1/2  reward 0.250  s 3.2\n"
+
+
+def test_progress_draws_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = run_progress(Terminal())
+    assert "update" in shown and "1/?" in shown and "step 1/2  reward 0.250" in shown and "[bold]x" in shown
+
+
+def test_progress_is_silent_elsewhere() -> None:
+    assert run_progress(Terminal(), rank=1) == ""
+    assert run_progress(Terminal(), enabled=False) == ""
+
+
+def test_summary_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, {"eval": {"start": {"pass_at_1": 0.25}}, "steps": 3, "reward": {"mean": math.nan}})
+    summary = read_summary(path)
+    assert summary["eval"]["start"]["pass_at_1"] == 0.25 and summary["reward"]["mean"] is None
+    assert flatten(summary) == {"eval.start.pass_at_1": 0.25, "steps": 3, "reward.mean": None}
+    path.write_text("[]")
+    with pytest.raises(RunError, match=r"summary\.json: must be a JSON object"):
+        read_summary(path)
+    with pytest.raises(RunError, match=r"cannot read .*none\.json"):
+        read_summary(tmp_path / "none.json")
+
+
+KEY = st.text("abc_", min_size=1, max_size=3)
+NESTED = st.recursive(
+    st.dictionaries(KEY, st.integers(), min_size=1, max_size=3),
+    lambda inner: st.dictionaries(KEY, st.integers() | inner, min_size=1, max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(NESTED)
+def test_flatten_and_back(nested: dict) -> None:
+    assert unflatten(flatten(nested)) == nested
+
+
+@pytest.mark.parametrize("flat", [{"a": 1, "a.b": 2}, {"a.b": 2, "a": 1}])
+def test_unflatten_refuses_a_value_that_is_a_section(flat: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        unflatten(flat)
+
+
+def test_documented_keys() -> None:
+    example = unflatten({key.replace("*", "x"): 1 for key in SUMMARY_KEYS})
+    assert undocumented_keys(example) == []
+    assert undocumented_keys({"rollout": {"lenght": {"max": 1}}}) == ["rollout.lenght.max"]
+
+
+def test_numbers_for_the_summary() -> None:
+    lengths = describe_lengths([*range(1, 101), 1000])
+    assert lengths["median"] == 51 and lengths["max"] == 1000 and lengths["p90"] == 91 and lengths["p99"] == 100
+    assert lengths["max_over_median"] == pytest.approx(1000 / 51) and lengths["mean"] == pytest.approx(6050 / 101)
+    assert describe_lengths([]) == {} and math.isnan(describe_lengths([0, 0])["max_over_median"])
+    rows: list[dict[str, float | None]] = [
+        {"step": 0, "eval/greedy": 0.5},
+        {"step": 1, "time/rollout": 2.0, "time/extra": 1.0, "reward/mean": 0.5},
+        {"step": 2, "time/rollout": 3.0, "time/update": None, "reward/mean": 1.0},
+    ]
+    totals = time_totals(rows)
+    assert totals["rollout"] == 5.0 and totals["update"] == 0.0 and totals["extra"] == 1.0
+    assert reward_summary(rows) == {"first": 0.5, "last": 1.0, "mean": 0.75} and reward_summary([]) == {}
+
+
+def test_environment_says_what_but_not_whose() -> None:
+    environment = describe_environment()
+    assert environment["cores"] >= 1 and environment["memory_gib"] > 0 and environment["cpu"]
+    assert environment["python"].startswith("3.") and environment["device"] in ("cpu", "cuda")
+    text = json.dumps(environment)
+    for private in (socket.gethostname(), os.getcwd(), os.path.expanduser("~")):
+        assert private not in text
+    # a user called "x86" or "root" may be part of a processor's name by chance; a path to a home never is
+    assert f"/{getpass.getuser()}" not in text and "://" not in text
+
+
+def test_benchmark_result(tmp_path: Path) -> None:
+    result = BenchmarkResult({"cpu": "x"}, "speculation")
+    result.rows += [{"case": "on", "seconds": 1.0}, {"case": "off", "seconds": 2.5, "note": "plain"}]
+    assert result.all_met
+    assert result.target("speed-up", 2.5, ">=", 1.5)
+    assert not result.target("slow", 2.5, "<", 1.5)
+    assert not result.target("unknown", math.nan, ">=", 0)
+    assert not result.all_met
+    with pytest.raises(ValueError, match="op '!='"):
+        result.target("x", 1, "!=", 1)
+    with pytest.raises(ValueError, match="there already"):
+        result.target("slow", 1, "<", 2)
+    result.write(tmp_path / "b.json")
+    written = json.loads((tmp_path / "b.json").read_text())
+    assert sorted(written) == ["environment", "name", "rows", "targets"]
+    assert written["targets"]["slow"] == {"value": 2.5, "target": 1.5, "op": "<", "met": False}
+    assert written["targets"]["unknown"]["value"] is None
+    console = Console(file=io.StringIO(), width=100)
+    result.print(console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "speculation" in shown and "plain" in shown and ">= 1.5" in shown and "no" in shown
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2))
+def test_interleave_rotates(number: int, repeats: int, warmups: int) -> None:
+    order: list[int] = []
+    cases = {str(i): (lambda i=i: order.append(i)) for i in range(number)}
+    times = interleave(cases, repeats, warmups)
+    assert {name: len(values) for name, values in times.items()} == {str(i): repeats for i in range(number)}
+    rounds = [order[at : at + number] for at in range(0, len(order), number)]
+    assert len(rounds) == repeats + warmups
+    assert all(sorted(one) == list(range(number)) for one in rounds)
+    firsts = [one[0] for one in rounds]
+    assert all((b - a) % number == 1 % number for a, b in itertools.pairwise(firsts))
+
+
+def test_interleave_measures_seconds() -> None:
+    import time
+
+    times = interleave({"short": lambda: time.sleep(0.005), "long": lambda: time.sleep(0.05)}, 3)
+    assert min(times["long"]) >= 0.05 and min(times["short"]) >= 0.005
+    assert ratio_of_medians(times["long"], times["short"])["ratio"] > 1.5
+    with pytest.raises(ValueError, match="repeats"):
+        interleave({}, 0)
+
+
+POSITIVE = st.floats(1e-3, 1e3)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=9), st.floats(0.1, 10))
+def test_ratio_of_medians(pairs: list[tuple[float, float]], scale: float) -> None:
+    a, b = [x for x, _ in pairs], [y for _, y in pairs]
+    found = ratio_of_medians(a, b)
+    assert found["low"] <= found["ratio"] <= found["high"]
+    assert ratio_of_medians([x * scale for x in b], b)["ratio"] == pytest.approx(scale)
+    assert ratio_of_medians(b, a)["ratio"] == pytest.approx(1 / found["ratio"])
+
+
+@pytest.mark.parametrize(("a", "b"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [math.nan])])
+def test_ratio_of_medians_refuses(a: list[float], b: list[float]) -> None:
+    with pytest.raises(ValueError):
+        ratio_of_medians(a, b)

@@ -1,0 +1,132 @@
+"""The mixture: disjoint splits, exact proportions, epochs over files, random access."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks import GENERATORS, build_sources
+from megatron_tlt.tasks.mixture import shares
+
+ALL = [TaskConfig(name=name) for name in sorted(GENERATORS)]
+
+
+def _file(path: Path, prompts: list[str]) -> TaskConfig:
+    rows = [{"prompt": prompt, "reward_model": {"ground_truth": "1"}} for prompt in prompts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TaskConfig(kind="file", name=path.stem, path=path)
+
+
+def test_splits_share_no_prompt_whatever_the_seed() -> None:
+    train = {p.prompt for seed in (0, 1) for p in build_sources(ALL, "train", seed).problems(0, 1500)}
+    held_out = {p.prompt for seed in (0, 2) for p in build_sources(ALL, "held_out", seed).problems(0, 300)}
+    assert len(train) > 1000 and len(held_out) > 250
+    assert not train & held_out
+
+
+def test_uids_are_unique_over_splits() -> None:
+    uids = [p.uid for split in ("train", "held_out") for p in build_sources(ALL, split, 0).problems(0, 400)]
+    assert len(set(uids)) == len(uids)
+
+
+def test_seeds_give_other_problems() -> None:
+    first, second = (build_sources(ALL, "train", seed).problems(0, 50) for seed in (0, 1))
+    assert [p.prompt for p in first] != [p.prompt for p in second]
+
+
+def test_random_access_equals_sequential_access() -> None:
+    sequential = build_sources(ALL, "train", 0).problems(0, 60)
+    jumping = build_sources(ALL, "train", 0)
+    jumping.problem(5000)
+    assert [jumping.problem(index) for index in (59, 0, 30)] == [sequential[59], sequential[0], sequential[30]]
+
+
+def test_weights_are_proportions() -> None:
+    tasks = [TaskConfig(name="chain_sum", weight=3.0), TaskConfig(name="gcd", weight=1.0)]
+    sources = Counter(p.source for p in build_sources(tasks, "train", 0).problems(0, 1000))
+    assert sources == {"chain_sum": 750, "gcd": 250}
+
+
+def test_one_generator_twice_gives_two_sources() -> None:
+    easy = TaskConfig(name="chain_sum", params={"sizes": {"min": 2, "max": 2}})
+    hard = TaskConfig(name="chain_sum", params={"sizes": {"min": 9, "max": 9}})
+    problems = build_sources([easy, hard], "train", 0).problems(0, 100)
+    assert {p.source for p in problems} == {"chain_sum#0", "chain_sum#1"}
+    assert all((p.prompt.count("+") + p.prompt.count("-") == 1) == (p.source == "chain_sum#0") for p in problems)
+
+
+def test_one_generator_with_two_held_out_fractions_is_refused() -> None:
+    tasks = [TaskConfig(name="gcd"), TaskConfig(name="gcd", held_out_fraction=0.2)]
+    with pytest.raises(ConfigError, match=r"tasks\[1\]\.held_out_fraction: 0\.2.*0\.1"):
+        build_sources(tasks, "train", 0)
+
+
+def test_held_out_gives_distinct_problems_from_either_split() -> None:
+    problems = build_sources(ALL, "train", 0).held_out(200)
+    assert len({p.prompt for p in problems}) == len(problems) == 200
+    assert problems == build_sources(ALL, "held_out", 0).held_out(200)
+    assert all("/held_out/" in p.uid for p in problems)
+
+
+def test_a_task_without_held_out_prompts_is_refused() -> None:
+    task = TaskConfig(name="gcd", params={"sizes": {"min": 2, "max": 2}}, held_out_fraction=0.001)
+    with pytest.raises(ConfigError, match=r"task gcd: none of .* held_out_fraction 0.001"):
+        build_sources([task], "held_out", 0).problem(0)
+
+
+def test_a_file_is_read_once_per_epoch_in_a_new_order(tmp_path: Path) -> None:
+    mixture = build_sources([_file(tmp_path / "p.jsonl", [f"q{i}" for i in range(50)])], "train", 0)
+    rows = len(mixture.sources[0])  # type: ignore[arg-type]
+    epochs = [[p.uid for p in mixture.problems(epoch * rows, rows)] for epoch in range(3)]
+    assert all(len(set(epoch)) == rows for epoch in epochs)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_file_in_a_mixture_is_read_evenly(tmp_path: Path) -> None:
+    file = _file(tmp_path / "p.jsonl", [f"q{i}" for i in range(60)])
+    mixture = build_sources([file, TaskConfig(name="gcd", weight=2.0)], "train", 0)
+    counts = Counter(p.uid for p in mixture.problems(0, 3000) if p.source == "p")
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_held_out_of_a_small_file_ends(tmp_path: Path) -> None:
+    mixture = build_sources([_file(tmp_path / "p.jsonl", [f"q{i}" for i in range(100)])], "train", 0)
+    problems = mixture.held_out(200)
+    assert len(problems) + len(mixture.sources[0]) == 100  # type: ignore[arg-type]
+    assert 0 < len(problems) < 30
+
+
+def test_held_out_path_keeps_its_prompts_out_of_training(tmp_path: Path) -> None:
+    train = _file(tmp_path / "train.jsonl", [f"q{i}" for i in range(10)])
+    _file(tmp_path / "test.jsonl", ["q3", "q4", "other"])
+    task = train.model_copy(update={"held_out_path": tmp_path / "test.jsonl"})
+    assert {p.prompt for p in build_sources([task], "held_out", 0).held_out(9)} == {"q3", "q4", "other"}
+    trained = {p.prompt for p in build_sources([task], "train", 0).problems(0, 100)}
+    assert trained == {f"q{i}" for i in range(10)} - {"q3", "q4"}
+
+
+def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
+    task = _file(tmp_path / "p.jsonl", ["only"])
+    with pytest.raises(ConfigError, match=r"p\.jsonl: no held_out problem among 1 rows"):
+        build_sources([task], "held_out", 0)
+    whole = task.model_copy(update={"held_out_path": tmp_path / "p.jsonl"})
+    with pytest.raises(ConfigError, match="the two sets must differ"):
+        build_sources([whole], "train", 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12), st.integers(12, 500))
+def test_shares_add_up_and_follow_the_weights(weights: list[float], total: int) -> None:
+    counts = shares(weights, total)
+    assert sum(counts) == total and min(counts) >= 1
+    for weight, count in zip(weights, counts, strict=True):
+        exact = 1 + (total - len(weights)) * weight / sum(weights)
+        assert abs(count - exact) < 1 + 1e-6

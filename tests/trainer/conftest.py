@@ -1,0 +1,93 @@
+"""Runs of the real loop on a model of some thousand parameters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launch import MARK, REPOSITORY, kill_marked, run_logged
+
+CONFIG = """
+run: {name: tiny, seed: 3, deterministic: true}
+launcher: {nproc_per_node: 2}
+model:
+  recipe:
+    cache_dir: %(cache)s
+    architecture: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,
+      num_key_value_heads: 1, max_position_embeddings: 128}
+    tokenizer: {vocab_size: 104, num_problems: 200}
+    supervised: {num_steps: 30, problems_per_step: 16, max_sequence_tokens: 96, optimizer: {lr: 5.0e-3}}
+tasks:
+  - {name: chain_sum, params: {sizes: {min: 2, max: 3}}}
+  - {name: gcd, params: {sizes: {min: 9, max: 19}}}
+actor: {transformer_impl: local, max_tokens_per_micro_batch: 1024, optimizer: {lr: 1.0e-3}}
+rollout:
+  max_prompt_tokens: 48
+  max_response_tokens: 32
+  vllm: {dtype: float32, max_num_seqs: 32, num_gpu_blocks_override: 64}
+algorithm: {group_size: 4}
+evaluation: {problems: 8, samples: 2, greedy: false}
+trainer: {steps: 4, prompts_per_step: 4, save_every: 1}
+observe: {tensorboard: false}
+"""
+
+
+@dataclass
+class Runs:
+    """Starts ``tlt`` on one config with runs below one folder."""
+
+    folder: Path
+    started: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "tiny.yaml"
+
+    def command(self, name: str, *overrides: str) -> list[str]:
+        entry = "import sys; from megatron_tlt.cli import main; sys.exit(main())"
+        run_dir = f"run.dir={self.folder / name}"
+        return [sys.executable, "-c", entry, "train", str(self.config), run_dir, *overrides]
+
+    def train(self, name: str, *overrides: str, expect_status: int | None = 0) -> str:
+        return run_logged(self.command(name, *overrides), timeout_s=900, expect_status=expect_status)
+
+    def start(self, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+        self.started[name] = uuid.uuid4().hex
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: self.started[name]}
+        log = (self.folder / f"{name}.log").open("ab")
+        return subprocess.Popen(
+            self.command(name, *overrides),
+            env=environment,
+            cwd=REPOSITORY,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to every process of the run at once."""
+        kill_marked(self.started[name])
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()[-8000:]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "tiny.yaml").write_text(CONFIG % {"cache": folder / "models"})
+    return Runs(folder)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(runs: Runs) -> Path:
+    """A run from start to end."""
+    runs.train("uninterrupted")
+    return runs.folder / "uninterrupted"
