@@ -11,8 +11,10 @@ from megatron.core import dist_checkpointing
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.errors import RunError
 
-# The one form of optimizer state that can be loaded under another layout.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+def _metadata() -> dict[str, Any]:
+    """Asks for the one form of optimizer state that loads under another layout; new each time, since Megatron adds to it."""
+    return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _optimizers(policy: Policy) -> list[Any]:
@@ -42,8 +44,8 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     chunks = policy.model.ddp_chunks
     state: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
-        state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_METADATA)
-    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_METADATA)
+        state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_metadata())
+    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
     state["scheduler"] = policy.scheduler.state_dict()
     return state
 

@@ -71,6 +71,7 @@ class VllmEngine:
 
         arguments = vllm_setup.engine_args(model_path, rollout, speculation, seed)
         with (
+            vllm_setup.launcher_variables(),
             vllm_setup.isolated_random_state(),
             vllm_setup.untouched_torch_threads(),
             vllm_setup.readable_weights(),

@@ -56,17 +56,29 @@ def ensure_process_group() -> bool:
         RunError: several processes were launched, but the group was not initialised before the engine.
     """
     if dist.is_initialized():
-        os.environ.setdefault("RANK", str(dist.get_rank()))
-        os.environ.setdefault("LOCAL_RANK", "0")
         return False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RunError("WORLD_SIZE is above 1, but torch.distributed was not initialised before the vLLM engine")
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("LOCAL_RANK", "0")
     from vllm.platforms import current_platform
 
     dist.init_process_group(current_platform.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
+
+
+@contextmanager
+def launcher_variables() -> Iterator[None]:
+    """Within this, the environment names the rank as torchrun would, which is where vLLM's external launcher reads it.
+
+    Gone again afterwards: programs started from this process must not take themselves for ranks of a launch.
+    """
+    missing = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0"}
+    missing = {name: value for name, value in missing.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 @contextmanager

@@ -12,10 +12,7 @@ import torch
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, load_qwen2
 
-resume = pytest.mark.xfail(
-    run=False, reason="open: loading a checkpoint with two data-parallel ranks did not end in the time given"
-)
-pytestmark = [pytest.mark.distributed, resume]
+pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "layouts.py"
 
 

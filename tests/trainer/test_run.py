@@ -16,9 +16,6 @@ from tests.helpers.launch import slowness
 from tests.trainer.conftest import Runs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-resume = pytest.mark.xfail(
-    run=False, reason="open: loading a checkpoint with two data-parallel ranks did not end in the time given"
-)
 
 
 def weights(run: Path) -> bytes:
@@ -64,7 +61,6 @@ def test_timeline_is_a_valid_trace_with_a_row_per_rank(uninterrupted: Path) -> N
     assert {"rollout", "idle", "reward", "log_probs", "update", "reshard"} <= {event["name"] for event in spans}
 
 
-@resume
 def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_same_bits(
     runs: Runs, uninterrupted: Path
 ) -> None:
@@ -90,7 +86,6 @@ def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_sam
     assert weights(run) == weights(uninterrupted)
 
 
-@resume
 def test_sigterm_saves_and_the_same_command_goes_on(runs: Runs, uninterrupted: Path) -> None:
     process = runs.start("stopped", "trainer.save_every=0")
     wait_for_rows(runs, "stopped", 1, process)
