@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def prepare_environment() -> None:
     """Set what vLLM reads from the environment; must run before the first ``import vllm``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # colocated: cores are shared with the actor
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM warns of what is on purpose here (an eager engine on a CPU), two dozen lines for each process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM takes 0 for "all memory", which cannot work beside an actor
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE", "") in ("", "0"):
@@ -103,10 +105,13 @@ def isolated_random_state(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def untouched_torch_threads() -> Iterator[None]:
-    """Undo what vLLM's CPU worker does to torch's thread count and to ``torch.set_num_threads`` itself."""
+    """Undo what starting an engine does to torch's thread count and to ``torch.set_num_threads`` itself."""
     setter, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
+        # numba, behind the ngram drafter, starts its threads in torch's own OpenMP and sets the count of both to the
+        # machine's cores. At the first draft that would go unnoticed, and ranks sharing cores become 10 times slower.
+        importlib.import_module("numba").get_num_threads()
     finally:
         torch.set_num_threads = setter
         if torch.get_num_threads() != threads:
