@@ -32,6 +32,19 @@ def _allocate_state(policy: Policy) -> None:
                 state["step"] = torch.tensor(0.0)
 
 
+def _keep_padding(policy: Policy) -> None:
+    """Lets a buffer's padding count as content, in a checkpoint's gathering of optimizer state.
+
+    Megatron drops each bucket's padding when it gathers a buffer, but then cuts parameters out of it by their offsets in
+    the padded one: everything behind the first bucket would be saved shifted, with zeros at the end.
+    """
+    for wrapper in _optimizers(policy):
+        for buffer in getattr(wrapper, "buffers", []):
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+
+
 def _separate_steps(policy: Policy) -> None:
     """Megatron hands one step tensor to all parameters, which torch's Adam would then advance once for each."""
     for wrapper in _optimizers(policy):
@@ -42,6 +55,7 @@ def _separate_steps(policy: Policy) -> None:
 
 def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     chunks = policy.model.ddp_chunks
+    _keep_padding(policy)
     state: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
         state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_metadata())

@@ -56,6 +56,7 @@ class ArchitectureConfig(Section):
     max_position_embeddings: PositiveInt = 1024
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
     tie_word_embeddings: bool = True
 
 
