@@ -13,7 +13,7 @@ from megatron_tlt.errors import RunError
 
 
 def _metadata() -> dict[str, Any]:
-    """Asks for the one form of optimizer state that loads under another layout; new each time, since Megatron adds to it."""
+    """Asks for the one form of optimizer state that loads under another layout; made anew, as Megatron adds to it."""
     return {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -35,8 +35,8 @@ def _allocate_state(policy: Policy) -> None:
 def _keep_padding(policy: Policy) -> None:
     """Lets a buffer's padding count as content, in a checkpoint's gathering of optimizer state.
 
-    Megatron drops each bucket's padding when it gathers a buffer, but then cuts parameters out of it by their offsets in
-    the padded one: everything behind the first bucket would be saved shifted, with zeros at the end.
+    Megatron drops each bucket's padding when it gathers a buffer, but then cuts parameters out of it by their offsets
+    in the padded one: everything behind the first bucket would be saved shifted, with zeros at the end.
     """
     for wrapper in _optimizers(policy):
         for buffer in getattr(wrapper, "buffers", []):
