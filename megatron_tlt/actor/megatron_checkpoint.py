@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.files import disk_full_error, is_disk_full
 
 
 def _metadata() -> dict[str, Any]:
@@ -23,7 +25,7 @@ def _optimizers(policy: Policy) -> list[Any]:
 
 
 def _allocate_state(policy: Policy) -> None:
-    """Gives every parameter its optimizer state, so that there is something to load into before the first step."""
+    """Gives every parameter its optimizer state, something to save, or to load into, before the first step."""
     for wrapper in _optimizers(policy):
         if wrapper.init_state_fn is not None:
             wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
@@ -55,6 +57,7 @@ def _separate_steps(policy: Policy) -> None:
 
 def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     chunks = policy.model.ddp_chunks
+    _allocate_state(policy)
     _keep_padding(policy)
     state: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
@@ -62,6 +65,17 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
     state["scheduler"] = policy.scheduler.state_dict()
     return state
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong on a rank, out of torch's collection of all ranks' failures (which is no Exception)."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -72,8 +86,11 @@ def save_policy(policy: Policy, folder: Path) -> None:
     """
     try:
         dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(folder))
-    except OSError as error:
-        raise RunError(f"{folder}: {error.strerror or error}; the checkpoint was not written") from error
+    except (OSError, CheckpointException) as error:
+        cause = _cause(error)
+        if is_disk_full(cause, folder):
+            raise disk_full_error(folder / "*.distcp", None) from cause
+        raise RunError(f"{folder}: the checkpoint was not written: {_first_line(cause)}") from cause
 
 
 @torch.no_grad()
@@ -83,11 +100,11 @@ def load_policy(policy: Policy, folder: Path) -> None:
     Raises:
         RunError: the folder holds no checkpoint that can be read.
     """
-    _allocate_state(policy)
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
-    except (OSError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
-        raise RunError(f"{folder}: not a readable checkpoint: {str(error).splitlines()[0]}") from error
+    except (OSError, RuntimeError, CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
+        cause = _cause(error)
+        raise RunError(f"{folder}: not a readable checkpoint: {_first_line(cause)}") from cause
     chunks = policy.model.ddp_chunks
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.marker import worked_solution
+from megatron_tlt.tasks.seeding import stable_unit
 from megatron_tlt.tasks.types import Problem
 
 
@@ -38,21 +40,34 @@ class Batch:
     lengths: NDArray[np.int64]
 
 
-def encode_example(tokenizer: Tokenizer, problem: Problem) -> Example:
-    """Raises ConfigError for a problem without a worked solution."""
+def encode_example(tokenizer: Tokenizer, problem: Problem, *, direct: bool = False) -> Example:
+    """The prompt with its worked solution, or with the marked answer alone where ``direct``.
+
+    Raises:
+        ConfigError: the problem has no worked solution.
+    """
     if problem.solution is None:
         raise ConfigError(
             f"problem {problem.uid}: no worked solution, so supervised warm-up cannot use task {problem.source}"
         )
     prompt = encode_prompt(tokenizer, problem)
+    solution = worked_solution([], problem.answer) if direct else problem.solution
     # Encoded apart, as in a rollout, where the prompt's tokens are fixed before the first one is sampled.
-    target = [*tokenizer.encode(problem.solution), tokenizer.eos_id]
+    target = [*tokenizer.encode(solution), tokenizer.eos_id]
     return Example((*prompt, *target), (0,) * len(prompt) + (1,) * len(target))
 
 
-def encode_examples(tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int) -> list[Example]:
-    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer."""
-    examples = (encode_example(tokenizer, problem) for problem in problems)
+def encode_examples(
+    tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int, direct_fraction: float = 0.0
+) -> list[Example]:
+    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer.
+
+    A ``direct_fraction`` of the problems, chosen by their ids, gets the answer without the work.
+    """
+    examples = (
+        encode_example(tokenizer, problem, direct=stable_unit("direct", problem.uid) < direct_fraction)
+        for problem in problems
+    )
     return [example for example in examples if len(example) <= max_tokens]
 
 

@@ -89,7 +89,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
         progress.start("warm-up", supervised.num_steps)
         for step in range(supervised.num_steps):
             batch = [problems.problem(step * count + i) for i in range(count)]
-            examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens)
+            examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens, supervised.direct_fraction)
             samples = [TrainingSample(e.token_ids, e.loss_mask.index(1)) for e in examples]
             metrics = policy.update(samples, negative_log_likelihood)
             progress.advance()

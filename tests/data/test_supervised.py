@@ -34,6 +34,20 @@ def test_solution_and_end_are_trained_and_nothing_else(tokenizer: Tokenizer, pro
         assert sum(example.loss_mask[: len(rest)]) == 0
 
 
+def test_a_fraction_is_answered_without_the_work(tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    counts = {fraction: encode_examples(tokenizer, problems, 10_000, fraction) for fraction in (0.0, 0.5, 1.0)}
+    answers = [[*tokenizer.encode(f"#### {problem.answer}"), tokenizer.eos_id] for problem in problems]
+    direct = {
+        fraction: sum(
+            [token for token, kept in zip(example.token_ids, example.loss_mask, strict=True) if kept] == answer
+            for example, answer in zip(examples, answers, strict=True)
+        )
+        for fraction, examples in counts.items()
+    }
+    assert direct[1.0] == len(problems)
+    assert direct[0.0] < direct[0.5] < direct[1.0]
+
+
 def test_long_examples_are_left_out_whole(tokenizer: Tokenizer, problems: list[Problem]) -> None:
     lengths = [len(encode_example(tokenizer, problem)) for problem in problems]
     kept = encode_examples(tokenizer, problems, 60)
