@@ -60,7 +60,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "reshard.verified_tensors": "of these, how many every engine proved to hold",
     "reshard.seconds": "median duration of one synchronization",
     **{f"time.{key}": f"seconds over the whole run: {text}" for key, text in _TIMES.items()},
-    "memory.peak_gib": "largest resident memory (device memory on GPUs) of all processes together",
+    "memory.peak_gib": "largest memory of all ranks together: on CPUs resident, verifiers included; else device memory",
     "reward.first": "mean training reward of the first step",
     "reward.last": "mean training reward of the last step",
     "reward.mean": "mean training reward over all steps",

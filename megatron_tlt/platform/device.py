@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ from datetime import timedelta
 from functools import cache
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -41,10 +43,14 @@ class Device:
             torch.cuda.empty_cache()
 
     def peak_memory_bytes(self) -> int:
-        """Peak bytes of device memory; on CPU the process's peak resident size."""
+        """Peak bytes of device memory; on CPU the peak resident size of this process, with its children's of now."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.torch_device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        children = 0
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children += child.memory_info().rss
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + children
 
 
 @cache
