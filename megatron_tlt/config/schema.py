@@ -70,15 +70,15 @@ class TokenizerRecipe(Section):
 class SupervisedRecipe(Section):
     """Supervised warm-up on worked solutions.
 
-    ``direct_fraction`` of the problems are shown with the answer alone: text that a model learns from mixes careful
-    with hasty answers, and which of the two pays is for reinforcement learning to find out.
+    ``careless_fraction`` of the problems are shown with a solution full of slips, and marked so: text that a model
+    learns from is of mixed quality, and which kind pays is for reinforcement learning to find out.
     """
 
     num_steps: PositiveInt = 400
     problems_per_step: PositiveInt = 64
     max_sequence_tokens: PositiveInt = 512
     max_tokens_per_micro_batch: PositiveInt = 4096
-    direct_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    careless_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     optimizer: dict[str, Any] = Field(default_factory=dict)
     lr_warmup_steps: NonNegativeInt = 20
     min_lr_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.tasks.marker import worked_solution
-from megatron_tlt.tasks.seeding import stable_unit
+from megatron_tlt.tasks.seeding import stable_int, stable_unit
 from megatron_tlt.tasks.types import Problem
+
+CARELESS_MARK = "~"
+SLIP_RATE = 0.25
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,11 @@ class Batch:
     lengths: NDArray[np.int64]
 
 
-def encode_example(tokenizer: Tokenizer, problem: Problem, *, direct: bool = False) -> Example:
-    """The prompt with its worked solution, or with the marked answer alone where ``direct``.
+def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
+    """The worked solution as a model gets to see it.
+
+    A ``careless_fraction`` of the problems, chosen by their ids, is answered carelessly: the text opens with a mark of
+    its own, and a quarter of its characters are replaced by others that occur in it.
 
     Raises:
         ConfigError: the problem has no worked solution.
@@ -50,24 +55,27 @@ def encode_example(tokenizer: Tokenizer, problem: Problem, *, direct: bool = Fal
         raise ConfigError(
             f"problem {problem.uid}: no worked solution, so supervised warm-up cannot use task {problem.source}"
         )
+    if stable_unit("careless", problem.uid) >= careless_fraction:
+        return problem.solution
+    rng = np.random.default_rng(stable_int("slips", problem.uid))
+    characters = np.array(list(problem.solution))
+    slips = rng.random(len(characters)) < SLIP_RATE
+    return CARELESS_MARK + "".join(np.where(slips, rng.permutation(characters), characters))
+
+
+def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: float = 0.0) -> Example:
+    """The prompt with its :func:`solution_text`."""
     prompt = encode_prompt(tokenizer, problem)
-    solution = worked_solution([], problem.answer) if direct else problem.solution
     # Encoded apart, as in a rollout, where the prompt's tokens are fixed before the first one is sampled.
-    target = [*tokenizer.encode(solution), tokenizer.eos_id]
+    target = [*tokenizer.encode(solution_text(problem, careless_fraction)), tokenizer.eos_id]
     return Example((*prompt, *target), (0,) * len(prompt) + (1,) * len(target))
 
 
 def encode_examples(
-    tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int, direct_fraction: float = 0.0
+    tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int, careless_fraction: float = 0.0
 ) -> list[Example]:
-    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer.
-
-    A ``direct_fraction`` of the problems, chosen by their ids, gets the answer without the work.
-    """
-    examples = (
-        encode_example(tokenizer, problem, direct=stable_unit("direct", problem.uid) < direct_fraction)
-        for problem in problems
-    )
+    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer."""
+    examples = (encode_example(tokenizer, problem, careless_fraction) for problem in problems)
     return [example for example in examples if len(example) <= max_tokens]
 
 

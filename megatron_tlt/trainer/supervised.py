@@ -10,7 +10,7 @@ from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.checkpoint.files import atomic_folder
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.data.supervised import encode_examples
+from megatron_tlt.data.supervised import encode_examples, solution_text
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError
@@ -59,7 +59,7 @@ def _write_start(config: TltConfig, problems: ProblemMixture, folder: Path) -> N
     texts = []
     for i in range(recipe.tokenizer.num_problems):
         problem = problems.problem(i)
-        texts.append(problem.prompt + (problem.solution or problem.answer))
+        texts.append(problem.prompt + solution_text(problem, recipe.supervised.careless_fraction))
     tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, folder, recipe.seed)
     write_untrained(folder, recipe.architecture, recipe, tokenizer.vocab_size, tokenizer.eos_id)
 
@@ -89,7 +89,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
         progress.start("warm-up", supervised.num_steps)
         for step in range(supervised.num_steps):
             batch = [problems.problem(step * count + i) for i in range(count)]
-            examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens, supervised.direct_fraction)
+            examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens, supervised.careless_fraction)
             samples = [TrainingSample(e.token_ids, e.loss_mask.index(1)) for e in examples]
             metrics = policy.update(samples, negative_log_likelihood)
             progress.advance()
