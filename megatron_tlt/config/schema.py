@@ -70,8 +70,8 @@ class TokenizerRecipe(Section):
 class SupervisedRecipe(Section):
     """Supervised warm-up on worked solutions.
 
-    ``careless_fraction`` of the problems are shown with a solution full of slips, and marked so: text that a model
-    learns from is of mixed quality, and which kind pays is for reinforcement learning to find out.
+    ``careless_fraction`` of the problems are shown with a careless guess instead: text that a model learns from is of
+    mixed quality, and which kind pays is for reinforcement learning to find out.
     """
 
     num_steps: PositiveInt = 400

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.marker import worked_solution
 from megatron_tlt.tasks.seeding import stable_int, stable_unit
 from megatron_tlt.tasks.types import Problem
 
 CARELESS_MARK = "~"
-SLIP_RATE = 0.25
+SLIP_RATE = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Batch:
 def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
     """The worked solution as a model gets to see it.
 
-    A ``careless_fraction`` of the problems, chosen by their ids, is answered carelessly: the text opens with a mark of
-    its own, and a quarter of its characters are replaced by others that occur in it.
+    A ``careless_fraction`` of the problems, chosen by their ids, gets a careless guess instead: a mark of its own and
+    an answer without the work, of which half of the characters are replaced by others that occur in the work.
 
     Raises:
         ConfigError: the problem has no worked solution.
@@ -58,9 +59,10 @@ def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
     if stable_unit("careless", problem.uid) >= careless_fraction:
         return problem.solution
     rng = np.random.default_rng(stable_int("slips", problem.uid))
-    characters = np.array(list(problem.solution))
-    slips = rng.random(len(characters)) < SLIP_RATE
-    return CARELESS_MARK + "".join(np.where(slips, rng.permutation(characters), characters))
+    answer = np.array(list(problem.answer))
+    slips = rng.random(len(answer)) < SLIP_RATE
+    guess = np.where(slips, rng.choice(list(problem.solution.replace("\n", "")), len(answer)), answer)
+    return CARELESS_MARK + worked_solution([], "".join(guess))
 
 
 def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: float = 0.0) -> Example:
