@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,8 @@ class VllmEngine:
         """Release the engine; the default process group goes only where this engine started it."""
         if self._llm is None:
             return
-        self._llm.engine_core.shutdown()
+        with nullcontext() if self._owns_group else vllm_setup.kept_process_groups():
+            self._llm.engine_core.shutdown()
         self._runner = None
         self._llm = None
         if self._owns_group and dist.is_initialized():

@@ -84,6 +84,19 @@ def launcher_variables() -> Iterator[None]:
 
 
 @contextmanager
+def kept_process_groups() -> Iterator[None]:
+    """Within this, an engine that shuts down leaves process groups alone: the actor and other engines live in them."""
+    from vllm.v1.engine import core
+
+    upstream = core.cleanup_dist_env_and_memory
+    core.cleanup_dist_env_and_memory = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        core.cleanup_dist_env_and_memory = upstream
+
+
+@contextmanager
 def isolated_random_state(seed: int | None = None) -> Iterator[None]:
     """Run with global generators of its own, seeded from ``seed`` if given; the caller's come back at the end.
 

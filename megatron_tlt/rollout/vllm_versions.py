@@ -22,6 +22,7 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.platforms", "current_platform"),
     ("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),
     ("vllm.triton_utils.dispatcher", "register_kernels"),
+    ("vllm.v1.engine.core", "cleanup_dist_env_and_memory"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.from_engine_args"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.abort_request"),

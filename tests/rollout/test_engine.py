@@ -53,7 +53,6 @@ def expected_log_probs(reference: Qwen2ForCausalLM, response: Response, spec: Sa
     return log_probs[torch.arange(len(response.token_ids)), torch.tensor(response.token_ids)].tolist()
 
 
-@pytest.mark.cpu_cure
 def test_log_probs_are_those_of_transformers(engine: VllmEngine, reference: Qwen2ForCausalLM) -> None:
     requests = mixed_requests()
     responses = engine.generate(requests)
