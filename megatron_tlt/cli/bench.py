@@ -15,8 +15,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark, after --json FILE")
-    parser.set_defaults(run=run)
+    # what this parser does not know goes to the benchmark's own
+    parser.set_defaults(run=run, rest=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = argparse.ArgumentParser(prog=f"tlt bench {arguments.name}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(own)
-    result = module.run(own.parse_args(arguments.arguments))
+    result = module.run(own.parse_args(arguments.rest))
     result.print()
     if arguments.json is not None:
         result.write(arguments.json)

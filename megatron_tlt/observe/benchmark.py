@@ -72,10 +72,15 @@ class BenchmarkResult:
         """
         atomic_write_text(path, json.dumps(finite(self.to_dict()), indent=2, allow_nan=False) + "\n")
 
+    def _is_raw(self, column: str) -> bool:
+        values = [row.get(column) for row in self.rows]
+        return any(isinstance(v, list) or (isinstance(v, dict) and any(map(_is_list, v.values()))) for v in values)
+
     def print(self, console: Console | None = None) -> None:
         """Print the rows and the targets as tables."""
         console = console or Console()
-        columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        # single measurements are in the JSON; a table shows what they come to
+        columns = [c for c in dict.fromkeys(key for row in self.rows for key in row) if not self._is_raw(c)]
         if columns:
             table = Table(title=self.name or None)
             for column in columns:
@@ -94,9 +99,17 @@ class BenchmarkResult:
             console.print(table)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
 def _text(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, dict):
+        if set(value) == {"ratio", "low", "high"}:
+            return f"{value['ratio']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
+        return ", ".join(f"{key} {_text(entry)}" for key, entry in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -37,7 +37,9 @@ def test_options_may_stand_between_the_overrides(tmp_path: Path) -> None:
     assert done.returncode == 2 and "trainer.stps: unknown key" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["bench", "nothing"], ["train"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["bench", "nothing"], ["bench", "speculation", "--json", "F", "--fly"], ["train"]]
+)
 def test_usage_errors_are_status_2(arguments: list[str], tmp_path: Path) -> None:
     done = tlt(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and "usage: tlt" in done.stderr
