@@ -5,6 +5,9 @@ Shapes follow Megatron: (sequence, batch, heads, head_dim).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,12 +16,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.device import current_device
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -31,6 +36,29 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a packed row, with the lengths at hand on the host."""
+
+    lengths: tuple[int, ...] = ()
+
+
+def packed_seq_params(cu_seqlens: Sequence[int]) -> PackedSequences | None:
+    """For the ends of the sequences in a packed row, from 0; None for none (padded rows)."""
+    if not cu_seqlens:
+        return None
+    ends = torch.tensor(cu_seqlens, dtype=torch.int32, device=current_device().torch_device)
+    lengths = tuple(stop - start for start, stop in pairwise(cu_seqlens))
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=lengths,
+    )
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -63,7 +91,16 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """(s, b, heads, d) queries and (s, b, groups, d) keys and values to (s, b, heads * d)."""
+        """(s, b, heads, d) queries and (s, b, groups, d) keys and values to (s, b, heads * d).
+
+        Packed, without b: (t, heads, d) and (t, groups, d) to (t, heads * d), each sequence by itself.
+        """
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        parts = [tensor.unsqueeze(1).split(packed_seq_params.lengths) for tensor in (query, key, value)]
+        return torch.cat([self._attend(q, k, v) for q, k, v in zip(*parts, strict=True)]).squeeze(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         length, batch = query.shape[:2]
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

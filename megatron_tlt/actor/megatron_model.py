@@ -41,6 +41,15 @@ class MegatronModel:
     chunks: list[GPTModel]
     ddp_chunks: list[DistributedDataParallel]
 
+    @property
+    def attention_share(self) -> float:
+        """Causal attention's operations per pair of tokens over the other operations per token."""
+        config, hf = self.config, self.hf_config
+        width = config.num_attention_heads * config.kv_channels
+        layer = 2 * config.hidden_size * (width + config.num_query_groups * config.kv_channels)
+        layer += 3 * config.hidden_size * config.ffn_hidden_size
+        return config.num_layers * width / (config.num_layers * layer + config.hidden_size * hf.vocab_size)
+
 
 def layout(megatron: dict[str, Any]) -> dict[str, Any]:
     """The parallel sizes that ``actor.megatron`` asks for, defaults filled in."""

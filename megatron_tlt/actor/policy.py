@@ -17,11 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_tlt.actor.batches import MicroBatch, micro_batches
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_bridge import export_weights
+from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import ActorConfig
-from megatron_tlt.data.packing import balance
+from megatron_tlt.data.packing import balance, sequence_cost
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data
 from megatron_tlt.platform.device import current_device
@@ -103,14 +104,22 @@ class Policy:
         }
 
     def _share(self, samples: Sequence[TrainingSample]) -> list[int]:
-        """The indices of the samples this data-parallel rank works on: near-equal tokens on every rank."""
-        shares = balance([len(sample.token_ids) for sample in samples], parallel_state.get_data_parallel_world_size())
+        """The indices of the samples this data-parallel rank works on: near-equal work on every rank."""
+        costs = [sequence_cost(len(sample.token_ids), self.model.attention_share) for sample in samples]
+        shares = balance(costs, parallel_state.get_data_parallel_world_size())
         return shares[parallel_state.get_data_parallel_rank()]
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
         config = self.model.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        batches = micro_batches(samples, self._actor.max_tokens_per_micro_batch, multiple, self._device)
+        batches = micro_batches(
+            samples,
+            self._actor.max_tokens_per_micro_batch,
+            multiple,
+            self._device,
+            packed=self._actor.packing,
+            attention_share=self.model.attention_share,
+        )
         if not batches:
             raise RunError(
                 f"{len(samples)} samples leave a data-parallel rank without work; "
@@ -119,26 +128,30 @@ class Policy:
         return batches
 
     def _scores(
-        self, logits_BTV: torch.Tensor, batch: MicroBatch, temperature: float
+        self, logits_RTV: torch.Tensor, batch: MicroBatch, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        share = logits_BTV.shape[-1]
+        """Log-probabilities and entropies, (B, W) each."""
+        share = logits_RTV.shape[-1]
         rank = parallel_state.get_tensor_model_parallel_rank()
         log_probs, entropy = vocab_parallel_scores(
-            logits_BTV.reshape(-1, share),
-            batch.labels_BT.reshape(-1),
+            logits_RTV.reshape(-1, share),
+            batch.labels_RT.reshape(-1),
             temperature=temperature,
             chunk_tokens=self._actor.log_prob_chunk_tokens,
             vocab_start=rank * share,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-        return log_probs.view_as(batch.labels_BT), entropy.view_as(batch.labels_BT)
+        rows = batch.labels_RT
+        return batch.by_sample(log_probs.view_as(rows)), batch.by_sample(entropy.view_as(rows))
 
     def _run(self, batches: list[MicroBatch], after_forward: Any, *, forward_only: bool) -> list[Any]:
         """Sends micro-batches through Megatron's schedule; returns what the last pipeline stage collected."""
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
-            output = chunk(batch.tokens_BT, batch.positions_BT, None)
+            output = chunk(
+                batch.tokens_RT, batch.positions_RT, None, packed_seq_params=packed_seq_params(batch.cu_seqlens)
+            )
             return output, partial(after_forward, batch)
 
         chunks = self.model.ddp_chunks
@@ -147,8 +160,8 @@ class Policy:
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
-            seq_length=batches[0].tokens_BT.shape[1],
-            micro_batch_size=batches[0].tokens_BT.shape[0],
+            seq_length=batches[0].tokens_RT.shape[1],
+            micro_batch_size=batches[0].tokens_RT.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )

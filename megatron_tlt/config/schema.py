@@ -140,7 +140,10 @@ class RewardConfig(Section):
 
 
 class ActorConfig(Section):
-    """The Megatron-Core policy. The three dictionaries go to the library as they are."""
+    """The Megatron-Core policy. The three dictionaries go to the library as they are.
+
+    ``packing`` lays sequences one behind another; false pads them to one length.
+    """
 
     transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
     megatron: dict[str, Any] = Field(default_factory=dict)
@@ -148,6 +151,7 @@ class ActorConfig(Section):
     optimizer: dict[str, Any] = Field(default_factory=dict)
     lr_warmup_steps: NonNegativeInt = 0
     max_tokens_per_micro_batch: PositiveInt = 8192
+    packing: bool = True
     log_prob_chunk_tokens: PositiveInt = 4096
 
 

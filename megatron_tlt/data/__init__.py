@@ -1,6 +1,6 @@
 """Tokenizers, supervised examples, and which sequences go together."""
 
-from megatron_tlt.data.packing import balance, plan_micro_batches
+from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost
 from megatron_tlt.data.supervised import Batch, Example, collate, encode_example, encode_examples
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
@@ -16,5 +16,7 @@ __all__ = [
     "encode_prompt",
     "load_tokenizer",
     "plan_micro_batches",
+    "plan_packs",
+    "sequence_cost",
     "train_tokenizer",
 ]

@@ -35,20 +35,61 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int
     return batches
 
 
-def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Splits items over ``ranks`` with nearly equal token counts: the longest left goes to the rank with the fewest.
+def sequence_cost(length: int, attention_share: float) -> float:
+    """The work of a sequence in units of a token's work outside attention: ``length + attention_share * length ** 2``.
 
-    The fullest rank exceeds the emptiest by at most the longest item. Gives
-    ``ranks`` lists of indices into ``lengths``, each ascending; a rank is empty only when there are fewer items than
+    ``attention_share`` is causal attention's operations per pair of tokens over the other operations per token:
+    attention's width over the parameters that a token passes (Megatron-LM, 2104.04473, section 3, per layer).
+    """
+    return length + attention_share * length * length
+
+
+def plan_packs(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
+    """Groups sequences into few packs of at most ``max_tokens`` tokens and nearly equal cost.
+
+    The costliest sequence left goes to the cheapest pack with room for it, beginning with the fewest packs that could
+    do; a sequence for which none has room opens another.
+    Gives lists of indices into ``lengths``, each ascending; each index occurs once, and no pack is empty.
+
+    Raises:
+        ConfigError: a sequence is longer than ``max_tokens``.
+    """
+    if lengths and max(lengths) > max_tokens:
+        raise ConfigError(
+            f"a sequence has {max(lengths)} tokens, which does not fit max_tokens_per_micro_batch {max_tokens}"
+        )
+    count = -(-sum(lengths) // max_tokens)
+    packs: list[list[int]] = [[] for _ in range(count)]
+    tokens, work = [0] * count, [0.0] * count
+    for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        room = [k for k in range(len(packs)) if tokens[k] + lengths[i] <= max_tokens]
+        if room:
+            at = min(room, key=lambda k: (work[k], k))
+        else:
+            at = len(packs)
+            packs.append([])
+            tokens.append(0)
+            work.append(0.0)
+        packs[at].append(i)
+        tokens[at] += lengths[i]
+        work[at] += costs[i]
+    return [sorted(pack) for pack in packs if pack]
+
+
+def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Splits items over ``ranks`` with nearly equal cost: the costliest left goes to the rank with the least work.
+
+    The fullest rank exceeds the emptiest by at most the costliest item. Gives
+    ``ranks`` lists of indices into ``costs``, each ascending; a rank is empty only when there are fewer items than
     ranks.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; must be at least 1")
-    # By tokens, then by items: where lengths are 0 the items still spread.
-    heap = [(0, 0, rank) for rank in range(ranks)]
+    # By cost, then by items: where costs are 0 the items still spread.
+    heap = [(0.0, 0, rank) for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        tokens, items, rank = heapq.heappop(heap)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        work, items, rank = heapq.heappop(heap)
         parts[rank].append(i)
-        heapq.heappush(heap, (tokens + lengths[i], items + 1, rank))
+        heapq.heappush(heap, (work + costs[i], items + 1, rank))
     return [sorted(part) for part in parts]

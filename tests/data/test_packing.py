@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.data import balance, plan_micro_batches
+from megatron_tlt.data import balance, plan_micro_batches, plan_packs, sequence_cost
 from megatron_tlt.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -66,3 +66,27 @@ def test_balance_of_known_lengths() -> None:
     assert balance([7, 6, 5, 4], 2) == [[0, 3], [1, 2]]
     with pytest.raises(ValueError, match="ranks is 0"):
         balance([1], 0)
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(60, 200), st.floats(0, 0.1))
+def test_packs_hold_everything_once_within_the_bound(lengths: list[int], bound: int, share: float) -> None:
+    packs = plan_packs(lengths, [sequence_cost(n, share) for n in lengths], bound)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(pack and sum(lengths[i] for i in pack) <= bound for pack in packs)
+
+
+def test_packs_of_known_lengths_are_of_like_cost() -> None:
+    lengths = [90, 10, 50, 40, 10]
+    assert plan_packs(lengths, lengths, 100) == [[0, 1], [2, 3, 4]]
+    assert plan_packs([], [], 100) == []
+    with pytest.raises(ConfigError, match="101 tokens"):
+        plan_packs([101], [101], 100)
+
+
+def test_attention_makes_long_sequences_dear() -> None:
+    assert sequence_cost(100, 0.0) == 100
+    assert sequence_cost(100, 0.01) == 200
+    lengths = [200, 50, 50, 50, 50]
+    assert balance([sequence_cost(n, 0.0) for n in lengths], 2) == [[0], [1, 2, 3, 4]]
+    costs = [sequence_cost(n, 0.05) for n in lengths]
+    assert [sum(costs[i] for i in part) for part in balance(costs, 2)] == [2200.0, 700.0]

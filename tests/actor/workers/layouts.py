@@ -19,9 +19,12 @@ from tests.helpers.tiny_models import load_qwen2
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
+    "dp2-padded": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2sp-padded": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-padded": {"pipeline_model_parallel_size": 2},
 }
 TEMPERATURE = 0.7
 
@@ -35,14 +38,15 @@ def samples() -> list[TrainingSample]:
     return out
 
 
-def policy_of(folder: Path, megatron: dict[str, Any]) -> Policy:
+def policy_of(folder: Path, name: str) -> Policy:
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     actor = ActorConfig(
         transformer_impl="local",
-        megatron=megatron,
+        megatron=LAYOUTS[name],
+        packing=not name.endswith("-padded"),
         optimizer={"lr": 1e-3, "weight_decay": 0.01},
         lr_warmup_steps=6,  # a rate that changes every step shows whether the schedule was resumed
         max_tokens_per_micro_batch=64,
@@ -62,8 +66,8 @@ def main(folder: str, out: str) -> None:
     initialize_distributed(120)
     data, rows = samples(), {}
     initial = {n: t for n, t in load_qwen2(Path(folder)).state_dict().items() if n != "lm_head.weight"}
-    for name, megatron in LAYOUTS.items():
-        policy = policy_of(Path(folder), megatron)
+    for name in LAYOUTS:
+        policy = policy_of(Path(folder), name)
         row: dict[str, Any] = {"exported_equals_loaded": equal(weights_of(policy), initial)}
         row["log_probs"] = [scores.log_probs for scores in policy.log_probs(data, TEMPERATURE)]
         steps = [policy.update(data, negative_log_likelihood) for _ in range(2)]
@@ -75,7 +79,7 @@ def main(folder: str, out: str) -> None:
         save_policy(policy, checkpoint)
         policy.update(data, negative_log_likelihood)
         uninterrupted = weights_of(policy)
-        resumed = policy_of(Path(folder), megatron)
+        resumed = policy_of(Path(folder), name)
         load_policy(resumed, checkpoint)
         resumed.update(data, negative_log_likelihood)
         row["resume_is_bit_equal"] = equal(uninterrupted, weights_of(resumed))
