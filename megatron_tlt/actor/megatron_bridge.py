@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from mbridge.models.qwen2 import Qwen2Bridge
+from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_tlt.errors import ConfigError
-
-SUPPORTED = ("qwen2",)
+from megatron_tlt.models.families import FAMILIES, family_of, rope_parameters
 
 _LOCAL_NORMS = {
     "input_layernorm.weight": "model.layers.{layer_number}.input_layernorm.weight",
@@ -20,10 +21,11 @@ _LOCAL_NORMS = {
 }
 
 
-class Qwen2(Qwen2Bridge):
-    """mbridge's Qwen2 mapping, widened by the names of the local layer spec, with its own copy of shared tables.
+class DenseBridge(Qwen2Bridge):
+    """mbridge's mapping of dense decoders, widened by the names of the local layer spec, with its own copy of tables.
 
-    mbridge assumes Transformer Engine's fused norm + linear, whose norm weights carry other names.
+    mbridge assumes Transformer Engine's fused norm + linear, whose norm weights carry other names. The names of all
+    families in ``models.families`` are Qwen2's; those that a family lacks do not occur.
     """
 
     def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype, overrides: dict[str, Any]) -> None:
@@ -33,7 +35,10 @@ class Qwen2(Qwen2Bridge):
         super().__init__(hf_config, dtype=dtype)
 
     def _build_config(self) -> Any:
-        return self._build_base_config(add_qkv_bias=True, qk_layernorm=False, **self._overrides)
+        family = FAMILIES[self.hf_config.model_type]
+        return self._build_base_config(
+            add_qkv_bias=family.qkv_bias, qk_layernorm=family.qk_layernorm, **self._overrides
+        )
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         for suffix, template in _LOCAL_NORMS.items():
@@ -51,15 +56,22 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: no config.json in {folder}; a Hugging Face model folder is needed")
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in SUPPORTED:
-        raise ConfigError(f"{folder}: architecture {config.model_type!r}; allowed: {', '.join(SUPPORTED)}")
+    family_of(config, str(folder))
     return config
 
 
-def rope_theta(hf_config: PretrainedConfig) -> float:
-    """The rotary base, wherever the installed transformers keeps it."""
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    return float(parameters.get("rope_theta", getattr(hf_config, "rope_theta", 10000.0)))
+def scale_rotary(hf_config: PretrainedConfig, chunk: GPTModel) -> None:
+    """Gives a chunk the rotary frequencies that transformers computes, where the model scales them."""
+    rope_type = rope_parameters(hf_config)["rope_type"]
+    if rope_type == "default":
+        return
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, device=None)
+    if factor != 1.0:
+        raise ConfigError(f"config.json: rope_type {rope_type!r} scales attention by {factor}; allowed: 1.0")
+    own = chunk.rotary_pos_emb.inv_freq
+    if own.shape != inv_freq.shape:
+        raise ConfigError(f"config.json: {inv_freq.numel()} rotary frequencies; Megatron-Core has {own.numel()}")
+    chunk.rotary_pos_emb.inv_freq = inv_freq.to(own)
 
 
 def export_weights(bridge: Qwen2Bridge, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,10 +15,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megatron_tlt.actor.megatron_bridge import Qwen2, read_hf_config, rope_theta
+from megatron_tlt.actor.megatron_bridge import DenseBridge, read_hf_config, scale_rotary
 from megatron_tlt.actor.megatron_layers import block_spec
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.families import rope_parameters
 from megatron_tlt.platform.device import current_device, world_size
 
 _LAYOUT_KEYS = {
@@ -37,7 +38,7 @@ class MegatronModel:
 
     hf_config: PretrainedConfig
     config: TransformerConfig
-    bridge: Qwen2
+    bridge: DenseBridge
     chunks: list[GPTModel]
     ddp_chunks: list[DistributedDataParallel]
 
@@ -118,9 +119,10 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),  # type: ignore[arg-type]
+        rotary_base=rope_parameters(hf_config)["rope_theta"],
         vp_stage=vp_stage,
     )
+    scale_rotary(hf_config, model)
     return model.to(current_device().torch_device)
 
 
@@ -139,7 +141,7 @@ def build_model(model_folder: Path, actor: ActorConfig, seed: int, *, trainable:
     hf_config = read_hf_config(model_folder)
     initialize_parallel_state(actor.megatron, seed)
     overrides = _transformer_overrides(actor)
-    bridge = Qwen2(hf_config, overrides["params_dtype"], overrides)
+    bridge = DenseBridge(hf_config, overrides["params_dtype"], overrides)
     config = bridge.config
     vpp = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if vpp is None else list(range(vpp))

@@ -1,0 +1,73 @@
+"""The model families the actor knows, and what sets them apart; pure, read from a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense decoder: RMSNorm, SwiGLU, grouped-query attention, rotary positions; families differ in two things."""
+
+    qkv_bias: bool
+    """Biases of the query, key and value projections, and of no others."""
+    qk_layernorm: bool
+    """RMSNorm of each head's queries and keys."""
+
+
+FAMILIES = {
+    "qwen2": Family(qkv_bias=True, qk_layernorm=False),
+    "qwen3": Family(qkv_bias=False, qk_layernorm=True),
+    "llama": Family(qkv_bias=False, qk_layernorm=False),
+    "mistral": Family(qkv_bias=False, qk_layernorm=False),
+}
+"""By ``model_type`` of the Hugging Face config."""
+
+# Frequencies that depend neither on the sequence at hand nor come with a factor on attention.
+_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """``rope_type``, ``rope_theta`` and the type's own parameters."""
+    found = dict(getattr(hf_config, "rope_parameters", None) or {})
+    return {"rope_type": "default", "rope_theta": getattr(hf_config, "rope_theta", 10000.0), **found}
+
+
+def family_of(hf_config: PretrainedConfig, where: str) -> Family:
+    """The family of a model, after a look at every option of its config that would change the mathematics.
+
+    Args:
+        hf_config: a model's config.
+        where: the folder, for the error.
+
+    Raises:
+        ConfigError: an architecture or an option that the actor does not have; one line each.
+    """
+    family = FAMILIES.get(hf_config.model_type)
+    if family is None:
+        raise ConfigError(f"{where}: architecture {hf_config.model_type!r}; allowed: {', '.join(FAMILIES)}")
+    options = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "sliding_window": (None,),
+    }
+    if not getattr(hf_config, "use_sliding_window", True):
+        del options["sliding_window"]  # Qwen names a window that it does not use
+    wrong = [
+        f"{where}: config.json: {name} is {value!r}; allowed: {', '.join(map(repr, allowed))}"
+        for name, allowed in options.items()
+        if (value := getattr(hf_config, name, allowed[0])) not in allowed
+    ]
+    rope_type = rope_parameters(hf_config)["rope_type"]
+    if rope_type not in _ROPE_TYPES:
+        wrong.append(f"{where}: config.json: rope_type is {rope_type!r}; allowed: {', '.join(map(repr, _ROPE_TYPES))}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return family

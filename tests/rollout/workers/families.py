@@ -1,0 +1,37 @@
+"""An engine for each family: new weights go in, come back equal, and greedy decoding is that of transformers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from tests.helpers.tiny_models import greedy
+from tests.rollout.conftest import ROLLOUT, SPECULATION
+
+
+def main(root: str) -> None:
+    for folder in sorted(Path(root).iterdir()):
+        engine = VllmEngine(folder, ROLLOUT, SPECULATION, seed=7)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        state = dict(model.named_parameters())
+        engine.load_weights((name, tensor.detach()) for name, tensor in state.items())
+        read = {name: tensor for name, tensor, _ in engine.read_weights()}
+        assert read.keys() == state.keys(), (folder.name, read.keys() ^ state.keys())
+        assert all(torch.equal(read[name], tensor) for name, tensor in state.items()), folder.name
+        prompt = (5, 9, 7) * 4
+        response = engine.generate([Request("a", prompt, SamplingSpec(temperature=0.0, max_tokens=24), seed=0)])[0]
+        assert list(response.token_ids) == greedy(model, prompt, response.token_ids), folder.name
+        engine.shutdown()
+        print("same:", folder.name, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
