@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    # argparse gives up on positionals after an option: overrides may stand on both sides of --fresh.
     if hasattr(arguments, "rest"):
         arguments.rest, rest = rest, []
+    # argparse gives up on positionals after an option: overrides may stand on both sides of --fresh.
     if rest and (not hasattr(arguments, "overrides") or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

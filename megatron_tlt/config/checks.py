@@ -78,9 +78,29 @@ def _heads(config: TltConfig, model: dict[str, Any], where: str) -> Iterator[str
             yield f"{key}: found {size}; allowed: a divisor or multiple of the {groups} key-value heads ({where})"
 
 
+def _layers(config: TltConfig, model: dict[str, Any], where: str) -> Iterator[str]:
+    layers, width = model.get("num_hidden_layers"), model.get("intermediate_size")
+    stages = _size(config, "pipeline_model_parallel_size")
+    chunks = _size(config, "virtual_pipeline_model_parallel_size")
+    # Megatron's own keys for uneven stages say themselves how many layers each takes.
+    uneven = any(key.endswith(("_pipeline_stage", "_parallel_layout")) for key in config.actor.megatron)
+    if isinstance(layers, int) and not uneven and layers % (stages * chunks):
+        yield (
+            f"actor.megatron: pipeline x virtual pipeline parallel = {stages} x {chunks} = {stages * chunks}; allowed: "
+            f"a divisor of the model's {layers} layers: {_divisors(layers)} ({where})"
+        )
+    tensor = _size(config, "tensor_model_parallel_size")
+    if isinstance(width, int) and width % tensor:
+        yield (
+            f"actor.megatron.tensor_model_parallel_size: found {tensor}; allowed: a divisor of the model's "
+            f"intermediate_size, {width} ({where})"
+        )
+
+
 def _recipe(config: TltConfig, architecture: ArchitectureConfig) -> Iterator[str]:
     where = "model.recipe.architecture"
     yield from _heads(config, architecture.model_dump(), where)
+    yield from _layers(config, architecture.model_dump(), where)
     head = architecture.hidden_size // architecture.num_attention_heads
     if head < _SMALLEST_HEAD:
         yield (
@@ -127,6 +147,7 @@ def _model(config: TltConfig) -> Iterator[str]:
         yield f"model.path: {path / 'config.json'} holds no JSON object"
         return
     yield from _heads(config, model, str(path / "config.json"))
+    yield from _layers(config, model, str(path / "config.json"))
     if isinstance(model.get("max_position_embeddings"), int):
         yield from _positions(config, model["max_position_embeddings"], str(path / "config.json"))
 

@@ -73,9 +73,21 @@ def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
         (["trainer.mini_batches=7"], "trainer.mini_batches: found 7; allowed: a divisor of"),
         (["launcher.nproc_per_node=4", "trainer.prompts_per_step=2"], "at least one for each of the 4 engines"),
         (["launcher.nproc_per_node=3", "actor.megatron.tensor_model_parallel_size=3"], "the model's 4 attention heads"),
+        (
+            ["launcher.nproc_per_node=3", "actor.megatron.pipeline_model_parallel_size=3"],
+            "a divisor of the model's 4 layers: 1, 2, 4",
+        ),
+        (
+            [
+                "launcher.nproc_per_node=2",
+                "actor.megatron.tensor_model_parallel_size=2",
+                "model.recipe.architecture.intermediate_size=131",
+            ],
+            "a divisor of the model's intermediate_size, 131",
+        ),
     ],
 )
-def test_batches_and_heads(tmp_path: Path, overrides: list[str], expected: str) -> None:
+def test_batches_heads_layers_and_widths(tmp_path: Path, overrides: list[str], expected: str) -> None:
     assert expected in "\n".join(violations(write(tmp_path), *overrides))
 
 
