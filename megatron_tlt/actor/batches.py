@@ -14,7 +14,7 @@ import torch
 
 from megatron_tlt.algorithms.losses import LossInputs
 from megatron_tlt.algorithms.types import TrainingSample
-from megatron_tlt.data.packing import plan_micro_batches, plan_packs, sequence_cost
+from megatron_tlt.data.packing import plan_micro_batches, plan_packs, sequence_cost, split_to_multiple
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,16 @@ def micro_batches(
     *,
     packed: bool,
     attention_share: float = 0.0,
+    count_multiple_of: int = 1,
 ) -> list[MicroBatch]:
     """Groups samples so that no micro-batch exceeds ``max_tokens``: of like cost if ``packed``, else of like length.
 
-    ``attention_share`` is that of ``data.packing.sequence_cost``.
+    ``attention_share`` is that of ``data.packing.sequence_cost``. There are a multiple of ``count_multiple_of``.
     """
     lengths = [len(sample.token_ids) for sample in samples]
-    if not packed:
-        return [collate(samples, group, pad_to_multiple, device) for group in plan_micro_batches(lengths, max_tokens)]
     costs = [sequence_cost(length, attention_share) for length in lengths]
-    return [pack(samples, group, pad_to_multiple, device) for group in plan_packs(lengths, costs, max_tokens)]
+    groups = plan_packs(lengths, costs, max_tokens) if packed else plan_micro_batches(lengths, max_tokens)
+    form = pack if packed else collate
+    return [
+        form(samples, group, pad_to_multiple, device) for group in split_to_multiple(groups, costs, count_multiple_of)
+    ]

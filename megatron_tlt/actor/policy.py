@@ -119,6 +119,7 @@ class Policy:
             self._device,
             packed=self._actor.packing,
             attention_share=self.model.attention_share,
+            count_multiple_of=config.pipeline_model_parallel_size if len(self.model.chunks) > 1 else 1,
         )
         if not batches:
             raise RunError(

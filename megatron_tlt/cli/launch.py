@@ -16,9 +16,10 @@ from typing import IO
 
 import psutil
 
-from megatron_tlt.cli.worker import ERROR_FOLDER, die_with_parent, read_first_error
+from megatron_tlt.cli.worker import ERROR_FOLDER, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.processes import die_with_parent, torchrun_command
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -26,24 +27,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def under_torchrun() -> bool:
     """Whether this process is already one of a launch (torchrun, or torchrun inside srun)."""
     return "RANK" in os.environ and "LOCAL_RANK" in os.environ
-
-
-def torchrun_command(module: str, args: Sequence[str], launcher: LauncherConfig) -> list[str]:
-    """The command of a one-node launch. The kernel picks the rendezvous' port, so none can be in use."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={launcher.nproc_per_node}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",
-        "--max-restarts=0",
-        "-m",
-        module,
-        *args,
-    ]
 
 
 def _environment(launcher: LauncherConfig, error_folder: Path) -> dict[str, str]:
@@ -166,7 +149,7 @@ def launch(
             stderr.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {module}\n".encode())
             stderr.flush()
         process = subprocess.Popen(
-            torchrun_command(module, args, launcher),
+            torchrun_command(module, args, launcher.nproc_per_node),
             env=_environment(launcher, error_folder) | (extra_env or {}),
             stderr=stderr,
             # Ctrl-C in a terminal reaches a whole group: the workers are to get it once, from here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -17,9 +16,9 @@ from pathlib import Path
 from megatron_tlt.config.loader import load_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.platform.processes import die_with_parent
 
 ERROR_FOLDER = "TLT_ERROR_FILE"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,6 @@ class WorkerError:
     exit_status: int
     traceback: str
     time: float
-
-
-def die_with_parent(signum: int) -> None:
-    """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def write_error(error: BaseException, exit_status: int) -> None:

@@ -1,0 +1,1 @@
+"""What the benchmarks' own launches run."""

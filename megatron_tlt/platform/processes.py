@@ -1,0 +1,34 @@
+"""Starting the processes of a one-node launch, and ending with the process that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+def torchrun_command(module: str, args: Sequence[str], nproc: int) -> list[str]:
+    """The command of a launch of ``nproc`` processes. The kernel picks the rendezvous' port, so none can be in use."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={nproc}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=0",
+        "-m",
+        module,
+        *args,
+    ]
+
+
+def die_with_parent(signum: int) -> None:
+    """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
