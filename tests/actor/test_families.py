@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import FAMILIES, family_of
 from tests.helpers.launch import run_torchrun
-from tests.helpers.tiny_models import FAMILY_MODELS, build_family, family_config
+from tests.helpers.tiny_models import FAMILY_MODELS, build_family, family_config, response_log_probs
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "families.py"
@@ -37,10 +37,7 @@ def test_log_probs_equal_transformers_and_weights_come_back(root: Path, processe
     for name, row in rows.items():
         model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
         for sample, found in zip(samples(), row["log_probs"], strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([sample.token_ids])).logits[0]
-            log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-            expected = [float(log_p[t - 1, sample.token_ids[t]]) for t in range(sample.prompt_length, len(log_p))]
+            expected = response_log_probs(model, sample.token_ids, sample.prompt_length, TEMPERATURE)
             assert found == pytest.approx(expected, abs=2e-5), name
         assert row["roundtrip_bit_equal"], name
 

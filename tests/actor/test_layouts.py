@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.launch import run_torchrun
-from tests.helpers.tiny_models import build_qwen2, load_qwen2
+from tests.helpers.tiny_models import build_qwen2, load_qwen2, response_log_probs
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "layouts.py"
@@ -35,10 +34,7 @@ def test_log_probs_equal_transformers(rows: dict[str, dict[str, Any]], folder: P
     model = load_qwen2(folder)
     for name, row in rows.items():
         for sample, found in zip(samples(), row["log_probs"], strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([sample.token_ids])).logits[0]
-            log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-            expected = [float(log_p[t - 1, sample.token_ids[t]]) for t in range(sample.prompt_length, len(log_p))]
+            expected = response_log_probs(model, sample.token_ids, sample.prompt_length, TEMPERATURE)
             assert found == pytest.approx(expected, abs=2e-5), name
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 
 def build_qwen2(
@@ -72,6 +79,15 @@ def greedy(model: Qwen2ForCausalLM, prompt: list[int] | tuple[int, ...], respons
     """
     logits = logits_of(model, [*prompt, *response])[len(prompt) - 1 : -1]
     return logits.argmax(dim=-1).tolist()
+
+
+@torch.no_grad()
+def response_log_probs(
+    model: PreTrainedModel, token_ids: Sequence[int], prompt_length: int, temperature: float
+) -> list[float]:
+    """transformers' log-probability of each token behind the prompt."""
+    log_p = torch.log_softmax(model(torch.tensor([list(token_ids)])).logits[0] / temperature, dim=-1)
+    return [float(log_p[t - 1, token_ids[t]]) for t in range(prompt_length, len(log_p))]
 
 
 def processed_log_probs(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0) -> torch.Tensor:
