@@ -8,6 +8,14 @@ from collections.abc import Sequence
 from megatron_tlt.errors import ConfigError
 
 
+def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ConfigError(
+            f"a sequence has {longest} tokens, which does not fit max_tokens_per_micro_batch {max_tokens}"
+        )
+
+
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int = 1) -> list[list[int]]:
     """Groups sequences so that each group, padded to its longest, has at most ``max_tokens`` tokens.
 
@@ -16,11 +24,8 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int
     sequence): ranks of a pipeline or data-parallel group must often run equally many.
     Gives lists of indices into ``lengths``; each occurs once. Raises ConfigError for a sequence above ``max_tokens``.
     """
+    _check_longest(lengths, max_tokens)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > max_tokens:
-        raise ConfigError(
-            f"a sequence has {lengths[order[0]]} tokens, which does not fit max_tokens_per_micro_batch {max_tokens}"
-        )
     batches: list[list[int]] = []
     for i in order:
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
@@ -54,10 +59,7 @@ def plan_packs(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) 
     Raises:
         ConfigError: a sequence is longer than ``max_tokens``.
     """
-    if lengths and max(lengths) > max_tokens:
-        raise ConfigError(
-            f"a sequence has {max(lengths)} tokens, which does not fit max_tokens_per_micro_batch {max_tokens}"
-        )
+    _check_longest(lengths, max_tokens)
     count = -(-sum(lengths) // max_tokens)
     packs: list[list[int]] = [[] for _ in range(count)]
     tokens, work = [0] * count, [0.0] * count
