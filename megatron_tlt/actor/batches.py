@@ -8,13 +8,15 @@ never looks at the padding, so no mask is needed. Losses see B samples of W labe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
+from megatron_tlt.actor.context import context_positions
 from megatron_tlt.algorithms.losses import LossInputs
 from megatron_tlt.algorithms.types import TrainingSample
-from megatron_tlt.data.packing import plan_micro_batches, plan_packs, sequence_cost, split_to_multiple
+from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,29 @@ class MicroBatch:
     labels_RT: torch.Tensor
     positions_RT: torch.Tensor
     cu_seqlens: tuple[int, ...]
-    """Packed: ends of the sequences in the row, from 0; empty where padded."""
+    """Ends of the sequences in a row, from 0; padded, the one row is one sequence."""
     loss_inputs: LossInputs
     response_spans: tuple[tuple[int, int], ...]
     gather_BW: torch.Tensor | None
     """Packed: where in the row a sample's label position is; 0 behind its end, where the loss mask is 0."""
 
+    @property
+    def packed(self) -> bool:
+        return self.gather_BW is not None
+
     def by_sample(self, values_RT: torch.Tensor) -> torch.Tensor:
         """One value per token of the rows, as (B, W)."""
-        return values_RT if self.gather_BW is None else values_RT[0][self.gather_BW]
+        # without samples there is still a row, so that the pass happens
+        return values_RT[: len(self.indices)] if self.gather_BW is None else values_RT[0][self.gather_BW]
+
+    def on_context_rank(self, rank: int, size: int) -> MicroBatch:
+        """The tokens and labels that a context-parallel rank holds, (R, T/size); everything else as it was."""
+        if size == 1:
+            return self
+        index = torch.tensor(context_positions(self.cu_seqlens, rank, size), device=self.tokens_RT.device)
+        rows = (self.tokens_RT, self.labels_RT, self.positions_RT)
+        tokens, labels, positions = (tensor[:, index].contiguous() for tensor in rows)
+        return replace(self, tokens_RT=tokens, labels_RT=labels, positions_RT=positions)
 
     def response_rows(self, values_BW: torch.Tensor) -> list[tuple[float, ...]]:
         """The entries of ``values_BW`` that belong to response tokens, sample by sample."""
@@ -72,9 +88,10 @@ def collate(
 ) -> MicroBatch:
     """Pads ``samples[i] for i in indices`` to one length, a multiple of ``pad_to_multiple``."""
     chosen = [samples[i] for i in indices]
-    longest = max(len(sample.token_ids) for sample in chosen)
+    longest = max((len(sample.token_ids) for sample in chosen), default=1)
     width = -(-longest // pad_to_multiple) * pad_to_multiple
-    tokens = torch.zeros((len(chosen), width + 1), dtype=torch.int64)
+    rows = max(1, len(chosen))
+    tokens = torch.zeros((rows, width + 1), dtype=torch.int64)
     for i, sample in enumerate(chosen):
         tokens[i, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
     tokens = tokens.to(device)
@@ -82,8 +99,8 @@ def collate(
         indices=tuple(indices),
         tokens_RT=tokens[:, :-1].contiguous(),
         labels_RT=tokens[:, 1:].contiguous(),
-        positions_RT=torch.arange(width, device=device).expand(len(chosen), width),
-        cu_seqlens=(),
+        positions_RT=torch.arange(width, device=device).expand(rows, width),
+        cu_seqlens=(0, width),
         loss_inputs=_columns(chosen, width, device),
         response_spans=_spans(chosen),
         gather_BW=None,
@@ -91,52 +108,86 @@ def collate(
 
 
 def pack(
-    samples: Sequence[TrainingSample], indices: Sequence[int], pad_to_multiple: int, device: torch.device
+    samples: Sequence[TrainingSample],
+    indices: Sequence[int],
+    pad_to_multiple: int,
+    device: torch.device,
+    pad_each_to: int = 1,
 ) -> MicroBatch:
     """Lays ``samples[i] for i in indices`` one behind another in one row, a multiple of ``pad_to_multiple`` long.
 
-    A sample's last token predicts nothing and is left out. What fills up the row is a sequence of its own.
+    A sample's last token predicts nothing and is left out. Each sequence is padded to a multiple of ``pad_each_to``;
+    what fills up the row is a sequence of its own.
     """
     chosen = [samples[i] for i in indices]
     lengths = [len(sample.token_ids) - 1 for sample in chosen]
-    filler = -sum(lengths) % pad_to_multiple
-    ends = torch.tensor([0, *lengths, *([filler] if filler else [])]).cumsum(0).tolist()
-    tokens = [token for sample in chosen for token in sample.token_ids[:-1]] + [0] * filler
-    labels = [token for sample in chosen for token in sample.token_ids[1:]] + [0] * filler
-    positions = [t for length in (*lengths, filler) for t in range(length)]
-    gather = torch.zeros((len(chosen), max(lengths)), dtype=torch.int64)
-    for i, length in enumerate(lengths):
-        gather[i, :length] = torch.arange(ends[i], ends[i + 1])
+    spans = [-(-length // pad_each_to) * pad_each_to for length in lengths]
+    filler = -sum(spans) % pad_to_multiple or (0 if spans else pad_to_multiple)
+    ends = torch.tensor([0, *spans, *([filler] if filler else [])]).cumsum(0).tolist()
+    row = torch.zeros((2, ends[-1]), dtype=torch.int64)
+    gather = torch.zeros((len(chosen), max(lengths, default=0)), dtype=torch.int64)
+    for i, (sample, length) in enumerate(zip(chosen, lengths, strict=True)):
+        at = slice(ends[i], ends[i] + length)
+        row[0, at], row[1, at] = torch.tensor(sample.token_ids[:-1]), torch.tensor(sample.token_ids[1:])
+        gather[i, :length] = torch.arange(at.start, at.stop)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(ends)])
     return MicroBatch(
         indices=tuple(indices),
-        tokens_RT=torch.tensor([tokens], device=device),
-        labels_RT=torch.tensor([labels], device=device),
-        positions_RT=torch.tensor([positions], device=device),
+        tokens_RT=row[:1].to(device),
+        labels_RT=row[1:].to(device),
+        positions_RT=positions[None].to(device),
         cu_seqlens=tuple(ends),
-        loss_inputs=_columns(chosen, max(lengths), device),
+        loss_inputs=_columns(chosen, gather.shape[1], device),
         response_spans=_spans(chosen),
         gather_BW=gather.to(device),
     )
 
 
-def micro_batches(
-    samples: Sequence[TrainingSample],
-    max_tokens: int,
-    pad_to_multiple: int,
-    device: torch.device,
-    *,
-    packed: bool,
-    attention_share: float = 0.0,
-    count_multiple_of: int = 1,
-) -> list[MicroBatch]:
-    """Groups samples so that no micro-batch exceeds ``max_tokens``: of like cost if ``packed``, else of like length.
+@dataclass(frozen=True)
+class BatchShape:
+    """What micro-batches must be like.
 
-    ``attention_share`` is that of ``data.packing.sequence_cost``. There are a multiple of ``count_multiple_of``.
+    ``max_tokens`` bounds their tokens, padding of single sequences not counted; ``attention_share`` is that of
+    ``data.packing.sequence_cost``. There are a multiple of ``count_multiple_of``, and with ``equal_counts`` as many on
+    every data-parallel rank: where experts are spread over these ranks, a pass of one needs all. Tensor parallelism
+    with sequence parallelism and context parallelism cut a row in parts of one length.
     """
-    lengths = [len(sample.token_ids) for sample in samples]
-    costs = [sequence_cost(length, attention_share) for length in lengths]
-    groups = plan_packs(lengths, costs, max_tokens) if packed else plan_micro_batches(lengths, max_tokens)
-    form = pack if packed else collate
-    return [
-        form(samples, group, pad_to_multiple, device) for group in split_to_multiple(groups, costs, count_multiple_of)
-    ]
+
+    max_tokens: int
+    packed: bool = True
+    attention_share: float = 0.0
+    count_multiple_of: int = 1
+    equal_counts: bool = False
+    sequence_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+
+def plan_shares(lengths: Sequence[int], shape: BatchShape, ranks: int) -> list[list[list[int]]]:
+    """For each data-parallel rank its micro-batches as lists of indices into ``lengths``: at least one, empty or not.
+
+    Raises:
+        ConfigError: a sequence is longer than ``shape.max_tokens``.
+    """
+    costs = [sequence_cost(length, shape.attention_share) for length in lengths]
+    shares = []
+    for share in balance(costs, ranks):
+        own, own_costs = [lengths[i] for i in share], [costs[i] for i in share]
+        plan = (
+            plan_packs(own, own_costs, shape.max_tokens) if shape.packed else plan_micro_batches(own, shape.max_tokens)
+        )
+        shares.append([[share[i] for i in group] for group in plan])
+    most = max(len(groups) for groups in shares)
+    counts = [most if shape.equal_counts else len(groups) for groups in shares]
+    rounded = [-(-max(1, count) // shape.count_multiple_of) * shape.count_multiple_of for count in counts]
+    return [split_to_count(groups, costs, count) for groups, count in zip(shares, rounded, strict=True)]
+
+
+def form_micro_batches(
+    samples: Sequence[TrainingSample], groups: Sequence[Sequence[int]], shape: BatchShape, device: torch.device
+) -> list[MicroBatch]:
+    """The samples of each group as tensors, whole rows."""
+    context = 2 * shape.context_parallel_size if shape.context_parallel_size > 1 else 1
+    multiple = context * shape.sequence_parallel_size
+    if shape.packed:
+        return [pack(samples, group, multiple, device, pad_each_to=context) for group in groups]
+    return [collate(samples, group, multiple, device) for group in groups]

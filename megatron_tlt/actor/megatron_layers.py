@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -45,10 +47,8 @@ class PackedSequences(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
 
-def packed_seq_params(cu_seqlens: Sequence[int]) -> PackedSequences | None:
-    """For the ends of the sequences in a packed row, from 0; None for none (padded rows)."""
-    if not cu_seqlens:
-        return None
+def packed_seq_params(cu_seqlens: Sequence[int]) -> PackedSequences:
+    """For the ends of the sequences in a packed row, from 0, before context parallelism cuts it."""
     ends = torch.tensor(cu_seqlens, dtype=torch.int32, device=current_device().torch_device)
     lengths = tuple(stop - start for start, stop in pairwise(cu_seqlens))
     return PackedSequences(
@@ -76,8 +76,7 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ConfigError("actor.megatron.context_parallel_size: found > 1; transformer_impl 'local' allows 1")
+        self._context_group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -93,20 +92,48 @@ class SdpaCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """(s, b, heads, d) queries and (s, b, groups, d) keys and values to (s, b, heads * d).
 
-        Packed, without b: (t, heads, d) and (t, groups, d) to (t, heads * d), each sequence by itself.
+        Packed, without b: (t, heads, d) and (t, groups, d) to (t, heads * d), each sequence by itself. Under context
+        parallelism this rank holds s (or t) of them, those of :func:`~megatron_tlt.actor.context.context_positions`.
         """
+        ranks = self._context_group.size()
         if packed_seq_params is None:
+            return self._attend_in_context(query, key, value)
+        lengths = [length // ranks for length in packed_seq_params.lengths]
+        parts = [tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)]
+        return torch.cat([self._attend_in_context(q, k, v) for q, k, v in zip(*parts, strict=True)]).squeeze(1)
+
+    def _attend_in_context(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """One sequence, or several of one length side by side; the other ranks' keys and values are gathered."""
+        ranks = self._context_group.size()
+        if ranks == 1:
             return self._attend(query, key, value)
-        parts = [tensor.unsqueeze(1).split(packed_seq_params.lengths) for tensor in (query, key, value)]
-        return torch.cat([self._attend(q, k, v) for q, k, v in zip(*parts, strict=True)]).squeeze(1)
+        key, value = (self._whole(tensor) for tensor in (key, value))
+        rank, part = self._context_group.rank(), query.shape[0] // 2
+        out = []
+        for at, rows in zip((rank, 2 * ranks - 1 - rank), query.split(part), strict=True):
+            visible = (at + 1) * part
+            out.append(self._attend(rows, key[:visible], value[:visible]))
+        return torch.cat(out)
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """All positions of a sequence in their order; in the backward pass each rank gets its own, summed."""
+        parts = gather_from_sequence_parallel_region(part.contiguous(), group=self._context_group)
+        halves = [held.chunk(2) for held in parts.chunk(self._context_group.size())]
+        return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)])
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Causal attention of the last positions of a sequence, ``query``, to all of it."""
         length, batch = query.shape[:2]
+        mask = None
+        if length < key.shape[0]:
+            mask = torch.ones(length, key.shape[0], dtype=torch.bool, device=query.device)
+            mask = mask.tril(key.shape[0] - length)
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=query.shape[2] != key.shape[2],
@@ -138,6 +165,9 @@ def block_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int |
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # As Transformer Engine's layers have it, so that either reads the other's checkpoint.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SdpaCoreAttention
     if config.qk_layernorm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,28 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_tlt.actor.batches import MicroBatch, micro_batches
+from megatron_tlt.actor.batches import BatchShape, MicroBatch, form_micro_batches, plan_shares
+from megatron_tlt.actor.context import gather_context
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
-from megatron_tlt.actor.megatron_bridge import export_weights
 from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
+from megatron_tlt.actor.megatron_weights import export_weights
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import ActorConfig
-from megatron_tlt.data.packing import balance, sequence_cost
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data
 from megatron_tlt.platform.device import current_device
 
+AfterForward = Callable[..., Any]
 METRIC_NAMES = ("loss", "tokens", "entropy", "clip_fraction", "kl")
+
+
+def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
+    """What this rank passes through the model of a micro-batch."""
+    return batch.on_context_rank(
+        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    )
 
 
 class Policy:
@@ -103,30 +111,26 @@ class Policy:
             "data": parallel_state.get_data_parallel_world_size(),
         }
 
-    def _share(self, samples: Sequence[TrainingSample]) -> list[int]:
-        """The indices of the samples this data-parallel rank works on: near-equal work on every rank."""
-        costs = [sequence_cost(len(sample.token_ids), self.model.attention_share) for sample in samples]
-        shares = balance(costs, parallel_state.get_data_parallel_world_size())
-        return shares[parallel_state.get_data_parallel_rank()]
-
-    def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+    @property
+    def _batch_shape(self) -> BatchShape:
         config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        batches = micro_batches(
-            samples,
-            self._actor.max_tokens_per_micro_batch,
-            multiple,
-            self._device,
+        return BatchShape(
+            max_tokens=self._actor.max_tokens_per_micro_batch,
             packed=self._actor.packing,
             attention_share=self.model.attention_share,
             count_multiple_of=config.pipeline_model_parallel_size if len(self.model.chunks) > 1 else 1,
+            equal_counts=config.expert_model_parallel_size > 1,
+            sequence_parallel_size=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            context_parallel_size=config.context_parallel_size,
         )
-        if not batches:
-            raise RunError(
-                f"{len(samples)} samples leave a data-parallel rank without work; "
-                f"allowed: at least {parallel_state.get_data_parallel_world_size()} per optimizer step"
-            )
-        return batches
+
+    def micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+        """This data-parallel rank's part of ``samples``, which are the same on every rank."""
+        shape = self._batch_shape
+        shares = plan_shares(
+            [len(sample.token_ids) for sample in samples], shape, parallel_state.get_data_parallel_world_size()
+        )
+        return form_micro_batches(samples, shares[parallel_state.get_data_parallel_rank()], shape, self._device)
 
     def _scores(
         self, logits_RTV: torch.Tensor, batch: MicroBatch, temperature: float
@@ -134,35 +138,41 @@ class Policy:
         """Log-probabilities and entropies, (B, W) each."""
         share = logits_RTV.shape[-1]
         rank = parallel_state.get_tensor_model_parallel_rank()
+        labels = on_this_context_rank(batch).labels_RT
         log_probs, entropy = vocab_parallel_scores(
             logits_RTV.reshape(-1, share),
-            batch.labels_RT.reshape(-1),
+            labels.reshape(-1),
             temperature=temperature,
             chunk_tokens=self._actor.log_prob_chunk_tokens,
             vocab_start=rank * share,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-        rows = batch.labels_RT
-        return batch.by_sample(log_probs.view_as(rows)), batch.by_sample(entropy.view_as(rows))
+        group = parallel_state.get_context_parallel_group()
+        whole = [gather_context(v.view_as(labels), batch.cu_seqlens, group) for v in (log_probs, entropy)]
+        return batch.by_sample(whole[0]), batch.by_sample(whole[1])
 
-    def _run(self, batches: list[MicroBatch], after_forward: Any, *, forward_only: bool) -> list[Any]:
-        """Sends micro-batches through Megatron's schedule; returns what the last pipeline stage collected."""
+    def run_schedule(self, batches: list[MicroBatch], after_forward: AfterForward, *, forward_only: bool) -> list[Any]:
+        """Sends micro-batches through Megatron's schedule; returns what the last pipeline stage collected.
+
+        ``after_forward`` gets a micro-batch and this rank's share of its logits, (R, T/C, V/TP).
+        """
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
-            output = chunk(
-                batch.tokens_RT, batch.positions_RT, None, packed_seq_params=packed_seq_params(batch.cu_seqlens)
-            )
+            held = on_this_context_rank(batch)
+            packed = packed_seq_params(batch.cu_seqlens) if batch.packed else None
+            output = chunk(held.tokens_RT, held.positions_RT, None, packed_seq_params=packed)
             return output, partial(after_forward, batch)
 
         chunks = self.model.ddp_chunks
+        rows, width = batches[0].tokens_RT.shape
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
-            seq_length=batches[0].tokens_RT.shape[1],
-            micro_batch_size=batches[0].tokens_RT.shape[0],
+            seq_length=width,
+            micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
@@ -170,8 +180,7 @@ class Policy:
     @torch.no_grad()
     def log_probs(self, samples: Sequence[TrainingSample], temperature: float = 1.0) -> list[TokenScores]:
         """Scores every response token of ``samples`` (the same list on every rank); the same answer on every rank."""
-        mine = self._share(samples)
-        batches = self._micro_batches([samples[i] for i in mine])
+        batches = self.micro_batches(samples)
         for chunk in self.model.ddp_chunks:
             chunk.eval()
 
@@ -182,10 +191,10 @@ class Policy:
             rows = zip(batch.response_rows(log_probs), batch.response_rows(entropy), strict=True)
             return [(index, list(p), list(h)) for index, (p, h) in zip(batch.indices, rows, strict=True)]
 
-        collected = self._run(batches, collect, forward_only=True)
+        collected = self.run_schedule(batches, collect, forward_only=True)
         for chunk in self.model.ddp_chunks:
             chunk.train()
-        local = [(mine[index], p, h) for rows in collected or [] for index, p, h in rows]
+        local = [row for rows in collected or [] for row in rows]
         # The last stage knows: tell the other stages, then exchange between data-parallel ranks.
         kind = list[tuple[int, list[float], list[float]]]
         local = broadcast_data(
@@ -207,7 +216,7 @@ class Policy:
         Raises:
             RunError: the gradient is not finite; the policy must not be used further.
         """
-        batches = self._micro_batches([samples[i] for i in self._share(samples)])
+        batches = self.micro_batches(samples)
         sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=self._device)
 
         def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -216,18 +225,20 @@ class Policy:
             for i, name in enumerate(METRIC_NAMES):
                 if name in metrics:
                     sums[i] += metrics[name].double()
-            return total, denominator.to(torch.int), {}
+            # Context-parallel ranks compute the same loss of the same samples: one of them counts.
+            return total, denominator.to(torch.int) * (context_rank == 0), {}
 
+        context_rank = parallel_state.get_context_parallel_rank()
         for chunk in self.model.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(batches, compute, forward_only=False)
+        self.run_schedule(batches, compute, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
             raise RunError(f"gradient norm {grad_norm}; a finite one is needed; the last checkpoint is whole")
         self.scheduler.step(1)
-        if parallel_state.get_tensor_model_parallel_rank() != 0:
+        if parallel_state.get_tensor_model_parallel_rank() or context_rank:
             sums.zero_()
         dist.all_reduce(sums)
         named = dict(zip(METRIC_NAMES, sums.tolist(), strict=True))
@@ -237,4 +248,4 @@ class Policy:
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; to be exhausted by all ranks together."""
-        return export_weights(self.model.bridge, self.model.chunks)
+        return export_weights(self.model.weights, self.model.chunks)

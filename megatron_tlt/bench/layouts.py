@@ -4,30 +4,59 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig
-from megatron_tlt.errors import RunError
-from megatron_tlt.models.recipe import write_untrained
+from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.platform.processes import torchrun_command
 
-# name: processes, fields of Megatron's configuration
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "DP2": (2, {}),
-    "TP2": (2, {"tensor_model_parallel_size": 2}),
-    "TP2+SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "PP2": (2, {"pipeline_model_parallel_size": 2}),
-    "PP2xVP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-    "TP2xPP2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-    "TP2xPP2xDP2": (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+
+@dataclass(frozen=True)
+class Case:
+    """A layout: its processes, fields of Megatron's configuration, and of its gradient buckets."""
+
+    processes: int
+    megatron: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    packing: bool = True
+    moe: bool = False
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+VP2 = {"virtual_pipeline_model_parallel_size": 2}
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+LAYOUTS: dict[str, Case] = {
+    "DP2": Case(2),
+    "DP2+overlap": Case(2, ddp=OVERLAP),
+    "TP2": Case(2, TP2),
+    "TP2+SP": Case(2, TP2 | SP),
+    "PP2": Case(2, PP2),
+    "PP2xVP2": Case(2, PP2 | VP2),
+    "CP2": Case(2, CP2),
+    "CP2, padded": Case(2, CP2, packing=False),
+    "full recompute": Case(1, FULL_RECOMPUTE),
+    "TP2, selective recompute": Case(2, TP2 | SELECTIVE_RECOMPUTE),
+    "TP2xPP2": Case(4, TP2 | PP2),
+    "TP2xCP2+SP": Case(4, TP2 | CP2 | SP),
+    "PP2xVP2xDP2+overlap": Case(4, PP2 | VP2, OVERLAP),
+    "TP2xPP2xDP2": Case(8, TP2 | PP2),
+    "EP2": Case(2, EP2, moe=True),
+    "EP2xETP1xTP2": Case(2, EP2 | TP2 | SP | {"expert_tensor_parallel_size": 1}, moe=True),
+    "EP2xTP2": Case(4, EP2 | TP2 | SP, moe=True),
+    "EP2xTP2xPP2": Case(8, EP2 | TP2 | SP | PP2, moe=True),
 }
+"""Dense ones against a dense model in one process, the others against a mixture of experts in one process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,17 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one layout")
 
 
-def _run(name: str, model: Path, steps: int, timeout_s: float, out: Path) -> dict[str, list[float]]:
-    processes, megatron = LAYOUTS[name]
-    arguments = [str(model), json.dumps(megatron), str(steps), str(out)]
-    command = torchrun_command("megatron_tlt.bench.workers.layout", arguments, processes)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"layout {name}: still running after {timeout_s} s") from error
-    if done.returncode:
-        raise RunError(f"layout {name}: status {done.returncode}; its log ends: {done.stderr[-2000:]}")
+def _run(name: str, case: Case, model: Path, steps: int, timeout_s: float, out: Path) -> dict[str, list[float]]:
+    options = json.dumps({"megatron": case.megatron, "ddp": case.ddp, "packing": case.packing})
+    run_worker(f"layout {name}", "layout", [str(model), options, str(steps), str(out)], case.processes, timeout_s)
     found: dict[str, list[float]] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
@@ -59,19 +80,20 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per layout: the largest relative difference of loss and gradient norm of any step."""
     result = BenchmarkResult(environment=describe_environment(), name="layouts")
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, "model")
-        architecture = ArchitectureConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-        write_untrained(model, architecture, RecipeConfig(), 64, 1)
         out = Path(folder, "out.json")
-        reference = _run("one process", model, arguments.steps, arguments.timeout, out)
+        references: dict[bool, dict[str, list[float]]] = {}
         for name in arguments.layouts:
-            if name == "one process":
-                continue
-            found = _run(name, model, arguments.steps, arguments.timeout, out)
-            loss = _difference(found["loss"], reference["loss"])
-            grad_norm = _difference(found["grad_norm"], reference["grad_norm"])
+            case = LAYOUTS[name]
+            model = Path(folder, "moe" if case.moe else "dense")
+            if case.moe not in references:
+                write_tiny_model("qwen3-moe" if case.moe else "qwen2-tied", model, num_hidden_layers=4)
+                alone = Case(1, moe=case.moe)
+                references[case.moe] = _run("one process", alone, model, arguments.steps, arguments.timeout, out)
+            found = _run(name, case, model, arguments.steps, arguments.timeout, out)
+            loss = _difference(found["loss"], references[case.moe]["loss"])
+            grad_norm = _difference(found["grad_norm"], references[case.moe]["grad_norm"])
             result.rows.append(
-                {"layout": name, "processes": LAYOUTS[name][0], "loss": loss, "grad_norm": grad_norm, "values": found}
+                {"layout": name, "processes": case.processes, "loss": loss, "grad_norm": grad_norm, "values": found}
             )
             result.target(name, max(loss, grad_norm), "<=", 2e-5)
     return result

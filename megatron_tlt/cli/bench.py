@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 
 # Name to module; a module has ``add_arguments(parser)`` (optional) and ``run(arguments) -> BenchmarkResult``.
-BENCHMARKS = {name: f"megatron_tlt.bench.{name}" for name in ("layouts", "packing", "speculation")}
+BENCHMARKS = {name: f"megatron_tlt.bench.{name}" for name in ("families", "layouts", "packing", "speculation")}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

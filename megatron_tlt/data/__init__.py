@@ -1,6 +1,6 @@
 """Tokenizers, supervised examples, and which sequences go together."""
 
-from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_multiple
+from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
 from megatron_tlt.data.supervised import Batch, Example, collate, encode_example, encode_examples
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
@@ -18,6 +18,6 @@ __all__ = [
     "plan_micro_batches",
     "plan_packs",
     "sequence_cost",
-    "split_to_multiple",
+    "split_to_count",
     "train_tokenizer",
 ]

@@ -78,23 +78,21 @@ def plan_packs(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) 
     return [sorted(pack) for pack in packs if pack]
 
 
-def split_to_multiple(groups: Sequence[Sequence[int]], costs: Sequence[float], multiple_of: int) -> list[list[int]]:
-    """Halves the costliest groups until their number is a multiple of ``multiple_of``.
+def split_to_count(groups: Sequence[Sequence[int]], costs: Sequence[float], count: int) -> list[list[int]]:
+    """Halves the costliest groups until there are ``count``; once all hold one item, empty ones are added.
 
-    An interleaved pipeline takes micro-batches in rounds of its stages. ``costs`` are the items'.
-
-    Raises:
-        ConfigError: too few items for that.
+    An interleaved pipeline takes micro-batches in rounds of its stages; ranks that share experts need as many each.
+    ``costs`` are the items'.
     """
     result = [list(group) for group in groups]
-    while len(result) % multiple_of:
-        at = max(range(len(result)), key=lambda k: (len(result[k]) > 1, sum(costs[i] for i in result[k]), -k))
-        if len(result[at]) == 1:
-            raise ConfigError(
-                f"{len(result)} sequences do not divide into micro-batches for an interleaved pipeline; "
-                f"allowed: at least {multiple_of} for each data-parallel rank and optimizer step"
-            )
-        result[at : at + 1] = [result[at][::2], result[at][1::2]]
+    while len(result) < count:
+        at = max(
+            range(len(result)), key=lambda k: (len(result[k]) > 1, sum(costs[i] for i in result[k]), -k), default=-1
+        )
+        if at < 0 or len(result[at]) < 2:
+            result.append([])
+        else:
+            result[at : at + 1] = [result[at][::2], result[at][1::2]]
     return result
 
 

@@ -1,32 +1,17 @@
-"""The model families the actor knows, and what sets them apart; pure, read from a Hugging Face config."""
+"""The model families the actor knows, one file each; pure, read from a Hugging Face config."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_tlt.models.family import Family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
-@dataclass(frozen=True)
-class Family:
-    """A dense decoder: RMSNorm, SwiGLU, grouped-query attention, rotary positions; families differ in two things."""
-
-    qkv_bias: bool
-    """Biases of the query, key and value projections, and of no others."""
-    qk_layernorm: bool
-    """RMSNorm of each head's queries and keys."""
-
-
-FAMILIES = {
-    "qwen2": Family(qkv_bias=True, qk_layernorm=False),
-    "qwen3": Family(qkv_bias=False, qk_layernorm=True),
-    "llama": Family(qkv_bias=False, qk_layernorm=False),
-    "mistral": Family(qkv_bias=False, qk_layernorm=False),
-}
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (qwen2, qwen3, qwen3_moe, llama, mistral, mixtral)}
 """By ``model_type`` of the Hugging Face config."""
 
 # Frequencies that depend neither on the sequence at hand nor come with a factor on attention.
@@ -37,6 +22,12 @@ def rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
     """``rope_type``, ``rope_theta`` and the type's own parameters."""
     found = dict(getattr(hf_config, "rope_parameters", None) or {})
     return {"rope_type": "default", "rope_theta": getattr(hf_config, "rope_theta", 10000.0), **found}
+
+
+def head_dim(hf_config: PretrainedConfig) -> int:
+    """The width of an attention head; a config may leave it to be hidden size over heads."""
+    given = getattr(hf_config, "head_dim", None)
+    return int(given or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
 def family_of(hf_config: PretrainedConfig, where: str) -> Family:
@@ -52,11 +43,12 @@ def family_of(hf_config: PretrainedConfig, where: str) -> Family:
     family = FAMILIES.get(hf_config.model_type)
     if family is None:
         raise ConfigError(f"{where}: architecture {hf_config.model_type!r}; allowed: {', '.join(FAMILIES)}")
-    options = {
+    options: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "sliding_window": (None,),
+        **family.options,
     }
     if not getattr(hf_config, "use_sliding_window", True):
         del options["sliding_window"]  # Qwen names a window that it does not use

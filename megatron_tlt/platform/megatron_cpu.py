@@ -212,6 +212,10 @@ def _cure(name: str, module: Any) -> None:
     elif name == "megatron.core.transformer.moe.moe_utils":
         if not hasattr(module, "te_general_gemm"):
             module.te_general_gemm = None
+        # A tensor that is on the CPU already stays a tensor, where collectives need plain numbers.
+        module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        )
     elif name == "megatron.core.optimizer.distrib_optimizer":
         _cure_optimizer_state(module)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from safetensors.torch import save_file
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.models.hf_folder import copy_side_files
 from megatron_tlt.platform.device import barrier, rank
 
 _WEIGHTS = "model.safetensors"
@@ -27,8 +27,6 @@ def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
     if rank() == 0:
         with atomic_folder(folder) as temporary:
-            for file in sorted(source.iterdir()):
-                if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, temporary / file.name)
+            copy_side_files(source, temporary)
             save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
     barrier()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_tlt.actor.batches import collate, micro_batches, pack
+from megatron_tlt.actor.batches import BatchShape, collate, form_micro_batches, pack, plan_shares
+from megatron_tlt.actor.context import context_positions
 from megatron_tlt.algorithms.types import TrainingSample
 
 CPU = torch.device("cpu")
@@ -22,12 +25,42 @@ def test_columns_stand_at_the_positions_that_predict_the_response() -> None:
     assert batch.response_rows(batch.labels_RT) == [(7.0, 8.0)]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_every_sample_is_in_one_micro_batch_within_the_bound(packed: bool) -> None:
-    samples = [TrainingSample(tuple(range(n)), 1) for n in (3, 9, 4, 20, 5, 5)]
-    batches = micro_batches(samples, max_tokens=20, pad_to_multiple=1, device=CPU, packed=packed)
-    assert sorted(i for batch in batches for i in batch.indices) == list(range(6))
-    assert all(batch.tokens_RT.numel() <= 20 for batch in batches)
+@given(
+    st.lists(st.integers(2, 20), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.builds(
+        BatchShape,
+        max_tokens=st.just(20),
+        packed=st.booleans(),
+        count_multiple_of=st.integers(1, 3),
+        equal_counts=st.booleans(),
+        sequence_parallel_size=st.integers(1, 3),
+        context_parallel_size=st.integers(1, 3),
+    ),
+)
+def test_shares_hold_everything_once_and_rows_divide(lengths: list[int], ranks: int, shape: BatchShape) -> None:
+    shares = plan_shares(lengths, shape, ranks)
+    assert sorted(i for groups in shares for group in groups for i in group) == list(range(len(lengths)))
+    assert all(groups and len(groups) % shape.count_multiple_of == 0 for groups in shares)
+    assert not shape.equal_counts or len({len(groups) for groups in shares}) == 1
+    samples = [TrainingSample(tuple(range(n)), 1) for n in lengths]
+    for batch in form_micro_batches(samples, shares[0], shape, CPU):
+        width = batch.tokens_RT.shape[1]
+        assert width % shape.sequence_parallel_size == 0
+        held = [batch.on_context_rank(r, shape.context_parallel_size) for r in range(shape.context_parallel_size)]
+        assert sum(part.tokens_RT.shape[1] for part in held) == width
+        rows = batch.by_sample(batch.labels_RT)
+        assert rows.shape == batch.loss_inputs.mask_BT.shape
+        for row, (start, stop), i in zip(rows, batch.response_spans, batch.indices, strict=True):
+            assert row[start:stop].tolist() == list(samples[i].token_ids[1:])
+
+
+def test_context_ranks_hold_both_ends_of_each_sequence() -> None:
+    ends = (0, 8, 12)
+    assert context_positions(ends, 0, 2) == [0, 1, 6, 7, 8, 11]
+    assert context_positions(ends, 1, 2) == [2, 3, 4, 5, 9, 10]
+    with pytest.raises(ValueError, match="6 tokens; allowed: a multiple of 4"):
+        context_positions((0, 6), 0, 2)
 
 
 def test_a_pack_has_each_sequence_with_positions_of_its_own_and_the_columns_of_the_padded_form() -> None:

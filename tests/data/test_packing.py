@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.data import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_multiple
+from megatron_tlt.data import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
 from megatron_tlt.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -92,18 +92,10 @@ def test_attention_makes_long_sequences_dear() -> None:
     assert [sum(costs[i] for i in part) for part in balance(costs, 2)] == [2200.0, 700.0]
 
 
-@given(
-    st.sampled_from([12, 24, 36]).flatmap(lambda n: st.lists(st.integers(1, 60), min_size=n, max_size=n)),
-    st.integers(1, 4),
-)
-def test_splitting_keeps_everything_and_reaches_a_multiple(lengths: list[int], multiple: int) -> None:
-    split = split_to_multiple(plan_packs(lengths, lengths, 100), lengths, multiple)
-    assert len(split) % multiple == 0
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 50))
+def test_splitting_keeps_everything_and_reaches_the_count(lengths: list[int], count: int) -> None:
+    packs = plan_packs(lengths, lengths, 100)
+    split = split_to_count(packs, lengths, count)
+    assert len(split) == max(len(packs), count)
     assert sorted(i for group in split for i in group) == list(range(len(lengths)))
-    assert all(split)
-
-
-def test_too_few_sequences_for_the_pipeline_are_refused() -> None:
-    assert split_to_multiple([], [], 2) == []
-    with pytest.raises(ConfigError, match="at least 4"):
-        split_to_multiple([[0], [1], [2]], [1.0, 1.0, 1.0], 4)
+    assert all(split) or all(len(group) <= 1 for group in split), "an empty one beside one that could be halved"

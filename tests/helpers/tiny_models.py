@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -102,53 +98,3 @@ def processed_log_probs(logits: torch.Tensor, temperature: float = 1.0, top_p: f
     before = ordered.cumsum(dim=-1) - ordered
     keep = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before < top_p)
     return torch.log_softmax(log_probs.masked_fill(~keep, float("-inf")), dim=-1)
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 64}),
-    "llama": ("llama", {}),
-    "llama-llama3-tied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
-    "mistral": ("mistral", {"sliding_window": None}),
-}
-
-
-def family_config(model_type: str, **options: Any) -> PretrainedConfig:
-    """A family's config at a size for tests."""
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    return AutoConfig.for_model(model_type, **{**sizes, **options})
-
-
-def build_family(name: str, folder: Path, **options: Any) -> Path:
-    """Write a random model of ``FAMILY_MODELS`` in float32."""
-    model_type, own = FAMILY_MODELS[name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        config = family_config(model_type, **{**own, **options})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                parameter.uniform_(0.5, 1.5) if "norm" in parameter_name else parameter.normal_(0.0, 0.1)
-    model.save_pretrained(folder)
-    return folder

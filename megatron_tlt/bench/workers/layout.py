@@ -17,16 +17,21 @@ from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 
 
-def main(model: str, megatron: str, steps: int, out: str) -> None:
+def random_samples(count: int = 24) -> list[TrainingSample]:
+    """Random tokens below 64, of quite different lengths."""
+    rng = random.Random(0)
+    return [
+        TrainingSample(tuple(rng.randrange(64) for _ in range(rng.choice((6, 9, 17, 40)))), 3) for _ in range(count)
+    ]
+
+
+def main(model: str, options: str, steps: int, out: str) -> None:
     die_with_parent(signal.SIGKILL)
     initialize_distributed(120)
-    rng = random.Random(0)
-    samples = [
-        TrainingSample(tuple(rng.randrange(64) for _ in range(rng.choice((6, 9, 17, 40)))), 3) for _ in range(24)
-    ]
+    samples = random_samples()
     actor = ActorConfig(
         transformer_impl="local",
-        megatron=json.loads(megatron),
+        **json.loads(options),
         optimizer={"lr": 1e-3, "weight_decay": 0.01},
         max_tokens_per_micro_batch=96,
     )

@@ -1,0 +1,116 @@
+"""Weights between Hugging Face folders and Megatron's shards: each rank reads only what it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_tlt.models.hf_folder import SafetensorsFolder
+from megatron_tlt.models.weight_map import Piece, WeightMap
+
+# Transformer Engine fuses a norm with the linear layer behind it; grouped experts are numbered at the end.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d\.weight)|(linear_fc\d\.weight)(\d+))")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter of this rank: its name in the whole model, and what it consists of."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    pieces: tuple[Piece, ...]
+    exported: bool
+    """Whether this rank is the one of the replicas that exports it."""
+
+
+def whole_model_name(local: str, first_layer: int, first_expert: int) -> str:
+    """The name of a chunk's parameter in the whole model, as ``models.weight_map`` has it."""
+    layer = _LAYER.fullmatch(local)
+    if layer is None:
+        return local
+    tail = _FUSED_NORMS.get(layer[2], layer[2])
+    if expert := _EXPERT.fullmatch(tail):
+        number = first_expert + int(expert[1] or expert[4])
+        tail = f"mlp.experts.{number}.{expert[2] or expert[3]}"
+    return f"decoder.layers.{first_layer + int(layer[1])}.{tail}"
+
+
+def shards(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[Shard]:
+    """Every parameter of this rank's chunks."""
+    tensor = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (weights.num_experts // expert_ranks)
+    for chunk in chunks:
+        first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+        for local, parameter in chunk.named_parameters():
+            name = whole_model_name(local, first_layer, first_expert)
+            rank, size = tensor
+            if weights.is_expert(name):
+                rank = parallel_state.get_expert_tensor_parallel_rank()
+                size = parallel_state.get_expert_tensor_parallel_world_size()
+            pieces = weights.pieces(name, rank, size)
+            replicated = pieces == weights.pieces(name, 0, 1) and size > 1
+            # The last pipeline stage's copy of a tied embedding has the first stage's for its original.
+            copy = weights.tied and name == "output_layer.weight"
+            yield Shard(name, parameter, pieces, exported=not copy and not (replicated and rank))
+
+
+@torch.no_grad()
+def load_weights(weights: WeightMap, chunks: Sequence[GPTModel], folder: Path) -> None:
+    """Fills this rank's shards from a Hugging Face folder; rows that pad the vocabulary become 0.
+
+    Raises:
+        ConfigError: a tensor is missing, or has another shape than ``config.json`` says.
+    """
+    source = SafetensorsFolder(folder)
+    source.check(weights)
+    for shard in shards(weights, chunks):
+        covered = sum(piece.length for piece in shard.pieces)
+        dim = shard.pieces[0].dim if shard.pieces else 0
+        if covered < shard.parameter.shape[dim]:
+            shard.parameter.zero_()
+        for piece in shard.pieces:
+            part = source.read(piece.name, piece.dim, piece.start, piece.length)
+            shard.parameter.narrow(piece.dim, piece.offset, piece.length).copy_(part)
+
+
+def _sum_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Adds over a group tensors of which only one is not 0 at each entry: as integers, so that -0.0 survives too."""
+    flat = tensor.view(-1)
+    words = flat.view(torch.int32) if flat.numel() * flat.element_size() % 4 == 0 else flat.view(torch.uint8)
+    dist.all_reduce(words, group=group)
+
+
+@torch.no_grad()
+def export_weights(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight under its Hugging Face name, whole, on every rank; a collective over the model-parallel groups."""
+    held: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
+    for shard in shards(weights, chunks):
+        for piece in shard.pieces:
+            if shard.exported:
+                part = shard.parameter.detach().narrow(piece.dim, piece.offset, piece.length)
+                held.setdefault(piece.name, []).append((part, piece))
+    some = next(chunks[0].parameters())
+    dense_group = parallel_state.get_model_parallel_group()
+    expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    for name, shape in weights.shapes.items():
+        group = expert_group if weights.is_expert_tensor(name) else dense_group
+        parts = held.get(name, [])
+        full = torch.zeros(shape, dtype=some.dtype, device=some.device)
+        for part, piece in parts:
+            full.narrow(piece.dim, piece.start, piece.length).copy_(part)
+        if dist.get_world_size(group) > 1:
+            _sum_bits(full, group)
+        yield name, full

@@ -1,0 +1,7 @@
+"""Mistral, the releases without a sliding window (7B v0.3 and later)."""
+
+from __future__ import annotations
+
+from megatron_tlt.models.family import Family
+
+FAMILY = Family("mistral")
