@@ -99,6 +99,10 @@ def build_model(model_folder: Path, actor: ActorConfig, seed: int, *, trainable:
             for i, chunk in enumerate(wrapped)
         ]
         config.finalize_model_grads_func = finalize_model_grads
+        if ddp_config.overlap_grad_reduce:
+            # Gradients are reduced in the last micro-batch's backward pass, not in every one.
+            waits = [chunk.no_sync for chunk in ddp_chunks]
+            config.no_sync_func = waits if len(waits) > 1 else waits[0]
     else:
         ddp_chunks = wrapped
         for chunk in chunks:

@@ -79,6 +79,7 @@ class Policy:
                 "bf16": config.bf16,
                 "params_dtype": config.params_dtype,
                 "use_distributed_optimizer": self.model.ddp_chunks[0].ddp_config.use_distributed_optimizer,
+                "overlap_param_gather": self.model.ddp_chunks[0].ddp_config.overlap_param_gather,
                 **given,
             }
         )
@@ -177,9 +178,16 @@ class Policy:
             collect_non_loss_data=forward_only,
         )
 
+    def synchronize_parameters(self) -> None:
+        """Gathers what an optimizer step left for the next one's forward pass (``ddp.overlap_param_gather``)."""
+        if self.optimizer is not None and self.model.ddp_chunks[0].ddp_config.overlap_param_gather:
+            for chunk in self.model.ddp_chunks:
+                chunk.start_param_sync(force_sync=True)
+
     @torch.no_grad()
     def log_probs(self, samples: Sequence[TrainingSample], temperature: float = 1.0) -> list[TokenScores]:
         """Scores every response token of ``samples`` (the same list on every rank); the same answer on every rank."""
+        self.synchronize_parameters()
         batches = self.micro_batches(samples)
         for chunk in self.model.ddp_chunks:
             chunk.eval()
@@ -248,4 +256,5 @@ class Policy:
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; to be exhausted by all ranks together."""
+        self.synchronize_parameters()
         return export_weights(self.model.weights, self.model.chunks)

@@ -216,8 +216,34 @@ def _cure(name: str, module: Any) -> None:
         module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
             tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
         )
+    elif name == "megatron.core.tensor_parallel.mappings":
+        _cure_uneven_parts(module)
     elif name == "megatron.core.optimizer.distrib_optimizer":
         _cure_optimizer_state(module)
+
+
+def _cure_uneven_parts(module: Any) -> None:
+    """gloo gathers and scatters parts of one size only; tokens of experts come in parts of any."""
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_parts(input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(input_, group, None, use_global_buffer)
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_parts(input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter(input_, group, None, use_global_buffer)
+        summed = input_.clone()
+        torch.distributed.all_reduce(summed, group=group)
+        start = sum(sizes[: group.rank()])
+        return summed[start : start + sizes[group.rank()]]
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, scatter_parts
 
 
 def _cure_optimizer_state(module: Any) -> None:
