@@ -14,10 +14,10 @@ from transformers import PretrainedConfig
 
 from megatron_tlt.actor.megatron_config import initialize_parallel_state, scale_rotary, transformer_config
 from megatron_tlt.actor.megatron_layers import block_spec
-from megatron_tlt.actor.megatron_weights import load_weights
+from megatron_tlt.actor.megatron_weights import load_checkpoint_weights, load_weights
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.models.families import rope_parameters
-from megatron_tlt.models.hf_folder import read_hf_config
+from megatron_tlt.models.hf_folder import MEGATRON_PART, is_megatron_checkpoint, read_hf_config, side_files_of
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.platform.device import current_device
 
@@ -69,7 +69,7 @@ def _build_chunk(
 
 
 def build_model(model_folder: Path, actor: ActorConfig, seed: int, *, trainable: bool = True) -> MegatronModel:
-    """Builds the model on this rank and loads its weights from a Hugging Face folder.
+    """Builds the model on this rank and loads its weights from a Hugging Face folder or a Megatron checkpoint.
 
     Args:
         model_folder: ``config.json`` and safetensors.
@@ -80,14 +80,17 @@ def build_model(model_folder: Path, actor: ActorConfig, seed: int, *, trainable:
     Raises:
         ConfigError: unsupported architecture, or a layout that does not fit.
     """
-    hf_config = read_hf_config(model_folder)
+    hf_config = read_hf_config(side_files_of(model_folder))
     initialize_parallel_state(actor.megatron, seed)
     config = transformer_config(hf_config, actor)
     vpp = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if vpp is None else list(range(vpp))
     chunks = [_build_chunk(config, hf_config, actor, stage) for stage in stages]
     weights = WeightMap(hf_config, str(model_folder))
-    load_weights(weights, chunks, model_folder)
+    if is_megatron_checkpoint(model_folder):
+        load_checkpoint_weights(chunks, model_folder / MEGATRON_PART)
+    else:
+        load_weights(weights, chunks, model_folder)
     wrapped = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
     ddp_chunks = []
     if trainable:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.weight_map import Piece, WeightMap
 
@@ -84,6 +87,24 @@ def load_weights(weights: WeightMap, chunks: Sequence[GPTModel], folder: Path) -
         for piece in shard.pieces:
             part = source.read(piece.name, piece.dim, piece.start, piece.length)
             shard.parameter.narrow(piece.dim, piece.offset, piece.length).copy_(part)
+
+
+@torch.no_grad()
+def load_checkpoint_weights(chunks: Sequence[GPTModel], folder: Path) -> None:
+    """Fills this rank's shards from a Megatron distributed checkpoint of any layout; a collective over the world.
+
+    Raises:
+        ConfigError: the checkpoint is not of this model, or cannot be read.
+    """
+    for chunk in chunks:
+        # Extra state is Transformer Engine's, and says nothing about weights.
+        state = {name: part for name, part in chunk.sharded_state_dict().items() if not name.endswith("_extra_state")}
+        try:
+            loaded = dist_checkpointing.load(state, str(folder))
+        except (OSError, KeyError, RuntimeError, CheckpointException, CheckpointingException) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(f"{folder}: not a checkpoint of this model: {reason}") from error
+        chunk.load_state_dict(loaded, strict=False)
 
 
 def _sum_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

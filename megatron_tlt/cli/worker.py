@@ -60,18 +60,12 @@ def read_first_error(folder: Path) -> WorkerError | None:
     return min(errors, key=lambda e: (bool(e.traceback), e.time), default=None)
 
 
-def run_worker(main: Callable[[TltConfig], None], argv: Sequence[str] | None = None) -> int:
-    """Loads the resolved config named by the one argument, runs ``main``, gives back the exit status.
-
-    A worker module ends with ``sys.exit(run_worker(main))``.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def run_guarded(main: Callable[[], None]) -> int:
+    """Runs one rank's work, leaves its error for the process that launched it, gives back the exit status."""
     # The launcher of this process is torchrun: without it nobody could end the run together.
     die_with_parent(signal.SIGKILL)
     try:
-        if len(arguments) != 1:
-            raise ConfigError(f"a worker takes one argument, the resolved config's path; found {arguments!r}")
-        main(load_resolved(arguments[0]))
+        main()
     except TltError as error:
         write_error(error, error.exit_status)
         print(f"error: {error}", file=sys.stderr)
@@ -84,3 +78,18 @@ def run_worker(main: Callable[[TltConfig], None], argv: Sequence[str] | None = N
         traceback.print_exc()
         return 1
     return 0
+
+
+def run_worker(main: Callable[[TltConfig], None], argv: Sequence[str] | None = None) -> int:
+    """Loads the resolved config named by the one argument, runs ``main``, gives back the exit status.
+
+    A worker module ends with ``sys.exit(run_worker(main))``.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def run() -> None:
+        if len(arguments) != 1:
+            raise ConfigError(f"a worker takes one argument, the resolved config's path; found {arguments!r}")
+        main(load_resolved(arguments[0]))
+
+    return run_guarded(run)

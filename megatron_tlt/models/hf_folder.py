@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INDEX = "model.safetensors.index.json"
+# A Megatron checkpoint, converted or a run's: Megatron-Core's part, and the small files of its Hugging Face folder.
+MEGATRON_PART = "actor"
+SIDE_FILES = "hf"
+
+
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds weights as a Megatron distributed checkpoint rather than as safetensors."""
+    return (folder / MEGATRON_PART / "metadata.json").is_file()
+
+
+def side_files_of(folder: Path) -> Path:
+    """Where the config and tokenizer of a model folder of either kind are."""
+    return folder / SIDE_FILES if is_megatron_checkpoint(folder) else folder
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
@@ -100,6 +113,9 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self._files[name], "pt") as opened:
             return tuple(opened.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name, 0, 0, 0).dtype
 
     def check(self, weights: WeightMap) -> None:
         """Whether every tensor of the model is there in its shape.

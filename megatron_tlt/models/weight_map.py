@@ -58,9 +58,12 @@ class WeightMap:
         self._head = head_dim(hf_config)
         self._groups = hf_config.num_key_value_heads
         self._heads_per_group = hf_config.num_attention_heads // self._groups
-        self.num_experts = hf_config.num_local_experts if self.family.experts else 0
+        self.num_layers: int = hf_config.num_hidden_layers
+        self.num_experts: int = hf_config.num_local_experts if self.family.experts else 0
         self.shapes: dict[str, tuple[int, ...]] = dict(self._shapes())
         """Every Hugging Face tensor with its shape, in the order of the model; tied output weights are left out."""
+        self.parameters: dict[str, tuple[int, ...]] = dict(self._parameters())
+        """Every parameter of Megatron, unsharded, with its shape; a tied output layer is left out."""
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         config, family = self._config, self.family
@@ -68,7 +71,7 @@ class WeightMap:
         yield "model.embed_tokens.weight", (vocab, hidden)
         key_value = self._groups * self._head
         query = self._heads_per_group * key_value
-        for layer in range(config.num_hidden_layers):
+        for layer in range(self.num_layers):
             at = f"model.layers.{layer}."
             yield at + "input_layernorm.weight", (hidden,)
             for part, width in (("q", query), ("k", key_value), ("v", key_value)):
@@ -91,6 +94,30 @@ class WeightMap:
         yield "model.norm.weight", (hidden,)
         if not self.tied:
             yield "lm_head.weight", (vocab, hidden)
+
+    def _parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "embedding.word_embeddings.weight", self.shapes["model.embed_tokens.weight"]
+        attention = ["input_layernorm.weight", "self_attention.linear_qkv.weight"]
+        attention += ["self_attention.linear_qkv.bias"] if self.family.qkv_bias else []
+        attention += ["self_attention.linear_proj.weight"]
+        if self.family.qk_layernorm:
+            attention += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
+        mlps = [f"mlp.experts.{expert}." for expert in range(self.num_experts)] or ["mlp."]
+        linear = [mlp + part for mlp in mlps for part in ("linear_fc1.weight", "linear_fc2.weight")]
+        router = ["mlp.router.weight"] if self.num_experts else []
+        for layer in range(self.num_layers):
+            for tail in (*attention, "pre_mlp_layernorm.weight", *router, *linear):
+                name = f"decoder.layers.{layer}.{tail}"
+                yield name, self._shape(name)
+        yield "decoder.final_layernorm.weight", self.shapes["model.norm.weight"]
+        if not self.tied:
+            yield "output_layer.weight", self.shapes["lm_head.weight"]
+
+    def _shape(self, parameter: str) -> tuple[int, ...]:
+        pieces = self.pieces(parameter, 0, 1)
+        shape = list(self.shapes[pieces[0].name])
+        shape[pieces[0].dim] = sum(piece.length for piece in pieces)
+        return tuple(shape)
 
     @staticmethod
     def is_expert(parameter: str) -> bool:

@@ -1,0 +1,37 @@
+"""``tlt convert SOURCE TARGET``: Hugging Face folder to Megatron distributed checkpoint, or back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatron_tlt.cli.launch import launch, under_torchrun
+from megatron_tlt.config.schema import LauncherConfig
+from megatron_tlt.errors import ConfigError
+
+_WORKER = "megatron_tlt.cli.workers.convert"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron, by what it is")
+    parser.add_argument("source", type=Path, help="a Hugging Face folder, or a Megatron checkpoint (also a run's)")
+    parser.add_argument("target", type=Path, help="the folder to be written; must not exist")
+    parser.add_argument("--processes", type=int, default=1, help="share the work (under torchrun: its processes)")
+    parser.add_argument("--side-files", type=Path, help="config and tokenizer, where a Megatron checkpoint has none")
+    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes: found {arguments.processes}; allowed: at least 1")
+    values = [str(arguments.source), str(arguments.target), str(arguments.side_files or "")]
+    if under_torchrun():
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", _WORKER, *values])
+    status = launch(_WORKER, values, LauncherConfig(nproc_per_node=arguments.processes))
+    if status == 0:
+        print(f"written: {arguments.target}")
+    return status
