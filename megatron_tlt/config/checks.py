@@ -4,53 +4,75 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-from megatron_tlt.config.schema import ArchitectureConfig, TltConfig
+from megatron_tlt.config.layouts import (
+    Layout,
+    ModelShape,
+    listed_divisors,
+    nearest,
+    positive,
+    problems,
+    tensor_problems,
+    wrong_values,
+)
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
 
+_ARCHITECTURE = "model.recipe.architecture"
 # vLLM's CPU attention has no kernel for smaller heads.
 _SMALLEST_HEAD = 32
+# A layout that does not fit is answered with so many that do.
+_SUGGESTIONS = 3
 
 
-def _size(config: TltConfig, name: str) -> int:
-    value = config.actor.megatron.get(name, 1)
-    # A wrong type is reported by the pass-through check.
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _layout(config: TltConfig) -> Iterator[str]:
-    world = config.launcher.world_size
-    tp, pp, cp = (_size(config, f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context"))
-    if world % (tp * pp * cp):
-        yield (
-            f"actor.megatron: tensor x pipeline x context parallel = {tp} x {pp} x {cp} = {tp * pp * cp} does not "
-            f"divide the {world} processes of launcher.nnodes x launcher.nproc_per_node; allowed: {_divisors(world)}"
-        )
+def _layout(config: TltConfig, shape: ModelShape | None) -> Iterator[str]:
+    world, given = config.launcher.world_size, config.actor.megatron
+    layout = Layout.read(given, world)
+    found = problems(layout, shape)
+    yield from wrong_values(given)
+    yield from found
+    if found:
+        yield _nearest(config, layout, shape)
     else:
-        yield from _batches(config, world // (tp * pp * cp))
-    if world % config.rollout.tensor_parallel_size:
-        yield (
-            f"rollout.tensor_parallel_size: found {config.rollout.tensor_parallel_size}; allowed: a divisor of the "
-            f"{world} processes: {_divisors(world)}"
-        )
+        yield from _batches(config, layout)
+    key, engine = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size
+    if world % engine:
+        yield f"{key}: found {engine}; allowed: a divisor of the {world} processes: {listed_divisors(world)}"
+    if shape is not None:
+        yield from tensor_problems(key, engine, shape)
+        if shape.moe_ffn and shape.moe_ffn % engine and not config.rollout.vllm.get("enable_expert_parallel"):
+            yield (
+                f"{key}: found {engine}; allowed: a divisor of the width of the model's experts, {shape.moe_ffn}, or "
+                f"any with rollout.vllm.enable_expert_parallel ({shape.where})"
+            )
 
 
-def _batches(config: TltConfig, data_parallel: int) -> Iterator[str]:
-    responses = config.trainer.prompts_per_step * config.algorithm.group_size
-    parts = config.trainer.mini_batches
+def _nearest(config: TltConfig, layout: Layout, shape: ModelShape | None) -> str:
+    fitting = nearest(layout, shape, _SUGGESTIONS, _responses(config) // config.trainer.mini_batches)
+    processes = f"{layout.world} processes" if layout.world > 1 else "one process"
+    if fitting:
+        return f"actor.megatron: the nearest layouts that fit {processes}: {', '.join(map(str, fitting))}"
+    return f"actor.megatron: no layout of {processes} fits this model and the responses of a mini-batch"
+
+
+def _responses(config: TltConfig) -> int:
+    return config.trainer.prompts_per_step * config.algorithm.group_size
+
+
+def _batches(config: TltConfig, layout: Layout) -> Iterator[str]:
+    responses, parts = _responses(config), config.trainer.mini_batches
     if responses % parts:
         yield (
             f"trainer.mini_batches: found {parts}; allowed: a divisor of trainer.prompts_per_step x "
             f"algorithm.group_size = {responses}"
         )
-    elif responses // parts < data_parallel:
+    elif responses // parts < layout.least_sequences:
+        each = "one" if layout.least_sequences == layout.dp else f"{layout.pp}, one for each pipeline stage,"
         yield (
             f"trainer.mini_batches: found {parts}, which leaves {responses // parts} responses to a mini-batch; "
-            f"allowed: at least one for each of the {data_parallel} data-parallel ranks"
+            f"allowed: at least {each} for each of the {layout.dp} data-parallel ranks"
         )
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
     if config.trainer.prompts_per_step < engines:
@@ -60,96 +82,58 @@ def _batches(config: TltConfig, data_parallel: int) -> Iterator[str]:
         )
 
 
-def _heads(config: TltConfig, model: dict[str, Any], where: str) -> Iterator[str]:
-    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        return
-    groups = model.get("num_key_value_heads") or heads
-    if not model.get("head_dim") and hidden % heads:
+def _model(config: TltConfig, model: dict[str, Any], where: str) -> Iterator[str]:
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    hidden, heads, groups, positions = (positive(model, name) for name in names)
+    if hidden and heads and not model.get("head_dim") and hidden % heads:
         yield f"{where}.num_attention_heads: found {heads}; allowed: a divisor of hidden_size = {hidden}"
-    if heads % groups:
+    if heads and groups and heads % groups:
         yield f"{where}.num_key_value_heads: found {groups}; allowed: a divisor of num_attention_heads = {heads}"
-    for key in ("actor.megatron.tensor_model_parallel_size", "rollout.tensor_parallel_size"):
-        actor = key.startswith("actor")
-        size = _size(config, "tensor_model_parallel_size") if actor else config.rollout.tensor_parallel_size
-        if heads % size:
-            yield f"{key}: found {size}; allowed: a divisor of the model's {heads} attention heads ({where})"
-        elif actor and groups % size and size % groups:
-            yield f"{key}: found {size}; allowed: a divisor or multiple of the {groups} key-value heads ({where})"
-
-
-def _layers(config: TltConfig, model: dict[str, Any], where: str) -> Iterator[str]:
-    layers, width = model.get("num_hidden_layers"), model.get("intermediate_size")
-    stages = _size(config, "pipeline_model_parallel_size")
-    chunks = _size(config, "virtual_pipeline_model_parallel_size")
-    # Megatron's own keys for uneven stages say themselves how many layers each takes.
-    uneven = any(key.endswith(("_pipeline_stage", "_parallel_layout")) for key in config.actor.megatron)
-    if isinstance(layers, int) and not uneven and layers % (stages * chunks):
-        yield (
-            f"actor.megatron: pipeline x virtual pipeline parallel = {stages} x {chunks} = {stages * chunks}; allowed: "
-            f"a divisor of the model's {layers} layers: {_divisors(layers)} ({where})"
-        )
-    tensor = _size(config, "tensor_model_parallel_size")
-    if isinstance(width, int) and width % tensor:
-        yield (
-            f"actor.megatron.tensor_model_parallel_size: found {tensor}; allowed: a divisor of the model's "
-            f"intermediate_size, {width} ({where})"
-        )
-
-
-def _recipe(config: TltConfig, architecture: ArchitectureConfig) -> Iterator[str]:
-    where = "model.recipe.architecture"
-    yield from _heads(config, architecture.model_dump(), where)
-    yield from _layers(config, architecture.model_dump(), where)
-    head = architecture.hidden_size // architecture.num_attention_heads
-    if head < _SMALLEST_HEAD:
-        yield (
-            f"{where}: hidden_size / num_attention_heads = {head}; allowed: at least {_SMALLEST_HEAD} "
-            "(vLLM's CPU attention takes no smaller head)"
-        )
-    yield from _positions(config, architecture.max_position_embeddings, where)
-    recipe = config.model.recipe
-    if recipe and recipe.supervised.max_sequence_tokens > architecture.max_position_embeddings:
-        yield (
-            f"model.recipe.supervised.max_sequence_tokens: found {recipe.supervised.max_sequence_tokens}; allowed: "
-            f"at most max_position_embeddings = {architecture.max_position_embeddings}"
-        )
-
-
-def _positions(config: TltConfig, positions: int, where: str) -> Iterator[str]:
     total = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if total > positions:
+    if positions and total > positions:
         yield (
             f"rollout: max_prompt_tokens + max_response_tokens = {total}; allowed: at most max_position_embeddings = "
             f"{positions} ({where})"
         )
 
 
-def _model(config: TltConfig) -> Iterator[str]:
-    if config.model.recipe is not None:
-        yield from _recipe(config, config.model.recipe.architecture)
+def _recipe(config: TltConfig) -> Iterator[str]:
+    recipe = config.model.recipe
+    if recipe is None:
         return
+    architecture, longest = recipe.architecture, recipe.supervised.max_sequence_tokens
+    head = architecture.hidden_size // architecture.num_attention_heads
+    if head < _SMALLEST_HEAD:
+        yield (
+            f"{_ARCHITECTURE}: hidden_size / num_attention_heads = {head}; allowed: at least {_SMALLEST_HEAD} "
+            "(vLLM's CPU attention takes no smaller head)"
+        )
+    if longest > architecture.max_position_embeddings:
+        yield (
+            f"model.recipe.supervised.max_sequence_tokens: found {longest}; allowed: at most "
+            f"max_position_embeddings = {architecture.max_position_embeddings}"
+        )
+
+
+def _read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
+    """The model's own config and where it stands."""
+    if config.model.recipe is not None:
+        return config.model.recipe.architecture.model_dump(), _ARCHITECTURE
     path = config.model.path
     if path is None:
-        return
+        return {}, ""
     if not path.is_dir():
-        yield f"model.path: no folder {path}; allowed: a Hugging Face model folder"
-        return
+        raise ConfigError(f"model.path: no folder {path}; allowed: a Hugging Face model folder")
+    file = path / "config.json"
     try:
-        model = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield f"model.path: no config.json in {path}; allowed: a Hugging Face model folder"
-        return
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"model.path: no config.json in {path}; allowed: a Hugging Face model folder") from error
     except (OSError, ValueError) as error:
-        yield f"model.path: {path / 'config.json'} cannot be read: {error}"
-        return
+        raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
     if not isinstance(model, dict):
-        yield f"model.path: {path / 'config.json'} holds no JSON object"
-        return
-    yield from _heads(config, model, str(path / "config.json"))
-    yield from _layers(config, model, str(path / "config.json"))
-    if isinstance(model.get("max_position_embeddings"), int):
-        yield from _positions(config, model["max_position_embeddings"], str(path / "config.json"))
+        raise ConfigError(f"model.path: {file} holds no JSON object")
+    return model, str(file)
 
 
 def _files(config: TltConfig) -> Iterator[str]:
@@ -170,4 +154,10 @@ def _ngram(config: TltConfig) -> Iterator[str]:
 
 def check_fields_together(config: TltConfig) -> list[str]:
     """Every rule between keys that does not hold, one line each."""
-    return [line for rule in (_layout, _model, _files, _ngram) for line in rule(config)]
+    lines = []
+    try:
+        model, where = _read_model(config)
+    except ConfigError as error:
+        lines, model, where = [str(error)], {}, ""
+    rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
+    return [*lines, *chain(*rules, _files(config), _ngram(config))]

@@ -46,7 +46,9 @@ def test_unknown_owned_and_mistyped_keys_are_named(tmp_path: Path) -> None:
 def test_right_keys_pass(tmp_path: Path) -> None:
     overrides = [
         "rollout.vllm={dtype: float32, max_num_seqs: 64, gpu_memory_utilization: 0.5, enforce_eager: true}",
+        "launcher.nproc_per_node=2",
         "actor.megatron={sequence_parallel: true, recompute_granularity: full, recompute_method: uniform}",
+        "actor.megatron.tensor_model_parallel_size=2",
         "actor.optimizer={lr: 1e-5, clip_grad: 1, weight_decay: 0.0}",
         "actor.ddp={overlap_grad_reduce: true}",
     ]
