@@ -191,9 +191,9 @@ def _layers(layout: Layout, shape: ModelShape) -> Iterator[str]:
     if given:
         ends = " and ".join(f"{key} {n}" for key, n in ((_FIRST, layout.first), (_LAST, layout.last)) if n is not None)
         yield (
-            f"actor.megatron: found {ends}, which leaves {layers} of the model's {shape.layers} layers for {stages} "
-            f"more stages; allowed: as many for each of these, and on every stage a multiple of its {chunks} chunks "
-            f"({shape.where})"
+            f"actor.megatron: found {ends}, which leaves {max(0, layers)} of the model's {shape.layers} layers for "
+            f"{max(0, stages)} more stages; allowed: as many for each of these, and on every stage a multiple of its "
+            f"{chunks} chunks ({shape.where})"
         )
     else:
         counted = f"{shape.layers} layers" + (f" and the {layout.extra} counted with them" if layout.extra else "")

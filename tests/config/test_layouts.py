@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.config.layouts import Layout, ModelShape, divisors, nearest, problems
 from tests.config.test_loader import violations, write
+from tests.helpers.launch import run_python
 
 QWEN = ModelShape(layers=28, heads=16, kv_groups=8, head_dim=128, ffn=3072)
 MOE = ModelShape(layers=48, heads=32, kv_groups=4, head_dim=128, ffn=None, experts=128, moe_ffn=768)
@@ -353,3 +354,28 @@ def test_engines_share_heads_and_widths_too(tmp_path: Path) -> None:
     assert "of the width of the model's experts, 1002" in "\n".join(violations(tmp_path / "base.yaml", *wide))
     experts = "rollout.vllm.enable_expert_parallel=true"
     assert "model's experts" not in "\n".join(violations(tmp_path / "base.yaml", *wide, experts))
+
+
+def test_megatron_itself_takes_and_refuses_the_same_layouts(tmp_path: Path) -> None:
+    run_python(Path(__file__).parent / "workers/megatron_accepts.py", [str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row for row in rows if bool(row["ours"]) != bool(row["theirs"])] == []
+    alone = " ".join(row["ours"][0] for row in rows if len(row["ours"]) == 1)
+    for reason in (
+        "x context parallel",
+        "expert tensor x expert",
+        "where pipeline_model_parallel_size is 1",
+        "attention heads",
+        "key-value heads",
+        "projections",
+        "intermediate_size",
+        "layers: ",
+        "more stages",
+        "experts: ",
+        "width of the model's experts",
+        "has no experts",
+        "found true",
+        "found false",
+    ):
+        assert reason in alone, f"no sample was refused for {reason!r} alone"
+    assert sum(row["ours"] == [] for row in rows) > 100
