@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf, log2
 from typing import Any
 
@@ -20,6 +21,8 @@ _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipe
 _BY_HAND = "pipeline_model_parallel_layout"
 # More than any sum of ratios: what was not asked for is suggested only where nothing else fits.
 _NOT_ASKED = 1000.0
+# Sums of logarithms in another order differ in their last bits.
+_ROUNDING = 1e-9
 
 
 def positive(values: dict[str, Any], *keys: str) -> int | None:
@@ -265,7 +268,7 @@ def _added(asked: int, size: int) -> float:
 
 @dataclass(frozen=True)
 class _Choices:
-    """What each dimension may be by itself, each with its distance from what was asked for."""
+    """What each dimension may be by itself, with its distance from what was asked for; the nearest first."""
 
     tps: list[tuple[float, int]]
     stages: list[tuple[float, int, int | None]]
@@ -286,42 +289,51 @@ class _Choices:
             most = (shape.layers + layout.extra) // pp if shape and pp > 1 else 1
             return [None, *range(2, most + 1)]
 
+        def by_distance(entries: Iterator[Any]) -> list[Any]:
+            return sorted(entries, key=lambda entry: entry[0])
+
         return cls(
-            tps=[
+            tps=by_distance(
                 (_ratio(layout.tp, tp), tp)
                 for tp in sizes
                 if fits(_tensor, _experts, tp=tp, sp=True, etp=None if follows else 1)
-            ],
-            stages=[
+            ),
+            stages=by_distance(
                 (_ratio(layout.pp, pp) + _added(layout.vpp or 1, vpp or 1), pp, vpp)
                 for pp in ([layout.pp] if layout.by_hand else sizes)
                 for vpp in interleaved(pp)
                 if fits(_layers, pp=pp, vpp=vpp)
-            ],
-            cps=[(_added(layout.cp, cp), cp) for cp in sizes],
-            experts=[
+            ),
+            cps=by_distance((_added(layout.cp, cp), cp) for cp in sizes),
+            experts=by_distance(
                 (_added(layout.ep, ep) + (_ratio(layout.etp, etp) if layout.etp and etp else 0.0), ep, etp)
                 for ep in sizes
                 for etp in ([None] if follows else sizes)
                 if fits(_experts, ep=ep, etp=etp)
-            ],
+            ),
         )
 
-    def together(self, layout: Layout, sequences: int, reach: float) -> list[tuple[float, Layout]]:
-        """The combinations within ``reach`` that divide the world and leave a sequence for each data-parallel rank."""
+    def nearest(self, layout: Layout, sequences: int, count: int) -> list[tuple[float, Layout]]:
+        """The ``count`` nearest combinations that divide the world and leave every data-parallel rank a sequence.
+
+        Unsorted, with all that are as near as the last of them and others met on the way.
+        """
         world, bare, asked = layout.world, _bare(layout), layout.tp * layout.pp * layout.cp
-        return [
-            (a + b + c + d, replace(bare, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp))
-            for a, tp in self.tps
-            for b, pp, vpp in self.stages
-            if a + b <= reach and world % (tp * pp) == 0
-            for c, cp in ((c + _ratio(asked, tp * pp * cp), cp) for c, cp in self.cps)
-            if a + b + c <= reach
-            and world % (tp * pp * cp) == 0
-            and world // (tp * pp * cp) * (pp if vpp else 1) <= sequences
-            for d, ep, etp in self.experts
-            if a + b + c + d <= reach and world % (pp * ep * (etp or tp)) == 0
-        ]
+        found: list[tuple[float, Layout]] = []
+        nearest, bound = [-inf] * count, inf  # negated distances, so that the heap's first is the farthest
+        for (a, tp), (b, pp, vpp), (c, cp) in product(self.tps, self.stages, self.cps):
+            size = tp * pp * cp
+            so_far = a + b + c + _ratio(asked, size)
+            if so_far > bound or world % size or world // size * (pp if vpp else 1) > sequences:
+                continue
+            for d, ep, etp in self.experts:
+                if so_far + d > bound:
+                    break
+                if world % (pp * ep * (etp or tp)) == 0:
+                    found.append((so_far + d, replace(bare, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)))
+                    heapq.heappushpop(nearest, -so_far - d)
+                    bound = _ROUNDING - nearest[0]
+        return found
 
 
 def _bare(layout: Layout) -> Layout:
@@ -344,17 +356,11 @@ def nearest(layout: Layout, shape: ModelShape | None, count: int, sequences: int
     """
     choices = _Choices.of(layout, shape)
     most = layout.world * layout.world if sequences is None else sequences
-    # Nearly always the nearest are near: the search widens until there are enough. A distance is log2 of a ratio, so
-    # whole or irrational: rounding moves none across these.
-    for reach in (2.1, 4.1, inf):
-        found = choices.together(layout, most, reach)
-        if len(found) >= count:
-            break
+    found = choices.nearest(layout, most, count)
     memory = layout.tp * layout.pp * layout.ep
 
     def order(entry: tuple[float, Layout]) -> tuple[float, ...]:
         distance, one = entry
-        # Sums of logarithms in another order differ in their last bits.
         change = round(_ratio(memory, one.tp * one.pp * one.ep), 9)
         return round(distance, 9), change, one.tp, one.pp, one.vpp or 1, one.cp, one.ep, one.etp or one.tp
 
