@@ -13,36 +13,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_tlt.config.layouts import Layout, problems
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import FAMILIES, head_dim, rope_parameters
 from megatron_tlt.platform.device import current_device, world_size
 
-_LAYOUT_KEYS = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-}
+_LAYOUT_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 def initialize_parallel_state(megatron: dict[str, Any], seed: int) -> None:
     """Makes the process groups that ``actor.megatron`` asks for, once per process.
 
     Raises:
-        ConfigError: the layout does not divide the world.
+        ConfigError: the layout does not fit the world; every reason.
     """
-    sizes: dict[str, Any] = {key: megatron.get(key, default) for key, default in _LAYOUT_KEYS.items()}
-    model_parallel = (
-        sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"] * sizes["context_parallel_size"]
-    )
-    if world_size() % model_parallel:
-        raise ConfigError(
-            f"actor.megatron: tensor x pipeline x context parallel = {model_parallel} does not divide "
-            f"the world of {world_size()} processes"
-        )
+    if found := problems(Layout.read(megatron, world_size()), None):
+        raise ConfigError("\n".join(found))
+    sizes = {key: megatron[key] for key in _LAYOUT_KEYS if key in megatron}
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

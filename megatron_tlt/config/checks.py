@@ -68,11 +68,10 @@ def _batches(config: TltConfig, layout: Layout) -> Iterator[str]:
             f"trainer.mini_batches: found {parts}; allowed: a divisor of trainer.prompts_per_step x "
             f"algorithm.group_size = {responses}"
         )
-    elif responses // parts < layout.least_sequences:
-        each = "one" if layout.least_sequences == layout.dp else f"{layout.pp}, one for each pipeline stage,"
+    elif responses // parts < layout.dp:
         yield (
             f"trainer.mini_batches: found {parts}, which leaves {responses // parts} responses to a mini-batch; "
-            f"allowed: at least {each} for each of the {layout.dp} data-parallel ranks"
+            f"allowed: at least one for each of the {layout.dp} data-parallel ranks"
         )
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
     if config.trainer.prompts_per_step < engines:
@@ -125,6 +124,8 @@ def _read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
     if not path.is_dir():
         raise ConfigError(f"model.path: no folder {path}; allowed: a Hugging Face model folder")
     file = path / "config.json"
+    if not file.is_file() and (path / "hf" / "config.json").is_file():  # a Megatron checkpoint
+        file = path / "hf" / "config.json"
     try:
         model = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -123,11 +123,6 @@ class Layout:
     def dp(self) -> int:
         return self.world // (self.tp * self.pp * self.cp)
 
-    @property
-    def least_sequences(self) -> int:
-        """Of an optimizer step: one micro-batch for each data-parallel rank, interleaved one for each stage of it."""
-        return self.dp * (self.pp if self.vpp else 1)
-
     def __str__(self) -> str:
         sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vpp or 1, "CP": self.cp, "EP": self.ep}
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
@@ -324,7 +319,7 @@ class _Choices:
         for (a, tp), (b, pp, vpp), (c, cp) in product(self.tps, self.stages, self.cps):
             size = tp * pp * cp
             so_far = a + b + c + _ratio(asked, size)
-            if so_far > bound or world % size or world // size * (pp if vpp else 1) > sequences:
+            if so_far > bound or world % size or world // size > sequences:
                 continue
             for d, ep, etp in self.experts:
                 if so_far + d > bound:

@@ -103,7 +103,7 @@ def test_suggestions_fit(layout: Layout, shape: ModelShape | None, sequences: in
     assert len(set(found)) == len(found) <= 4
     for one in found:
         assert one.world == layout.world and problems(one, shape) == []
-        assert sequences is None or one.least_sequences <= sequences
+        assert sequences is None or one.dp <= sequences
 
 
 @settings(deadline=None)
@@ -111,7 +111,7 @@ def test_suggestions_fit(layout: Layout, shape: ModelShape | None, sequences: in
 def test_a_layout_that_fits_is_nearest_to_itself(layout: Layout, shape: ModelShape) -> None:
     if problems(layout, shape) == []:
         assert nearest(layout, shape, 1) == [layout]
-        assert nearest(layout, shape, 1, layout.least_sequences) == [layout]
+        assert nearest(layout, shape, 1, layout.dp) == [layout]
 
 
 def everything(layout: Layout, shape: ModelShape) -> list[Layout]:
@@ -317,15 +317,6 @@ def test_suggestions_leave_every_data_parallel_rank_a_response(tmp_path: Path) -
     )
     found = reasons(tmp_path, DENSE, *few, megatron(**{TP: 3}))
     assert found[-1] == FIT + "TP4xDP2, TP2xPP2xDP2, TP4xPP2"
-
-
-def test_interleaved_pipelines_need_a_response_for_each_stage(tmp_path: Path) -> None:
-    sizes = megatron(**{PP: 4, VP: 7})
-    found = reasons(tmp_path, DENSE, "launcher.nproc_per_node=8", "trainer.mini_batches=64", sizes)
-    assert found == [
-        "trainer.mini_batches: found 64, which leaves 4 responses to a mini-batch; allowed: at least 4, one for each "
-        "pipeline stage, for each of the 2 data-parallel ranks"
-    ]
 
 
 def test_a_batch_that_no_layout_can_share_is_said(tmp_path: Path) -> None:
