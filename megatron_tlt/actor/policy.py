@@ -19,6 +19,7 @@ from megatron_tlt.actor.context import gather_context
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
+from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_weights import export_weights
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
@@ -68,6 +69,8 @@ class Policy:
         self.scheduler: Any = None
         if trainable:
             self._build_optimizer(total_steps, lr_decay_style, min_lr_fraction)
+        self.memory = PhaseOffload(self.model, self.optimizer)
+        """Gives up the device's memory between this policy's phases."""
 
     def _build_optimizer(self, total_steps: int, style: str, min_lr_fraction: float) -> None:
         config = self.model.config

@@ -42,6 +42,17 @@ class Device:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
+    @property
+    def offloads(self) -> bool:
+        """Whether there is a host memory beside the device's, which a phase can give its own memory up to."""
+        return self.is_cuda
+
+    def memory_bytes(self) -> int:
+        """Bytes of device memory in use by this process's tensors; on CPU the resident size of this process."""
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.torch_device)
+        return int(psutil.Process().memory_info().rss)
+
     def peak_memory_bytes(self) -> int:
         """Peak bytes of device memory; on CPU the peak resident size of this process, with its children's of now."""
         if self.is_cuda:

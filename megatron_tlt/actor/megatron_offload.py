@@ -1,0 +1,55 @@
+"""The actor's memory leaves the device while engines decode, and comes back for its own phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_tlt.actor.megatron_model import MegatronModel
+from megatron_tlt.platform.device import current_device
+from megatron_tlt.platform.offload import StorageOffload
+
+
+class PhaseOffload:
+    """Parameters, gradients and optimizer state of one policy.
+
+    On a device without a memory of its own every call does nothing, unless ``enabled`` says otherwise.
+    """
+
+    def __init__(self, model: MegatronModel, optimizer: Any, *, enabled: bool | None = None) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._enabled = current_device().offloads if enabled is None else enabled
+        self._storages = StorageOffload()
+
+    def offload(self) -> int:
+        """Gives up everything; the policy must not be used until :meth:`reload`. Returns the bytes freed."""
+        if not self._enabled:
+            return 0
+        # Gradients are zeroed before the next are added up: what is in them now is of no use.
+        freed = self._storages.offload(self._gradients(), keep=False)
+        freed += self._storages.offload(self._kept())
+        current_device().empty_cache()
+        return freed
+
+    def reload(self) -> None:
+        """Brings everything back; harmless where nothing was given up."""
+        self._storages.reload()
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for chunk in self._model.ddp_chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+
+    def _kept(self) -> Iterator[torch.Tensor]:
+        for chunk in self._model.chunks:
+            yield from (parameter.data for parameter in chunk.parameters())
+        wrappers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        for wrapper in (w for w in wrappers if getattr(w, "optimizer", None) is not None):
+            for group in wrapper.optimizer.param_groups:
+                yield from (parameter.data for parameter in group["params"])
+            for state in wrapper.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))

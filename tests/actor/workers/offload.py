@@ -1,0 +1,46 @@
+"""The same three steps with and without giving up the memory in between, on storages that are really freed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_tlt.actor.megatron_offload import PhaseOffload
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.platform.device import initialize_distributed
+from tests.actor.workers.layouts import equal, samples, weights_of
+
+
+def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[str, torch.Tensor]:
+    actor = ActorConfig(transformer_impl="local", optimizer={"lr": 1e-3}, megatron=options)
+    policy = Policy(folder, actor, seed=0)
+    memory = PhaseOffload(policy.model, policy.optimizer, enabled=offloaded)
+    for _ in range(3):
+        policy.update(samples(), negative_log_likelihood)
+        freed = memory.offload()
+        parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
+        sizes = {parameter.untyped_storage().nbytes() for parameter in parameters}
+        weights = sum(parameter.numel() for parameter in parameters)
+        if offloaded:
+            # parameters, 4-byte gradients, two moments, and in bf16 the main weights
+            least = weights * (2 + 4 + 8 + 4 if options else 4 + 4 + 8)
+            assert sizes == {0} and freed >= least, (sizes, freed, least)
+        else:
+            assert 0 not in sizes and freed == 0
+        memory.reload()
+    return weights_of(policy)
+
+
+def main(folder: str) -> None:
+    initialize_distributed()
+    for name, options in (("float32", {}), ("bf16", {"bf16": True})):
+        plain, moved = (run(Path(folder), options, offloaded=offloaded) for offloaded in (False, True))
+        print(f"{name}: {'same' if equal(plain, moved) else 'different'}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
