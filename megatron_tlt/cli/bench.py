@@ -7,7 +7,8 @@ import importlib
 from pathlib import Path
 
 # Name to module; a module has ``add_arguments(parser)`` (optional) and ``run(arguments) -> BenchmarkResult``.
-BENCHMARKS = {name: f"megatron_tlt.bench.{name}" for name in ("families", "layouts", "packing", "speculation")}
+_NAMES = ("conversion", "families", "layouts", "packing", "speculation")
+BENCHMARKS = {name: f"megatron_tlt.bench.{name}" for name in _NAMES}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
