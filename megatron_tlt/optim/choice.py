@@ -1,0 +1,112 @@
+"""An optimizer class by import path, with its arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megatron_tlt.config.violations import closest
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, closure_needed, probe
+
+NAME_KEY = "actor.optimizer.optimizer"
+ARGUMENTS_KEY = "actor.optimizer_arguments"
+_SCHEDULED = ("lr", "weight_decay")
+
+
+def load_class(path: str) -> type[Optimizer]:
+    """The optimizer class at ``package.module.Class``.
+
+    Raises:
+        ConfigError: no such module or class, or it is no ``torch.optim.Optimizer``.
+    """
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{NAME_KEY}: found {path!r}; {module_name!r} cannot be imported: {error}") from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
+        kinds = (name for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, Optimizer))
+        what = f"no class {class_name!r} in {module_name}" if found is None else "not a torch.optim.Optimizer class"
+        near = closest(class_name, (name for name in kinds if name != "Optimizer"))
+        raise ConfigError(f"{NAME_KEY}: found {path!r}; {what}; {near}")
+    return found
+
+
+def _constructor(cls: type[Optimizer]) -> tuple[set[str], bool]:
+    """The names that the constructor takes behind the parameters, and whether it takes any other too."""
+    parameters = list(inspect.signature(cls).parameters.values())[1:]
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}, anything
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An element-wise optimizer class, its arguments, and what it keeps for a parameter."""
+
+    cls: type[Optimizer]
+    arguments: dict[str, Any]
+    layout: StateLayout
+
+    def build(self, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
+        """The optimizer over parameter groups."""
+        return _build(self.cls, self.arguments, groups, lr, weight_decay)
+
+
+def _build(cls: type[Optimizer], arguments: dict[str, Any], parameters: Any, lr: float, decay: float) -> Optimizer:
+    known, anything = _constructor(cls)
+    scheduled = {"lr": lr, "weight_decay": decay}
+    return cls(parameters, **{k: v for k, v in scheduled.items() if anything or k in known}, **arguments)
+
+
+def _check_arguments(path: str, cls: type[Optimizer], arguments: dict[str, Any], weight_decay: float) -> None:
+    known, anything = _constructor(cls)
+    if not anything:
+        allowed = known.difference(_SCHEDULED)
+        for key in arguments:
+            if key not in allowed:
+                raise ConfigError(f"{ARGUMENTS_KEY}.{key}: {path} does not take it; {closest(key, allowed)}")
+        if "lr" not in known:
+            raise ConfigError(f"{NAME_KEY}: {path} takes no lr; allowed: a class whose rate a schedule can set")
+        if weight_decay and "weight_decay" not in known:
+            raise ConfigError(f"actor.optimizer.weight_decay: found {weight_decay}; {path} takes none; allowed: 0")
+    try:
+        # One dimension is refused by some classes, a matrix by none.
+        _build(cls, arguments, [torch.nn.Parameter(torch.zeros(2, 2))], 0.1, 0.0)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{ARGUMENTS_KEY}: {path} refuses {arguments}: {error}") from error
+
+
+def choose_optimizer(
+    path: str, arguments: dict[str, Any], weight_decay: float = 0.0, device: torch.device | None = None
+) -> OptimizerChoice:
+    """The class at ``path`` with ``arguments`` for its constructor; the schedule owns its rate and weight decay.
+
+    Args:
+        path: ``package.module.Class``.
+        arguments: for the constructor, without parameters, rate and weight decay.
+        weight_decay: what the schedule will set.
+        device: where it is to run.
+
+    Raises:
+        ConfigError: no such class; an argument that it does not take, or a value that it refuses; it takes no learning
+            rate, or no weight decay where that is not 0; it is not element-wise, with the reason.
+    """
+    cls = load_class(path)
+    _check_arguments(path, cls, arguments, weight_decay)
+    try:
+        if closure_needed(cls):
+            raise NotElementWise("its step needs a closure that computes the loss again")
+        layout = probe(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.01), device)
+    except NotElementWise as reason:
+        raise ConfigError(
+            f"{NAME_KEY}: {path} cannot run under the distributed optimizer: {reason}; "
+            "allowed: adam, sgd, or an element-wise class such as torch.optim.RAdam"
+        ) from reason
+    return OptimizerChoice(cls, dict(arguments), layout)

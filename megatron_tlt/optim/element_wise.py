@@ -1,0 +1,155 @@
+"""Whether an optimizer treats every element of a parameter for itself, found out by running it.
+
+The distributed optimizer gives each rank flat slices of parameters, cut at arbitrary places. A class may run on them
+only if its steps on the slices are its steps on the whole parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+Build = Callable[[list[torch.Tensor]], Optimizer]
+Number = int | float | bool
+
+SHAPE = (96, 90)  # above the size from which quantizing optimizers quantize
+_STEPS = 4
+_CUTS = (1, 3000, 3007)
+# State is kept in float32 by checkpoints: these survive.
+_EXACT = (torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+class NotElementWise(Exception):
+    """Why an optimizer cannot run on slices of parameters, or why its state cannot be kept."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What an element-wise optimizer keeps for a parameter.
+
+    Attributes:
+        tensors: entries of the parameter's shape, with their types.
+        numbers: entries that are the same for all parameters (a step count), with an example: a number or 0-d tensor.
+    """
+
+    tensors: dict[str, torch.dtype]
+    numbers: dict[str, torch.Tensor | Number]
+
+    def number(self, name: str, value: Number) -> torch.Tensor | Number:
+        """``value`` in the form in which the optimizer keeps it."""
+        example = self.numbers[name]
+        return torch.full_like(example, value) if isinstance(example, torch.Tensor) else type(example)(value)
+
+
+def plain_number(value: torch.Tensor | Number) -> Number:
+    """A state entry that is a number, as Python's own."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A parameter after all steps, its state, and the names of what was kept after the first step."""
+
+    parameter: torch.Tensor
+    state: dict[str, Any]
+    early_names: set[str]
+
+
+def _train(
+    build: Build, start: torch.Tensor, gradients: Sequence[torch.Tensor], device: torch.device, seed: int
+) -> _Trained:
+    torch.manual_seed(seed)
+    parameter = torch.nn.Parameter(start.clone().to(device))
+    optimizer = build([parameter])
+    early: set[str] = set()
+    for i, gradient in enumerate(gradients):
+        parameter.grad = gradient.clone().to(device)
+        optimizer.step()
+        if i == 0:
+            early = set(optimizer.state[parameter])
+    return _Trained(parameter.detach().cpu(), dict(optimizer.state[parameter]), early)
+
+
+def _layout(state: dict[str, Any], shape: torch.Size) -> StateLayout:
+    tensors: dict[str, torch.dtype] = {}
+    numbers: dict[str, torch.Tensor | Number] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            if value.dtype not in _EXACT:
+                raise NotElementWise(f"it keeps {name!r} as {value.dtype}, which a checkpoint's float32 cannot hold")
+            tensors[name] = value.dtype
+        elif isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            numbers[name] = value
+        else:
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise NotElementWise(
+                f"it keeps {name!r} ({what}), which is neither of the parameter's shape nor one number: "
+                "a checkpoint could not be loaded under another layout"
+            )
+    return StateLayout(tensors, numbers)
+
+
+def _check_slice(found: _Trained, expected: _Trained, layout: StateLayout, moved: float) -> None:
+    names = {*layout.tensors, *layout.numbers}
+    odd = names ^ found.early_names | names ^ set(found.state)
+    if odd:
+        raise NotElementWise(f"it keeps {', '.join(sorted(odd))} at some steps or for some parameters only")
+    if not torch.allclose(found.parameter, expected.parameter, rtol=0.0, atol=1e-3 * moved + 1e-6):
+        raise NotElementWise("its step on a slice of a parameter is another than its step on the whole")
+    for name in layout.tensors:
+        if getattr(found.state[name], "shape", None) != found.parameter.shape:
+            raise NotElementWise(f"it keeps {name!r}, whose shape does not follow the slice's")
+    for name in layout.numbers:
+        if plain_number(found.state[name]) != plain_number(expected.state[name]):
+            raise NotElementWise(f"it keeps {name!r}, one number that differs between slices of a parameter")
+
+
+def probe(build: Build, device: torch.device | None = None, cuts: Sequence[int] = _CUTS) -> StateLayout:
+    """Steps an optimizer on a matrix whole, and on its flat slices, each in an optimizer of its own as on ranks.
+
+    Args:
+        build: makes the optimizer over some tensors, with a learning rate near 0.1 so that its steps can be told apart.
+        device: where it is to run.
+        cuts: where the flattened matrix of ``SHAPE`` is cut, in rising order.
+
+    Raises:
+        NotElementWise: with the reason.
+    """
+    device = device or torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(SHAPE, generator=generator)
+    # Slices of very different norms show any norm that is taken over more than one element.
+    scale = torch.logspace(-3, 1, start.numel()).view(SHAPE)
+    gradients = [torch.randn(SHAPE, generator=generator) * scale for _ in range(_STEPS)]
+    with torch.random.fork_rng():
+        try:
+            whole = _train(build, start, gradients, device, seed=0)
+        except Exception as error:
+            raise NotElementWise(f"its step fails: {_first_line(error)}") from error
+        layout = _layout(whole.state, whole.parameter.shape)
+        rows = [torch.tensor_split(x.flatten(), list(cuts)) for x in (start, whole.parameter, *gradients)]
+        for piece, end, *slopes in zip(*rows, strict=True):
+            if not piece.numel():
+                continue
+            try:
+                # Another seed: an optimizer that draws random numbers moves elsewhere.
+                found = _train(build, piece, slopes, device, seed=1)
+            except Exception as error:
+                raise NotElementWise(f"it takes no flat slice of a parameter: {_first_line(error)}") from error
+            _check_slice(found, replace(whole, parameter=end), layout, float((end - piece).abs().max()))
+    return layout
+
+
+def closure_needed(cls: type[Optimizer]) -> bool:
+    """Whether ``step`` cannot be called without a closure that computes the loss again."""
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
