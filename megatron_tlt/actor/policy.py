@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_tlt.actor.batches import BatchShape, MicroBatch, form_micro_batches, plan_shares
@@ -20,6 +18,7 @@ from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
+from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
 from megatron_tlt.actor.megatron_weights import export_weights
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
@@ -49,6 +48,9 @@ class Policy:
         total_steps: the horizon of a decaying learning rate.
         lr_decay_style: ``constant`` or ``cosine``; ``min_lr_fraction`` is where a cosine ends.
         trainable: False builds a frozen reference without gradients or optimizer.
+
+    Raises:
+        ConfigError: a model, layout or optimizer that cannot be had.
     """
 
     def __init__(
@@ -64,46 +66,21 @@ class Policy:
     ) -> None:
         self._actor = actor
         self._device = current_device().torch_device
+        chosen = chosen_optimizer(actor) if trainable else None
         self.model = build_model(model_folder, actor, seed, trainable=trainable)
         self.optimizer: Any = None
         self.scheduler: Any = None
         if trainable:
-            self._build_optimizer(total_steps, lr_decay_style, min_lr_fraction)
+            self.optimizer, self.scheduler = build_optimizer(
+                self.model,
+                actor,
+                chosen,
+                total_steps=total_steps,
+                lr_decay_style=lr_decay_style,
+                min_lr_fraction=min_lr_fraction,
+            )
         self.memory = PhaseOffload(self.model, self.optimizer)
         """Gives up the device's memory between this policy's phases."""
-
-    def _build_optimizer(self, total_steps: int, style: str, min_lr_fraction: float) -> None:
-        config = self.model.config
-        given = {"optimizer": "adam", "lr": 1e-6, "clip_grad": 1.0, "weight_decay": 0.0, **self._actor.optimizer}
-        given.setdefault("min_lr", float(given["lr"]) * min_lr_fraction)
-        lr, decay = float(given["lr"]), float(given["weight_decay"])
-        optimizer_config = OptimizerConfig(
-            **{
-                "bf16": config.bf16,
-                "params_dtype": config.params_dtype,
-                "use_distributed_optimizer": self.model.ddp_chunks[0].ddp_config.use_distributed_optimizer,
-                "overlap_param_gather": self.model.ddp_chunks[0].ddp_config.overlap_param_gather,
-                **given,
-            }
-        )
-        self.optimizer = get_megatron_optimizer(optimizer_config, self.model.ddp_chunks)
-        config.grad_scale_func = self.optimizer.scale_loss
-        warmup = self._actor.lr_warmup_steps
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0 if warmup else lr,
-            max_lr=lr,
-            min_lr=float(given["min_lr"]),
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(total_steps, warmup + 1),
-            lr_decay_style=style,
-            start_wd=decay,
-            end_wd=decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-        # The scheduler sets the rate of step 0 when built: the rate for the coming step is one ahead of it.
-        self.scheduler.step(1)
 
     @property
     def layout(self) -> dict[str, int]:

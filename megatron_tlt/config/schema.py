@@ -140,15 +140,17 @@ class RewardConfig(Section):
 
 
 class ActorConfig(Section):
-    """The Megatron-Core policy. The three dictionaries go to the library as they are.
+    """The Megatron-Core policy. ``megatron``, ``ddp`` and ``optimizer`` go to the library as they are.
 
-    ``packing`` lays sequences one behind another; false pads them to one length.
+    ``optimizer.optimizer`` is ``adam``, ``sgd`` or the import path of an element-wise ``torch.optim.Optimizer`` class,
+    which takes ``optimizer_arguments``. ``packing`` lays sequences one behind another; false pads them to one length.
     """
 
     transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
     megatron: dict[str, Any] = Field(default_factory=dict)
     ddp: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any] = Field(default_factory=dict)
+    optimizer_arguments: dict[str, Any] = Field(default_factory=dict)
     lr_warmup_steps: NonNegativeInt = 0
     max_tokens_per_micro_batch: PositiveInt = 8192
     packing: bool = True
