@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from itertools import chain
@@ -25,6 +26,7 @@ _ARCHITECTURE = "model.recipe.architecture"
 _SMALLEST_HEAD = 32
 # A layout that does not fit is answered with so many that do.
 _SUGGESTIONS = 3
+_MEGATRON_OPTIMIZERS = ("adam", "sgd")
 
 
 def _layout(config: TltConfig, shape: ModelShape | None) -> Iterator[str]:
@@ -153,6 +155,62 @@ def _ngram(config: TltConfig) -> Iterator[str]:
         )
 
 
+def _optimizer(config: TltConfig) -> Iterator[str]:
+    actor = config.actor
+    name = actor.optimizer.get("optimizer", "adam")
+    if not isinstance(name, str):
+        return  # reported by the pass-through check
+    where = "actor.optimizer.optimizer"
+    if name not in _MEGATRON_OPTIMIZERS:
+        package, dot, _ = name.partition(".")
+        if not dot or not all(part.isidentifier() for part in name.split(".")):
+            yield f"{where}: found {name!r}; allowed: adam, sgd, or a class's import path such as torch.optim.RAdam"
+        elif importlib.util.find_spec(package) is None:
+            yield f"{where}: found {name!r}; no package {package!r} is installed"
+    for key in actor.optimizer_arguments:
+        if name in _MEGATRON_OPTIMIZERS:
+            yield (
+                f"actor.optimizer_arguments.{key}: {where} is {name!r}, which takes its arguments from "
+                "actor.optimizer; allowed: none, or an optimizer class by import path"
+            )
+        elif key in ("lr", "weight_decay"):
+            yield f"actor.optimizer_arguments.{key}: not to be set here; it comes from actor.optimizer.{key}"
+    yield from _unused_by(name, actor.optimizer, "actor.optimizer")
+    if config.model.recipe is not None:
+        own = config.model.recipe.supervised.optimizer
+        path = "model.recipe.supervised.optimizer"
+        warm_up = own.get("optimizer", name)
+        if "optimizer" in own and warm_up not in _MEGATRON_OPTIMIZERS:
+            yield f"{path}.optimizer: found {warm_up!r}; allowed: adam, sgd, or absent for actor.optimizer's"
+        elif "optimizer" in own:
+            yield from _unused_by(warm_up, own, path)
+
+
+def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
+    """Options of Adam or SGD that another optimizer would not see."""
+    for key in options:
+        owner = "adam" if key.startswith("adam_") else "sgd" if key.startswith("sgd_") else name
+        if owner != name:
+            yield f"{path}.{key}: has no effect on {name!r}; allowed: with optimizer: {owner}"
+
+
+def _adam_only(config: TltConfig) -> Iterator[str]:
+    """Parts of Megatron that know Adam's state."""
+    recipe = config.model.recipe
+    both = [config.actor.optimizer, *([{**config.actor.optimizer, **recipe.supervised.optimizer}] if recipe else [])]
+    others = [options for options in both if options.get("optimizer", "adam") != "adam"]
+    if not others:
+        return
+    name = others[0]["optimizer"]
+    for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if any(options.get(key) for options in others):
+            yield f"actor.optimizer.{key}: found true; optimizer {name!r} has no such form; allowed: false"
+    if config.actor.ddp.get("use_distributed_optimizer", True) is False:
+        yield f"actor.ddp.use_distributed_optimizer: found false; optimizer {name!r} needs it; allowed: true"
+    if config.actor.ddp.get("use_megatron_fsdp"):
+        yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} is not sharded by it; allowed: false"
+
+
 def check_fields_together(config: TltConfig) -> list[str]:
     """Every rule between keys that does not hold, one line each."""
     lines = []
@@ -161,4 +219,5 @@ def check_fields_together(config: TltConfig) -> list[str]:
     except ConfigError as error:
         lines, model, where = [str(error)], {}, ""
     rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
-    return [*lines, *chain(*rules, _files(config), _ngram(config))]
+    others = (rule(config) for rule in (_files, _ngram, _optimizer, _adam_only))
+    return [*lines, *chain(*rules, *others)]

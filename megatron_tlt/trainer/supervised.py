@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from megatron_tlt.actor.megatron_optimizer import chosen_optimizer
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.algorithms.types import TrainingSample
@@ -41,6 +42,7 @@ def build_model_of_recipe(config: TltConfig) -> None:
     if (target / RECIPE_FILE).is_file():
         return
     seed_everything(config.model.recipe.seed, config.run.deterministic)
+    chosen_optimizer(config.actor)  # a wrong one is to be said before the warm-up, not behind it
     problems = build_sources(config.tasks, "train", config.run.seed)
     if rank() == 0:
         with atomic_folder(target.with_name(f".{target.name}.untrained")) as untrained:
@@ -71,6 +73,8 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
     actor = config.actor.model_copy(
         update={
             "optimizer": {**config.actor.optimizer, **supervised.optimizer},
+            # A warm-up that names an optimizer of its own names adam or sgd, which take none.
+            "optimizer_arguments": {} if "optimizer" in supervised.optimizer else config.actor.optimizer_arguments,
             "lr_warmup_steps": supervised.lr_warmup_steps,
             "max_tokens_per_micro_batch": supervised.max_tokens_per_micro_batch,
         }

@@ -91,6 +91,56 @@ def test_batches_heads_layers_and_widths(tmp_path: Path, overrides: list[str], e
     assert expected in "\n".join(violations(write(tmp_path), *overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["actor.optimizer.optimizer=muon"],
+            "actor.optimizer.optimizer: found 'muon'; allowed: adam, sgd, or a class's",
+        ),
+        (["actor.optimizer.optimizer=nothere.Adam"], "found 'nothere.Adam'; no package 'nothere' is installed"),
+        (["actor.optimizer_arguments.betas=[0.9, 0.95]"], "betas: actor.optimizer.optimizer is 'adam'"),
+        (
+            ["actor.optimizer.optimizer=torch.optim.RAdam", "actor.optimizer_arguments={lr: 1e-3}"],
+            "actor.optimizer_arguments.lr: not to be set here; it comes from actor.optimizer.lr",
+        ),
+        (
+            ["actor.optimizer.optimizer=torch.optim.RAdam", "actor.optimizer_arguments={weight_decay: 0.1}"],
+            "actor.optimizer_arguments.weight_decay: not to be set here; it comes from actor.optimizer.weight_decay",
+        ),
+        (
+            ["actor.optimizer={optimizer: sgd, adam_beta1: 0.8}"],
+            "actor.optimizer.adam_beta1: has no effect on 'sgd'; allowed: with optimizer: adam",
+        ),
+        (["actor.optimizer={sgd_momentum: 0.8}"], "actor.optimizer.sgd_momentum: has no effect on 'adam'"),
+        (
+            ["actor.optimizer={optimizer: sgd, use_precision_aware_optimizer: true}"],
+            "actor.optimizer.use_precision_aware_optimizer: found true; optimizer 'sgd' has no such form",
+        ),
+        (
+            ["actor.optimizer.optimizer=sgd", "actor.ddp.use_distributed_optimizer=false"],
+            "actor.ddp.use_distributed_optimizer: found false; optimizer 'sgd' needs it",
+        ),
+        (
+            ["model.recipe.supervised.optimizer.optimizer=torch.optim.RAdam"],
+            "model.recipe.supervised.optimizer.optimizer: found 'torch.optim.RAdam'; allowed: adam, sgd, or absent",
+        ),
+    ],
+)
+def test_optimizers(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    (line,) = violations(write(tmp_path), *overrides)
+    assert expected in line
+
+
+def test_an_optimizer_by_import_path_passes_with_its_arguments(tmp_path: Path) -> None:
+    overrides = [
+        "actor.optimizer={optimizer: torch.optim.RAdam, lr: 1e-5}",
+        "actor.optimizer_arguments={betas: [0.9, 0.95]}",
+        "model.recipe.supervised.optimizer={optimizer: adam, adam_beta2: 0.98}",
+    ]
+    assert load_config(write(tmp_path), overrides).actor.optimizer_arguments == {"betas": [0.9, 0.95]}
+
+
 def test_model_folder_must_exist_and_hold_a_config(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     path = write(tmp_path, model={"path": str(folder)})
