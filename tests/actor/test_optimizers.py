@@ -81,3 +81,12 @@ def test_state_saved_under_data_parallel_loads_under_tensor_parallel(rows: dict[
 
     for name in RESHARDED:
         assert rows[name]["resharded_losses"] == pytest.approx(rows[name]["losses"][2:], rel=1e-5), name
+
+
+def test_dense_and_expert_parameters_each_get_the_class(tmp_path: Path) -> None:
+    run_torchrun(WORKER.with_name("expert_optimizer.py"), 2, [str(tmp_path)])
+    for file in (tmp_path / "rank0.json", tmp_path / "rank1.json"):
+        row = json.loads(file.read_text())
+        assert row["optimizers"] == 2
+        assert row["difference"] < 1e-6
+        assert row["resume_is_bit_equal"]
