@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -156,6 +157,17 @@ def readable_weights() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = upstream
 
 
+def refuse_experts(model_path: Path) -> None:
+    """vLLM packs experts' weights in forms of its own, which cannot be written in place and read back yet.
+
+    Raises:
+        ConfigError: the model folder is of a mixture of experts.
+    """
+    model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    if experts := model.get("num_local_experts") or model.get("num_experts"):
+        raise ConfigError(f"{model_path / 'config.json'}: {experts} experts; allowed: a dense model, to be rolled out")
+
+
 def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
     """vLLM's ``speculative_config`` for ours; None where speculation is off."""
     if not speculation.enabled:
@@ -182,6 +194,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
 
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model folder {model_path}: no config.json in it; a Hugging Face model folder is needed")
+    refuse_experts(model_path)
     for key in rollout.vllm:
         if key in OWNED_ENGINE_ARGS:
             raise ConfigError(f"rollout.vllm.{key} is not yours to set; it is set by {OWNED_ENGINE_ARGS[key]}")
