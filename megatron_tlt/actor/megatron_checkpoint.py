@@ -59,6 +59,7 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     chunks = policy.model.ddp_chunks
     _allocate_state(policy)
     _keep_padding(policy)
+    policy.synchronize_parameters()
     state: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
         state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_metadata())

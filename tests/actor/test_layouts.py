@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from megatron_tlt.models.tiny import write_tiny_model
 from tests.helpers.launch import run_torchrun
-from tests.helpers.tiny_models import build_qwen2, load_qwen2, response_log_probs
+from tests.helpers.tiny_models import build_qwen2, response_log_probs
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "layouts.py"
@@ -17,7 +20,10 @@ WORKER = Path(__file__).parent / "workers" / "layouts.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_qwen2(tmp_path_factory.mktemp("actor") / "model", num_heads=2, num_kv_heads=2, scale=0.1)
+    root = tmp_path_factory.mktemp("actor")
+    build_qwen2(root / "dense", num_heads=2, num_kv_heads=2, scale=0.1, num_layers=4)
+    write_tiny_model("qwen3-moe", root / "moe")
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +35,10 @@ def rows(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 
 
 def test_log_probs_equal_transformers(rows: dict[str, dict[str, Any]], folder: Path) -> None:
-    from tests.actor.workers.layouts import TEMPERATURE, samples
+    from tests.actor.workers.layouts import TEMPERATURE, model_of, samples
 
-    model = load_qwen2(folder)
     for name, row in rows.items():
+        model = AutoModelForCausalLM.from_pretrained(model_of(folder, name), dtype=torch.float32).eval()
         for sample, found in zip(samples(), row["log_probs"], strict=True):
             expected = response_log_probs(model, sample.token_ids, sample.prompt_length, TEMPERATURE)
             assert found == pytest.approx(expected, abs=2e-5), name
@@ -43,8 +49,9 @@ def test_every_layout_packed_or_padded_has_the_same_loss_and_gradient_norm(rows:
 
     assert set(rows) == set(LAYOUTS)
     for name, row in rows.items():
-        assert row["loss"] == pytest.approx(rows["dp2"]["loss"], rel=2e-5), name
-        assert row["grad_norm"] == pytest.approx(rows["dp2"]["grad_norm"], rel=2e-5), name
+        reference = rows["moe-dp2" if name.startswith("moe") else "dp2"]
+        assert row["loss"] == pytest.approx(reference["loss"], rel=2e-5), name
+        assert row["grad_norm"] == pytest.approx(reference["grad_norm"], rel=2e-5), name
         assert row["loss"][1] < row["loss"][0], name
 
 

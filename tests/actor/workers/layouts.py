@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megatron_tlt.actor.megatron_checkpoint import load_policy, save_policy
 from megatron_tlt.actor.policy import Policy
@@ -15,17 +16,30 @@ from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
-from tests.helpers.tiny_models import load_qwen2
 
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {"virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp2-padded": {},
+    "dp2-overlap": {},
     "tp2": {"tensor_model_parallel_size": 2},
-    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "tp2sp-padded": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2-padded": {"pipeline_model_parallel_size": 2},
+    "tp2sp": TP2SP,
+    "tp2sp-padded": TP2SP,
+    "pp2": PP2,
+    "pp2-padded": PP2,
+    "pp2vp2": PP2 | VP2,
+    "cp2": CP2,
+    "cp2-padded": CP2,
+    "moe-dp2": {},
+    "moe-ep2": EP2,
+    "moe-ep2-padded": EP2,
+    "moe-tp2ep2": TP2SP | EP2 | {"expert_tensor_parallel_size": 1},
 }
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10000}
 TEMPERATURE = 0.7
 
 
@@ -38,6 +52,11 @@ def samples() -> list[TrainingSample]:
     return out
 
 
+def model_of(folder: Path, name: str) -> Path:
+    """The mixture of experts or the dense model."""
+    return folder / ("moe" if name.startswith("moe") else "dense")
+
+
 def policy_of(folder: Path, name: str) -> Policy:
     from megatron.core import parallel_state
 
@@ -47,11 +66,12 @@ def policy_of(folder: Path, name: str) -> Policy:
         transformer_impl="local",
         megatron=LAYOUTS[name],
         packing=not name.endswith("-padded"),
+        ddp=OVERLAP if name.endswith("-overlap") else {},
         optimizer={"lr": 1e-3, "weight_decay": 0.01},
         lr_warmup_steps=6,  # a rate that changes every step shows whether the schedule was resumed
         max_tokens_per_micro_batch=64,
     )
-    return Policy(folder, actor, seed=0, total_steps=8)
+    return Policy(model_of(folder, name), actor, seed=0, total_steps=8)
 
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
@@ -65,9 +85,9 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def main(folder: str, out: str) -> None:
     initialize_distributed(120)
     data, rows = samples(), {}
-    initial = {n: t for n, t in load_qwen2(Path(folder)).state_dict().items() if n != "lm_head.weight"}
     for name in LAYOUTS:
         policy = policy_of(Path(folder), name)
+        initial = load_file(model_of(Path(folder), name) / "model.safetensors")
         row: dict[str, Any] = {"exported_equals_loaded": equal(weights_of(policy), initial)}
         row["log_probs"] = [scores.log_probs for scores in policy.log_probs(data, TEMPERATURE)]
         steps = [policy.update(data, negative_log_likelihood) for _ in range(2)]
