@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_tlt.actor.megatron_writer import BackgroundWrite, cause_of, first_line
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.files import disk_full_error, is_disk_full
+
+POLL_S = 0.01
 
 
 def _metadata() -> dict[str, Any]:
@@ -68,30 +71,22 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What went wrong on a rank, out of torch's collection of all ranks' failures (which is no Exception)."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return next(iter(error.failures.values()))[0]
-    return error
+def begin_save(policy: Policy, folder: Path) -> BackgroundWrite:
+    """Starts to write into ``folder``, which must exist and be empty; a collective over the world.
 
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Writes into ``folder``, which must exist and be empty; a collective over the world.
+    Training may go on at once: what is written is the state at the time of this call.
 
     Raises:
         RunError: the file system refuses (full, read-only).
     """
-    try:
-        dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(folder))
-    except (OSError, CheckpointException) as error:
-        cause = _cause(error)
-        if is_disk_full(cause, folder):
-            raise disk_full_error(folder / "*.distcp", None) from cause
-        raise RunError(f"{folder}: the checkpoint was not written: {_first_line(cause)}") from cause
+    return BackgroundWrite(_sharded_state(policy, is_loading=False), folder)
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """As ``begin_save``, but returns when all is written."""
+    write = begin_save(policy, folder)
+    while not write.done():
+        time.sleep(POLL_S)
 
 
 @torch.no_grad()
@@ -104,8 +99,8 @@ def load_policy(policy: Policy, folder: Path) -> None:
     try:
         state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
     except (OSError, RuntimeError, CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
-        cause = _cause(error)
-        raise RunError(f"{folder}: not a readable checkpoint: {_first_line(cause)}") from cause
+        cause = cause_of(error)
+        raise RunError(f"{folder}: not a readable checkpoint: {first_line(cause)}") from cause
     chunks = policy.model.ddp_chunks
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from megatron_tlt.errors import RunError
@@ -44,7 +45,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _FORMAT = 1
-_CHUNK = 1 << 20
+_HASH_THREADS = 8
 _LEFTOVER = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+-\d+$")
 # Temporary folders this process is still writing; never swept away as leftovers.
 _in_progress: set[Path] = set()
@@ -124,22 +125,24 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_all(files: Sequence[Path]) -> list[str]:
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing releases the interpreter
+        return list(pool.map(_sha256, files))
 
 
 def write_manifest(folder: Path | str) -> Path:
     """Record size and SHA-256 of every file below ``folder`` in its ``manifest.json``; call it last."""
     folder = Path(folder)
-    files = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        for file in _files(folder)
-        if file != folder / MANIFEST
-    }
     path = folder / MANIFEST
+    listed = [file for file in _files(folder) if file != path]
+    files = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in zip(listed, _sha256_all(listed), strict=True)
+    }
     atomic_write_text(path, json.dumps({"format": _FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
     return path
 
@@ -165,6 +168,7 @@ def verify_manifest(folder: Path | str, *, hashes: bool = True) -> list[str]:
     if version != _FORMAT:
         return [f"{path}: format {version!r}, this release reads {_FORMAT}"]
     problems: list[str] = []
+    digests: dict[Path, str] = {}
     for name, (size, digest) in entries.items():
         relative = PurePosixPath(name)
         if relative.is_absolute() or ".." in relative.parts:
@@ -175,8 +179,11 @@ def verify_manifest(folder: Path | str, *, hashes: bool = True) -> list[str]:
             problems.append(f"{file}: missing")
         elif file.stat().st_size != size:
             problems.append(f"{file}: {file.stat().st_size} bytes, the manifest says {size}")
-        elif hashes and _sha256(file) != digest:
-            problems.append(f"{file}: SHA-256 differs from the manifest's")
+        else:
+            digests[file] = digest
+    if hashes:
+        found = zip(digests.items(), _sha256_all(list(digests)), strict=True)
+        problems += [f"{file}: SHA-256 differs from the manifest's" for (file, digest), now in found if now != digest]
     return problems
 
 

@@ -228,12 +228,16 @@ class EvaluationConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How long, how much a step, how often a checkpoint. ``save_every`` 0 saves only at the end and when stopped."""
+    """How long, how much a step, how often a checkpoint. ``save_every`` 0 saves only at the end and when stopped.
+
+    ``async_save`` goes on training while a checkpoint is written.
+    """
 
     steps: PositiveInt = 100
     prompts_per_step: PositiveInt = 32
     mini_batches: PositiveInt = 1
     save_every: NonNegativeInt = 10
+    async_save: bool = True
     keep_checkpoints: PositiveInt = 2
 
 

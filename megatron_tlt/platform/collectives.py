@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device, world_size
 
 T = TypeVar("T")
@@ -65,3 +68,19 @@ def any_rank(flag: bool) -> bool:
     tensor = torch.tensor([int(flag)], dtype=torch.int32, device=current_device().torch_device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return bool(int(tensor))
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """A block whose RunError on one rank is raised on every rank, where the others would wait in a collective.
+
+    The block must hold no collective that the failing rank leaves out.
+    """
+    error: RunError | None = None
+    try:
+        yield
+    except RunError as caught:
+        error = caught
+    if any_rank(error is not None):
+        messages = all_gather_data(str(error) if error else None, str | None)
+        raise RunError(next(message for message in messages if message is not None)) from error

@@ -60,7 +60,7 @@ class Device:
         children = 0
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                children += child.memory_info().rss
+                children += child.memory_full_info().uss  # a forked one shares the rest with this process
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + children
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,3 +33,10 @@ def die_with_parent(signum: int) -> None:
     """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def stay_with_parent() -> None:
+    """For a process that works for its parent: it leaves signals to the parent, and ends when the parent does."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)

@@ -1,25 +1,25 @@
-"""A run's checkpoints: the actor's distributed checkpoint and the trainer's own state, published as one folder."""
+"""A run's checkpoints: the actor's distributed checkpoint and the run's own state, published as one folder."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.actor.megatron_checkpoint import load_policy, save_policy
+from megatron_tlt.actor.megatron_checkpoint import POLL_S, begin_save, load_policy
+from megatron_tlt.actor.megatron_writer import BackgroundWrite
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.files import (
-    atomic_folder,
-    clean_leftovers,
-    find_latest_whole,
-    set_latest,
-    write_manifest,
-)
+from megatron_tlt.checkpoint.files import clean_leftovers, find_latest_whole
+from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
+from megatron_tlt.checkpoint.publication import Publication
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.collectives import broadcast_data
-from megatron_tlt.platform.device import barrier, log_once, rank
+from megatron_tlt.platform.collectives import any_rank, broadcast_data, failing_together
+from megatron_tlt.platform.device import log_once, rank
+from megatron_tlt.platform.files import write_errors
 
 
 @dataclass
@@ -31,38 +31,82 @@ class TrainerState:
 
 
 class Checkpoints:
-    """Saves, finds and thins out checkpoints below ``root``; every method is a collective over the world."""
+    """Saves, finds and thins out checkpoints below ``root``; every method is a collective over the world.
 
-    def __init__(self, root: Path, keep: int) -> None:
+    A save goes on while training does: ``save`` copies the state, ``poll`` and ``finish`` see it through. Each of these
+    raises RunError, on all ranks, where the save fails; the previous checkpoint stays then, and so does ``latest``.
+
+    Args:
+        root: the folder of all checkpoints.
+        keep: so many of them remain.
+        parts: state beside the actor's.
+        in_background: False makes ``save`` wait until its checkpoint is published.
+    """
+
+    def __init__(
+        self, root: Path, keep: int, parts: Sequence[CheckpointPart] = (), *, in_background: bool = True
+    ) -> None:
         self._root = root
         self._keep = keep
+        self._parts = parts
+        self._in_background = in_background
+        self._began: float | None = None  # of the save in progress
+        self._write: BackgroundWrite | None = None
+        self._publication: Publication | None = None  # on rank 0
 
-    def save(self, policy: Policy, state: TrainerState) -> Path:
-        """Writes ``step_NNNNNN`` whole or not at all, then points ``latest`` at it and removes the oldest.
-
-        Raises:
-            RunError: the disk is full or refuses to be written; the previous checkpoint stays.
-        """
+    def save(self, policy: Policy, state: TrainerState) -> None:
+        """Starts to save ``step_NNNNNN``, which appears whole or not at all; the one before is finished first."""
+        self.finish()
         folder = self._root / f"step_{state.step:06d}"
-        if rank() == 0:
-            self._root.mkdir(parents=True, exist_ok=True)
-            with atomic_folder(folder) as temporary:
-                (temporary / "actor").mkdir()
-                self._save_actor(policy, broadcast_data(str(temporary), str))
-                (temporary / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-                write_manifest(temporary)
-            set_latest(self._root, folder.name)
-            for old in sorted(self._root.glob("step_*"))[: -self._keep]:
-                shutil.rmtree(old)
-        else:
-            self._save_actor(policy, broadcast_data(None, str))
-        barrier()
-        return folder
+        self._began = time.perf_counter()
+        with self._clearing_up():
+            with failing_together():
+                if rank() == 0:
+                    self._publication = Publication(folder, self._keep)
+            temporary = Path(broadcast_data(str(self._publication.temporary) if self._publication else None, str))
+            with failing_together(), write_errors(folder):
+                if rank() == 0:
+                    (temporary / "actor").mkdir()
+                    (temporary / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+                save_parts(self._parts, temporary, rank())
+            self._write = begin_save(policy, temporary / "actor")
+        if not self._in_background:
+            self.finish()
 
-    @staticmethod
-    def _save_actor(policy: Policy, temporary: str) -> None:
-        save_policy(policy, Path(temporary) / "actor")
-        barrier()
+    def poll(self) -> float | None:
+        """Takes the save in progress a step further, without waiting; the seconds it took when it is now published."""
+        if self._began is None:
+            return None
+        with self._clearing_up():
+            if self._write is not None:
+                if not self._write.done():
+                    return None
+                self._write = None
+                if self._publication is not None:
+                    self._publication.start()
+            with failing_together():
+                published = self._publication is not None and self._publication.done()
+            if not any_rank(published):
+                return None
+        seconds = time.perf_counter() - self._began
+        self._began = self._publication = None
+        return seconds
+
+    def finish(self) -> None:
+        """Waits until the save in progress, if any, is published."""
+        while self._began is not None:
+            self.poll()
+            time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def _clearing_up(self) -> Iterator[None]:
+        """A failed save leaves nothing behind, and every rank says what rank 0 knows about it."""
+        try:
+            yield
+        except RunError as error:
+            last = self._publication.abandon(error) if self._publication is not None else error
+            self._began = self._write = self._publication = None
+            raise RunError(broadcast_data(str(last), str)) from error
 
     def resume(self, policy: Policy) -> TrainerState:
         """Loads the newest whole checkpoint into ``policy``; the state of a fresh run where there is none.
@@ -73,19 +117,25 @@ class Checkpoints:
             RunError: checkpoints exist, but none of them is whole.
         """
         found: str | None = None
-        if rank() == 0 and self._root.is_dir():
-            clean_leftovers(self._root)
-            path, warnings = find_latest_whole(self._root)
-            for warning in warnings:
-                log_once(f"warning: {warning}")
-            if path is None and any(self._root.glob("step_*")):
-                found = f"!{self._root}: none of its checkpoints is whole; move the folder away to start again"
-            elif path is not None:
-                found = str(path)
+        with failing_together():
+            if rank() == 0 and self._root.is_dir():
+                found = self._newest_whole()
         found = broadcast_data(found, str | None)
         if found is None:
             return TrainerState()
-        if found.startswith("!"):
-            raise RunError(found[1:])
-        load_policy(policy, Path(found) / "actor")
-        return TrainerState(**json.loads((Path(found) / "state.json").read_text(encoding="utf-8")))
+        folder = Path(found)
+        load_policy(policy, folder / "actor")
+        for warning in load_parts(self._parts, folder):
+            log_once(f"warning: {warning}")
+        return TrainerState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+
+    def _newest_whole(self) -> str | None:
+        clean_leftovers(self._root)
+        path, warnings = find_latest_whole(self._root)
+        for warning in warnings:
+            log_once(f"warning: {warning}")
+        if path is not None:
+            return str(path)
+        if any(self._root.glob("step_*")):
+            raise RunError(f"{self._root}: none of its checkpoints is whole; move the folder away to start again")
+        return None

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
+from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
@@ -103,7 +104,12 @@ class Run:
             self._timeline,
             self._sampling(config.rollout.sampling.temperature, config.rollout.sampling.top_p),
         )
-        self._checkpoints = Checkpoints(self._folder / "checkpoints", config.trainer.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            self._folder / "checkpoints",
+            config.trainer.keep_checkpoints,
+            [RngState(self._policy.layout)],
+            in_background=config.trainer.async_save,
+        )
         self._state = TrainerState()
         self._saved_step: int | None = None
 
@@ -136,7 +142,8 @@ class Run:
             try:
                 self._loop(record, progress)
             except StopRequested:
-                self._save(record)
+                self._save()
+                self._checkpoints.finish()
                 record.finish_partial()
                 raise Interrupted(self._stop.signum or signal.SIGTERM, self._state.step) from None
             with self._timeline.span("export"):
@@ -171,15 +178,19 @@ class Run:
             result = self._step.run(step, progress.start, progress.advance)
             self._state.step = step + 1
             with self._phase("checkpoint", result):
+                background_s = self._checkpoints.poll()
+                if background_s is not None:
+                    result.metrics["checkpoint/background_s"] = background_s
                 if config.trainer.save_every and self._state.step % config.trainer.save_every == 0:
-                    self._save(record)
+                    self._save()
             every = config.evaluation.every
             evaluated = None
             with self._phase("evaluate", result):
                 if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
                     evaluated = self._evaluate(record, progress)
             record.step(self._state.step, result, evaluated, progress)
-        self._save(record)
+        self._save()
+        self._checkpoints.finish()
 
     @contextlib.contextmanager
     def _phase(self, name: str, result: StepResult) -> Iterator[None]:
@@ -188,7 +199,7 @@ class Run:
             yield
         result.metrics[f"time/{name}"] = time.perf_counter() - began
 
-    def _save(self, record: RunRecord) -> None:
+    def _save(self) -> None:
         if self._state.step and self._saved_step != self._state.step:
             self._checkpoints.save(self._policy, self._state)
             self._saved_step = self._state.step

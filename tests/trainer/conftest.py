@@ -26,7 +26,11 @@ model:
 tasks:
   - {name: chain_sum, params: {sizes: {min: 2, max: 3}}}
   - {name: gcd, params: {sizes: {min: 9, max: 19}}}
-actor: {transformer_impl: local, max_tokens_per_micro_batch: 1024, optimizer: {lr: 1.0e-3}}
+actor:
+  transformer_impl: local
+  max_tokens_per_micro_batch: 1024
+  optimizer: {lr: 1.0e-3}
+  megatron: {hidden_dropout: 0.1}   # a run resumed without its random states would go another way
 rollout:
   max_prompt_tokens: 48
   max_response_tokens: 32

@@ -1,0 +1,71 @@
+"""One checkpoint on its way from a temporary folder to its name, without holding up who writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_tlt.checkpoint.files import atomic_folder, set_latest, write_manifest
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.files import write_errors
+
+
+class Publication:
+    """Fill ``temporary``, then ``start``, then ask ``done``; or ``abandon`` it before the start.
+
+    Args:
+        folder: what the checkpoint will be called; its neighbours sort by name as they do by age.
+        keep: so many checkpoints remain, this one and the newest before it.
+
+    Raises:
+        RunError: the file system refuses.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._writing = contextlib.ExitStack()
+        self.temporary = self._writing.enter_context(atomic_folder(folder))
+        self._result: Future[None] | None = None
+
+    def start(self) -> None:
+        """Hashes, renames, moves ``latest`` and removes what is too old, all in a thread."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._result = pool.submit(self._publish)
+        pool.shutdown(wait=False)
+
+    def _publish(self) -> None:
+        with self._writing:
+            write_manifest(self.temporary)
+        root = self._folder.parent
+        set_latest(root, self._folder.name)
+        # Newer ones are there only after a damaged one was passed over: they are no reason to lose a whole one.
+        kind = self._folder.name.rstrip("0123456789")
+        until = sorted(path for path in root.glob(f"{kind}*") if path.name <= self._folder.name)
+        with write_errors(root):
+            for old in until[: -self._keep]:
+                shutil.rmtree(old)
+
+    def done(self) -> bool:
+        """Whether it is published.
+
+        Raises:
+            RunError: it could not be; whatever was there before still is.
+        """
+        assert self._result is not None, "not started"
+        if not self._result.done():
+            return False
+        self._result.result()
+        return True
+
+    def abandon(self, error: RunError) -> RunError:
+        """Removes the temporary folder because of ``error``; what to tell the user, in terms of the checkpoint."""
+        if self._result is not None:
+            return error
+        try:
+            with self._writing:
+                raise error
+        except RunError as last:
+            return last
