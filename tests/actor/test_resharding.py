@@ -1,0 +1,41 @@
+"""A checkpoint loads under another layout, optimizer state included, and training goes on as it would have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launch import run_torchrun
+from tests.helpers.tiny_models import build_qwen2
+
+pytestmark = pytest.mark.distributed
+WORKER = Path(__file__).parent / "workers" / "resharding.py"
+FORGOTTEN = "without optimizer state"
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
+    out = tmp_path_factory.mktemp("resharding")
+    model = build_qwen2(out / "model", num_layers=4, num_heads=2, num_kv_heads=2, scale=0.1)
+    run_torchrun(WORKER, 2, [str(model), str(out)], timeout_s=600)
+    found: dict[str, dict[str, list[float]]] = json.loads((out / "losses.json").read_text())
+    return found
+
+
+def test_loss_goes_on_under_every_other_layout(losses: dict[str, dict[str, list[float]]]) -> None:
+    from tests.actor.workers.resharding import LAYOUTS
+
+    assert set(losses) == set(LAYOUTS)
+    for source, rows in losses.items():
+        expected = rows["uninterrupted"]
+        assert expected[-1] < expected[0]
+        for target in LAYOUTS:
+            assert rows[target] == pytest.approx(expected, rel=1e-5), f"{source} to {target}"
+
+
+def test_the_optimizer_state_is_what_makes_it_so(losses: dict[str, dict[str, list[float]]]) -> None:
+    for source, rows in losses.items():
+        assert rows[FORGOTTEN][0] == pytest.approx(rows["uninterrupted"][0], rel=1e-5), source
+        assert rows[FORGOTTEN][1:] != pytest.approx(rows["uninterrupted"][1:], rel=1e-3), source

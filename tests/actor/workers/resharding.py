@@ -1,0 +1,80 @@
+"""Saves under every layout, loads under every other one in the same processes, writes the losses that follow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.actor.megatron_checkpoint import load_policy, save_policy
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from tests.actor.workers.layouts import samples
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+}
+
+
+def policy_of(folder: Path, layout: str) -> Policy:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    actor = ActorConfig(
+        transformer_impl="local",
+        megatron=LAYOUTS[layout],
+        optimizer={"lr": 1e-3, "weight_decay": 0.01},
+        lr_warmup_steps=6,
+        max_tokens_per_micro_batch=64,
+    )
+    return Policy(folder, actor, seed=0, total_steps=8)
+
+
+def losses(policy: Policy, steps: int) -> list[float]:
+    return [policy.update(samples(), negative_log_likelihood)["loss"] for _ in range(steps)]
+
+
+def forget_optimizer(policy: Policy) -> None:
+    for wrapper in policy.optimizer.chained_optimizers:
+        for state in wrapper.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+
+
+def main(folder: str, out: str) -> None:
+    initialize_distributed(120)
+    model = Path(folder)
+    found: dict[str, dict[str, list[float]]] = {}
+    for source in LAYOUTS:
+        policy = policy_of(model, source)
+        losses(policy, 3)
+        checkpoint = Path(out) / source
+        if rank() == 0:
+            checkpoint.mkdir()
+        barrier()
+        save_policy(policy, checkpoint)
+        found[source] = {"uninterrupted": losses(policy, 4)}
+        for target in LAYOUTS:
+            resumed = policy_of(model, target)
+            load_policy(resumed, checkpoint)
+            found[source][target] = losses(resumed, 4)
+        load_policy(resumed, checkpoint)
+        forget_optimizer(resumed)
+        found[source]["without optimizer state"] = losses(resumed, 4)
+    if rank() == 0:
+        Path(out, "losses.json").write_text(json.dumps(found))
+    barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
