@@ -53,6 +53,7 @@ class Checkpoints:
         self._began: float | None = None  # of the save in progress
         self._write: BackgroundWrite | None = None
         self._publication: Publication | None = None  # on rank 0
+        self.published_s: float | None = None  # what the newest published save took, from its beginning
 
     def save(self, policy: Policy, state: TrainerState) -> None:
         """Starts to save ``step_NNNNNN``, which appears whole or not at all; the one before is finished first."""
@@ -73,29 +74,28 @@ class Checkpoints:
         if not self._in_background:
             self.finish()
 
-    def poll(self) -> float | None:
-        """Takes the save in progress a step further, without waiting; the seconds it took when it is now published."""
+    def poll(self) -> bool:
+        """Takes the save in progress a step further, without waiting; whether none is in progress any more."""
         if self._began is None:
-            return None
+            return True
         with self._clearing_up():
             if self._write is not None:
                 if not self._write.done():
-                    return None
+                    return False
                 self._write = None
                 if self._publication is not None:
                     self._publication.start()
             with failing_together():
                 published = self._publication is not None and self._publication.done()
             if not any_rank(published):
-                return None
-        seconds = time.perf_counter() - self._began
+                return False
+        self.published_s = time.perf_counter() - self._began
         self._began = self._publication = None
-        return seconds
+        return True
 
     def finish(self) -> None:
         """Waits until the save in progress, if any, is published."""
-        while self._began is not None:
-            self.poll()
+        while not self.poll():
             time.sleep(POLL_S)
 
     @contextlib.contextmanager

@@ -178,11 +178,11 @@ class Run:
             result = self._step.run(step, progress.start, progress.advance)
             self._state.step = step + 1
             with self._phase("checkpoint", result):
-                background_s = self._checkpoints.poll()
-                if background_s is not None:
-                    result.metrics["checkpoint/background_s"] = background_s
+                self._checkpoints.poll()
                 if config.trainer.save_every and self._state.step % config.trainer.save_every == 0:
                     self._save()
+            if self._checkpoints.published_s is not None:
+                result.metrics["checkpoint/background_s"] = self._checkpoints.published_s
             every = config.evaluation.every
             evaluated = None
             with self._phase("evaluate", result):

@@ -49,6 +49,8 @@ def test_summary_says_what_ran_and_that_the_engines_held_the_weights(uninterrupt
     assert summary["rollout"]["acceptance_length"] >= 1.0
     assert 0 <= summary["eval"]["start"]["pass_at_1"] <= summary["eval"]["start"]["pass_at_k"] <= 1
     assert [row["step"] for row in rows(uninterrupted)] == [0, 1, 2, 3, 4]
+    assert all(row["actor/grad_norm"] > 1e-3 for row in rows(uninterrupted)[1:]), "equal bits would show nothing"
+    assert rows(uninterrupted)[-1]["checkpoint/background_s"] > 0
     for file in ("report.html", "config.resolved.yaml", "lengths.jsonl", "hf/config.json", "hf/tokenizer.model"):
         assert (uninterrupted / file).is_file(), file
 

@@ -67,7 +67,7 @@ def snapshot(model: Path, root: Path) -> dict[str, Any]:
     held = writers(known)
     for process in held:
         process.suspend()
-    unfinished = checkpoints.poll() is None
+    unfinished = not checkpoints.poll()
     update(policy)
     for tensor in tensors(policy):
         tensor.add_(1.0)
