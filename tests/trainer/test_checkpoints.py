@@ -48,6 +48,12 @@ def test_with_dropout_a_resumed_policy_goes_on_bit_for_bit_because_of_the_random
     assert case["without"] > case["tensors"] / 2
 
 
+def test_random_states_of_another_layout_are_left_alone_with_a_warning(found: dict[str, Any]) -> None:
+    case = found["dropout"]["other_layout"]
+    assert case["kept"]
+    assert "warning: " in case["said"] and "they start afresh" in case["said"]
+
+
 def test_full_disk_at_any_stage_is_one_error_on_all_ranks(tmp_path: Path) -> None:
     with mounted(tmp_path / "full_disk", "16m") as disk:
         *refused, last = run(tmp_path, 64, "full_disk")["full_disk"]["rows"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -150,7 +152,12 @@ def dropout(model: Path, root: Path) -> dict[str, Any]:
         Checkpoints(root, 2, parts).resume(resumed)
         update(resumed, 2)
         found[name] = differing(resumed, expected)
-    return {"tensors": len(expected), **found}
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        Checkpoints(root, 2, [RngState({**policy.layout, "tensor": 2})]).resume(policy)
+    kept = torch.equal(before, torch.get_rng_state())
+    return {"tensors": len(expected), **found, "other_layout": {"said": said.getvalue(), "kept": kept}}
 
 
 CASES = {"snapshot": snapshot, "killed_writer": killed_writer, "dropout": dropout, "full_disk": full_disk}
