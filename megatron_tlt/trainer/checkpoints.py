@@ -17,6 +17,7 @@ from megatron_tlt.checkpoint.files import clean_leftovers, find_latest_whole
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
 from megatron_tlt.checkpoint.publication import Publication
 from megatron_tlt.errors import RunError
+from megatron_tlt.models.hf_folder import MEGATRON_PART, SIDE_FILES, copy_side_files
 from megatron_tlt.platform.collectives import any_rank, broadcast_data, failing_together
 from megatron_tlt.platform.device import log_once, rank
 from megatron_tlt.platform.files import write_errors
@@ -40,15 +41,24 @@ class Checkpoints:
         root: the folder of all checkpoints.
         keep: so many of them remain.
         parts: state beside the actor's.
+        side_files: a folder with the model's config and tokenizer, to be kept with each checkpoint (``tlt convert``
+            makes a Hugging Face folder of the two).
         in_background: False makes ``save`` wait until its checkpoint is published.
     """
 
     def __init__(
-        self, root: Path, keep: int, parts: Sequence[CheckpointPart] = (), *, in_background: bool = True
+        self,
+        root: Path,
+        keep: int,
+        parts: Sequence[CheckpointPart] = (),
+        *,
+        side_files: Path | None = None,
+        in_background: bool = True,
     ) -> None:
         self._root = root
         self._keep = keep
         self._parts = parts
+        self._side_files = side_files
         self._in_background = in_background
         self._began: float | None = None  # of the save in progress
         self._write: BackgroundWrite | None = None
@@ -67,10 +77,13 @@ class Checkpoints:
             temporary = Path(broadcast_data(str(self._publication.temporary) if self._publication else None, str))
             with failing_together(), write_errors(folder):
                 if rank() == 0:
-                    (temporary / "actor").mkdir()
+                    (temporary / MEGATRON_PART).mkdir()
+                    if self._side_files is not None:
+                        (temporary / SIDE_FILES).mkdir()
+                        copy_side_files(self._side_files, temporary / SIDE_FILES)
                     (temporary / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
                 save_parts(self._parts, temporary, rank())
-            self._write = begin_save(policy, temporary / "actor")
+            self._write = begin_save(policy, temporary / MEGATRON_PART)
         if not self._in_background:
             self.finish()
 
@@ -124,7 +137,7 @@ class Checkpoints:
         if found is None:
             return TrainerState()
         folder = Path(found)
-        load_policy(policy, folder / "actor")
+        load_policy(policy, folder / MEGATRON_PART)
         for warning in load_parts(self._parts, folder):
             log_once(f"warning: {warning}")
         return TrainerState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))

@@ -15,6 +15,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.errors import TltError
+from megatron_tlt.models.hf_folder import is_megatron_checkpoint, side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.timeline import Timeline
@@ -77,11 +78,17 @@ class Run:
         self._folder = Path(config.run.dir)
         self._timeline = Timeline(rank(), self._folder)
         source = model_folder(config)
-        self._tokenizer = load_tokenizer(source)
+        self._side_files = side_files_of(source)
+        self._tokenizer = load_tokenizer(self._side_files)
         self._policy = Policy(source, config.actor, config.run.seed, total_steps=config.trainer.steps)
         needs_reference = config.algorithm.kl_coefficient > 0
         self._reference = Policy(source, config.actor, config.run.seed, trainable=False) if needs_reference else None
-        self._engine = VllmEngine(source, config.rollout, config.speculation, config.run.seed)
+        if self._reference:
+            self._reference.memory.offload()
+        rollout = config.rollout
+        if is_megatron_checkpoint(source):  # the first reshard brings the weights
+            rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy", **rollout.vllm}})
+        self._engine = VllmEngine(self._side_files, rollout, config.speculation, config.run.seed)
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
         self._collector = ExperienceCollector(
             self._engine,
@@ -108,6 +115,7 @@ class Run:
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
             [RngState(self._policy.layout)],
+            side_files=self._side_files,
             in_background=config.trainer.async_save,
         )
         self._state = TrainerState()
@@ -142,12 +150,13 @@ class Run:
             try:
                 self._loop(record, progress)
             except StopRequested:
+                self._step.take_device_back()
                 self._save()
                 self._checkpoints.finish()
                 record.finish_partial()
                 raise Interrupted(self._stop.signum or signal.SIGTERM, self._state.step) from None
             with self._timeline.span("export"):
-                save_hf_folder(self._policy, model_folder(config), self._folder / "hf")
+                save_hf_folder(self._policy, self._side_files, self._folder / "hf")
             record.finish(self._state, self._policy.layout)
         self._engine.shutdown()
 
@@ -175,22 +184,27 @@ class Run:
         while self._state.step < config.trainer.steps:
             step = self._state.step
             self._timeline.begin_step(step + 1)
-            result = self._step.run(step, progress.start, progress.advance)
-            self._state.step = step + 1
-            with self._phase("checkpoint", result):
-                self._checkpoints.poll()
-                if config.trainer.save_every and self._state.step % config.trainer.save_every == 0:
-                    self._save()
-            if self._checkpoints.published_s is not None:
-                result.metrics["checkpoint/background_s"] = self._checkpoints.published_s
+            result = self._step.run(step, progress.start, progress.advance, self._updated)
             every = config.evaluation.every
             evaluated = None
             with self._phase("evaluate", result):
                 if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
                     evaluated = self._evaluate(record, progress)
             record.step(self._state.step, result, evaluated, progress)
+        self._step.take_device_back()
         self._save()
         self._checkpoints.finish()
+
+    def _updated(self, result: StepResult) -> None:
+        """A step's update is done: counts it, and saves where one is due."""
+        self._state.step += 1
+        every = self._config.trainer.save_every
+        with self._phase("checkpoint", result):
+            self._checkpoints.poll()
+            if every and self._state.step % every == 0:
+                self._save()
+        if self._checkpoints.published_s is not None:
+            result.metrics["checkpoint/background_s"] = self._checkpoints.published_s
 
     @contextlib.contextmanager
     def _phase(self, name: str, result: StepResult) -> Iterator[None]:

@@ -56,11 +56,13 @@ class RunRecord:
 
     def step(self, step: int, result: StepResult, evaluation: Evaluation | None, progress: Progress) -> None:
         """Records step number ``step`` (counted from 1)."""
-        peaks = all_gather_data(current_device().peak_memory_bytes(), int)
+        ranks = all_gather_data((current_device().peak_memory_bytes(), result.memory), tuple[int, dict[str, int]])
         self._timeline.flush()
         if self._metrics is None or self._lengths is None:
             return
-        metrics = {**result.metrics, "memory/peak_gib": sum(peaks) / 2**30}
+        metrics = {**result.metrics, "memory/peak_gib": sum(peak for peak, _ in ranks) / 2**30}
+        for phase in result.memory:
+            metrics[f"memory/{phase}_gib"] = max(phases[phase] for _, phases in ranks) / 2**30
         if result.reshard is not None:
             metrics["reshard/tensors"] = float(result.reshard.tensors)
             metrics["reshard/verified_tensors"] = float(result.reshard.verified_tensors)

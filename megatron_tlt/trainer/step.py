@@ -33,6 +33,8 @@ class StepResult:
     lengths: list[int] = field(default_factory=list)
     finish_reasons: dict[str, int] = field(default_factory=dict)
     acceptance: list[float] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of device memory in use on this rank at the end of each phase."""
     reshard: SyncReport | None = None
 
 
@@ -67,9 +69,15 @@ class TrainingStep:
         self._loss = ClippedPolicyLoss(config.algorithm)
 
     def run(
-        self, step: int, on_phase: Callable[[str, int | None], None], on_response: Callable[[int], None]
+        self,
+        step: int,
+        on_phase: Callable[[str, int | None], None],
+        on_response: Callable[[int], None],
+        on_updated: Callable[[StepResult], None],
     ) -> StepResult:
         """Runs step number ``step`` (from 0).
+
+        ``on_updated`` is called when the policy has been updated and is still on the device: the time to save it.
 
         Raises:
             StopRequested: on every rank, while decoding; the policy is as it was before the step.
@@ -79,6 +87,7 @@ class TrainingStep:
         scored = self._rollout(step, result, on_phase, on_response)
         samples = self._log_probs(step, scored, result, on_phase)
         self._update(step, samples, result, on_phase)
+        on_updated(result)
         self.reshard(step, result, on_phase)
         result.metrics["time/total"] = time.perf_counter() - began
         return result
@@ -89,6 +98,11 @@ class TrainingStep:
         with self._timeline.span(phase):
             yield
         result.metrics[f"time/{phase}"] = time.perf_counter() - began
+        self._note_memory(phase, result)
+
+    def _note_memory(self, phase: str, result: StepResult) -> None:
+        result.memory[phase] = current_device().memory_bytes()
+        self._timeline.counter("memory (GiB)", result.memory[phase] / 2**30)
 
     def _rollout(
         self,
@@ -104,6 +118,7 @@ class TrainingStep:
         scored, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response
         )
+        self._note_memory("rollout", result)
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
         slowest = max(row[0] for row in ranks)
         lengths = [len(s.response.token_ids) for s in scored]
@@ -144,7 +159,7 @@ class TrainingStep:
     ) -> list[TrainingSample]:
         config = self._config
         on_phase("log-probs", None)
-        self._engine.sleep(level=2)
+        self.take_device_back()
         rewards = [s.reward.value for s in scored]
         advantages = group_relative_advantages(rewards, config.algorithm.group_size, config.algorithm.normalize_by_std)
         samples = [
@@ -156,7 +171,11 @@ class TrainingStep:
         temperature = self._temperature
         with self._timed("log_probs", result):
             old = self._policy.log_probs(samples, temperature)
-            reference = self._reference.log_probs(samples, temperature) if self._reference else None
+            reference = None
+            if self._reference:
+                self._reference.memory.reload()
+                reference = self._reference.log_probs(samples, temperature)
+                self._reference.memory.offload()
         rollout = [s.response.log_probs for s in scored]
         mismatch = measure_mismatch(rollout, [scores.log_probs for scores in old])
         self._record_mismatch(mismatch, result)
@@ -212,8 +231,13 @@ class TrainingStep:
             if name != "tokens":
                 result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows]))
 
+    def take_device_back(self) -> None:
+        """Engines give up the device's memory, and the actor's comes back."""
+        self._engine.sleep(level=2)
+        self._policy.memory.reload()
+
     def reshard(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
-        """Brings the actor's weights into the engines; weights wake first, the KV cache last.
+        """Brings the actor's weights into the engines; weights wake first, then the actor leaves room for the KV cache.
 
         Raises:
             RunError: an engine does not hold what the actor sent.
@@ -224,4 +248,5 @@ class TrainingStep:
             current_device().empty_cache()
             self._engine.wake_up(["weights"])
             result.reshard = self._weight_sync.sync(verify=bool(every) and step % every == 0)
+            self._policy.memory.offload()
             self._engine.wake_up(["kv_cache"])
