@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_tlt.observe.timeline import read_trace, trace_problems
-from tests.helpers.launch import slowness
+from tests.helpers.launch import REPOSITORY, run_logged, slowness
 from tests.trainer.conftest import Runs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -111,3 +114,24 @@ def test_without_speculation_the_same_kind_of_summary(runs: Runs) -> None:
     summary = json.loads((runs.folder / "plain" / "summary.json").read_text())
     assert summary["speculation"]["enabled"] is False
     assert summary["rollout"]["acceptance_length"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_checkpoint_converts_to_the_trained_model_and_back_to_what_a_run_starts_from(
+    runs: Runs, uninterrupted: Path
+) -> None:
+    def convert(source: Path, target: Path) -> None:
+        tool = REPOSITORY / "tools" / "convert_checkpoint.py"
+        run_logged([sys.executable, str(tool), str(source), str(target)], timeout_s=180)
+
+    newest = max((uninterrupted / "checkpoints").glob("step_*"))
+    convert(newest, runs.folder / "converted")
+    trained = load_file(uninterrupted / "hf" / "model.safetensors")
+    converted = load_file(runs.folder / "converted" / "model.safetensors")
+    assert trained.keys() == converted.keys() and all(torch.equal(trained[n], converted[n]) for n in trained)
+    assert (runs.folder / "converted" / "tokenizer.model").is_file()
+
+    convert(runs.folder / "converted", runs.folder / "megatron")
+    runs.train("from-megatron", "model.recipe=null", f"model.path={runs.folder / 'megatron'}", "trainer.steps=1")
+    summary = json.loads((runs.folder / "from-megatron" / "summary.json").read_text())
+    assert summary["reshard"]["verified_tensors"] == summary["reshard"]["tensors"] > 0
+    assert summary["rollout"]["logprob_mismatch"]["max_abs"] < 1e-3
