@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor.megatron_writer import BackgroundWrite, cause_of, first_line
@@ -26,6 +27,8 @@ def _metadata() -> dict[str, Any]:
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
+        # Otherwise states would be named after the place of their optimizer (dense, experts) in the chain.
+        "chained_optim_avoid_prefix": True,
         "distrib_optim_fully_reshardable_mem_efficient": not current_device().is_cuda,
     }
 
@@ -66,6 +69,9 @@ def _separate_steps(policy: Policy) -> None:
                 state["step"] = state["step"].clone()
 
 
+_TENSORS = "param_state"
+
+
 def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     chunks = policy.model.ddp_chunks
     _allocate_state(policy)
@@ -74,13 +80,36 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
         state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_metadata())
-    state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata())
-    for part in (state["optimizer"], *state["optimizer"].values()):
+    # How many optimizers there are depends on the layout (experts that are spread have one of their own), so what is
+    # not a tensor is kept apart and matched by parameter group; tensors are found by their parameters' names.
+    parts = [w.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata()) for w in _optimizers(policy)]
+    for i, part in enumerate(parts):
+        tensors = part.pop(_TENSORS)
         # Ranks that gathered nothing: without this the state common to all ranks would differ between them.
-        if isinstance(part, dict) and part.get("param_state", state) is None:
-            part["param_state"] = LocalNonpersistentObject(None)
+        state[f"optimizer{i}"] = {_TENSORS: LocalNonpersistentObject(None) if tensors is None else tensors}
+    if not is_loading:
+        state["optimizer_groups"] = parts
     state["scheduler"] = policy.scheduler.state_dict()
     return state
+
+
+def _own_part(own: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is not a tensor of one optimizer, out of what was saved of any number of them."""
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+
+    def likeness(group: dict[str, Any], other: dict[str, Any]) -> int:
+        return sum(group.get(key) == other.get(key) for key in param_group_identifier_keys)
+
+    def restored(group: dict[str, Any]) -> dict[str, Any]:
+        nearest = max(groups, key=lambda other: likeness(group, other))
+        return {**group, **nearest, **{key: group[key] for key in param_group_identifier_keys if key in group}}
+
+    part = {**saved[0], **{key: value for key, value in own.items() if key not in saved[0]}}
+    part["optimizer"] = {
+        **saved[0]["optimizer"],
+        "param_groups": [restored(group) for group in own["optimizer"]["param_groups"]],
+    }
+    return part
 
 
 def begin_save(policy: Policy, folder: Path) -> BackgroundWrite:
@@ -116,7 +145,10 @@ def load_policy(policy: Policy, folder: Path) -> None:
     chunks = policy.model.ddp_chunks
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])
-    policy.optimizer.load_state_dict(state["optimizer"])
+    for i, wrapper in enumerate(_optimizers(policy)):
+        wrapper.load_state_dict(
+            {**_own_part(wrapper.state_dict(), state["optimizer_groups"]), **state[f"optimizer{i}"]}
+        )
     _separate_steps(policy)
     # Its load adds the saved count to its own, which is one ahead since it was built.
     policy.scheduler.num_steps = 0

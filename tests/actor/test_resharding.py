@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.models.tiny import write_tiny_model
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2
 
@@ -18,8 +19,9 @@ FORGOTTEN = "without optimizer state"
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
     out = tmp_path_factory.mktemp("resharding")
-    model = build_qwen2(out / "model", num_layers=4, num_heads=2, num_kv_heads=2, scale=0.1)
-    run_torchrun(WORKER, 2, [str(model), str(out)], timeout_s=600)
+    build_qwen2(out / "models" / "dense", num_layers=4, num_heads=2, num_kv_heads=2, scale=0.1)
+    write_tiny_model("qwen3-moe", out / "models" / "moe")
+    run_torchrun(WORKER, 2, [str(out / "models"), str(out)], timeout_s=600)
     found: dict[str, dict[str, list[float]]] = json.loads((out / "losses.json").read_text())
     return found
 
@@ -27,11 +29,11 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list
 def test_loss_goes_on_under_every_other_layout(losses: dict[str, dict[str, list[float]]]) -> None:
     from tests.actor.workers.resharding import LAYOUTS
 
-    assert set(losses) == set(LAYOUTS)
+    assert set(losses) == {name for layouts in LAYOUTS.values() for name in layouts}
     for source, rows in losses.items():
         expected = rows["uninterrupted"]
         assert expected[-1] < expected[0]
-        for target in LAYOUTS:
+        for target in LAYOUTS["moe" if source.startswith("moe") else "dense"]:
             assert rows[target] == pytest.approx(expected, rel=1e-5), f"{source} to {target}"
 
 

@@ -30,6 +30,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    model: str = "dense"
     torch_name: str = ""
     torch_arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -48,6 +49,8 @@ CASES = {
     "nadam-buckets": Case("torch.optim.NAdam", 1e-3, ddp=BUCKETS),
     "adagrad": Case("torch.optim.Adagrad", 1e-2, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
     "rmsprop": Case("torch.optim.RMSprop", 1e-3, {"centered": True, "momentum": 0.5}),
+    # dense and expert parameters have an optimizer each
+    "nadam-experts": Case("torch.optim.NAdam", 1e-3, megatron={"expert_model_parallel_size": 2}, model="moe"),
     "nadam-bf16": Case("torch.optim.NAdam", 1e-3, megatron={"bf16": True}),
 }
 RESHARDED = ("sgd", "nadam-buckets", "adagrad")
@@ -66,7 +69,7 @@ def policy_of(folder: Path, case: Case, **megatron: Any) -> Policy:
         optimizer_arguments=case.arguments,
         lr_warmup_steps=WARMUP,
     )
-    return Policy(folder, actor, seed=0, total_steps=8)
+    return Policy(folder / case.model, actor, seed=0, total_steps=8)
 
 
 def train(policy: Policy, steps: int) -> list[float]:

@@ -16,22 +16,34 @@ from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 from tests.actor.workers.layouts import samples
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
-    "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "dense": {
+        "dp2": {},
+        "tp2sp": TP2SP,
+        "pp2": PP2,
+        "pp2vp2": PP2 | {"virtual_pipeline_model_parallel_size": 2},
+    },
+    "moe": {
+        "moe-dp2": {},
+        "moe-ep2": EP2,
+        "moe-pp2": PP2,
+        "moe-tp2ep2": TP2SP | EP2 | {"expert_tensor_parallel_size": 1},
+    },
 }
+"""By the model's folder."""
 
 
-def policy_of(folder: Path, layout: str) -> Policy:
+def policy_of(folder: Path, megatron: dict[str, Any]) -> Policy:
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     actor = ActorConfig(
         transformer_impl="local",
-        megatron=LAYOUTS[layout],
+        megatron=megatron,
         optimizer={"lr": 1e-3, "weight_decay": 0.01},
         lr_warmup_steps=6,
         max_tokens_per_micro_batch=64,
@@ -53,27 +65,33 @@ def forget_optimizer(policy: Policy) -> None:
 
 def main(folder: str, out: str) -> None:
     initialize_distributed(120)
-    model = Path(folder)
     found: dict[str, dict[str, list[float]]] = {}
-    for source in LAYOUTS:
-        policy = policy_of(model, source)
-        losses(policy, 3)
-        checkpoint = Path(out) / source
-        if rank() == 0:
-            checkpoint.mkdir()
-        barrier()
-        save_policy(policy, checkpoint)
-        found[source] = {"uninterrupted": losses(policy, 4)}
-        for target in LAYOUTS:
-            resumed = policy_of(model, target)
-            load_policy(resumed, checkpoint)
-            found[source][target] = losses(resumed, 4)
-        load_policy(resumed, checkpoint)
-        forget_optimizer(resumed)
-        found[source]["without optimizer state"] = losses(resumed, 4)
+    for name, layouts in LAYOUTS.items():
+        for source in layouts:
+            found[source] = resume_everywhere(Path(folder, name), layouts, source, Path(out, source))
     if rank() == 0:
         Path(out, "losses.json").write_text(json.dumps(found))
     barrier()
+
+
+def resume_everywhere(
+    model: Path, layouts: dict[str, dict[str, Any]], source: str, checkpoint: Path
+) -> dict[str, list[float]]:
+    policy = policy_of(model, layouts[source])
+    losses(policy, 3)
+    if rank() == 0:
+        checkpoint.mkdir()
+    barrier()
+    save_policy(policy, checkpoint)
+    rows = {"uninterrupted": losses(policy, 4)}
+    for target, megatron in layouts.items():
+        resumed = policy_of(model, megatron)
+        load_policy(resumed, checkpoint)
+        rows[target] = losses(resumed, 4)
+    load_policy(resumed, checkpoint)
+    forget_optimizer(resumed)
+    rows["without optimizer state"] = losses(resumed, 4)
+    return rows
 
 
 if __name__ == "__main__":
