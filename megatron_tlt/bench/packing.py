@@ -6,9 +6,11 @@ import argparse
 import random
 import statistics
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron_tlt.actor.batches import MicroBatch, form_micro_batches
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.algorithms.types import TrainingSample
@@ -21,6 +23,9 @@ from megatron_tlt.platform.device import initialize_distributed, prepare
 
 VOCAB = 128
 PROMPT = 16
+PADDED = ("padded, sorted by length", "padded, in order of arrival")
+"""What packing is compared with; the target is held against the first."""
+PACKED = "packed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,18 +48,42 @@ def long_tailed_samples(count: int, longest: int, seed: int = 0) -> list[Trainin
     return samples
 
 
-def _policy(folder: Path, bound: int, packing: bool) -> Policy:
+def plan_in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Neighbours in the order of arrival, as many as fit ``max_tokens`` when padded to the longest of them.
+
+    Gives lists of indices into ``lengths``; each occurs once, ascending. A sequence above ``max_tokens`` stands alone.
+    """
+    groups: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        if groups and (len(groups[-1]) + 1) * max(length, *(lengths[j] for j in groups[-1])) <= max_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+class _InOrder(Policy):
+    """Forms its micro-batches as the samples come, in one process."""
+
+    def micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+        shape = self._batch_shape
+        groups = plan_in_order([len(sample.token_ids) for sample in samples], shape.max_tokens)
+        return form_micro_batches(samples, groups, shape, self._device)
+
+
+def _policy(folder: Path, bound: int, form: str) -> Policy:
     actor = ActorConfig(
-        transformer_impl="local", packing=packing, max_tokens_per_micro_batch=bound, optimizer={"lr": 0.0}
+        transformer_impl="local", packing=form == PACKED, max_tokens_per_micro_batch=bound, optimizer={"lr": 0.0}
     )
-    return Policy(folder, actor, seed=0)
+    return (_InOrder if form == PADDED[1] else Policy)(folder, actor, seed=0)
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """Every form takes the bound that suits it best; the learning rate is 0, so that all steps do the same work.
 
-    The padded form is sorted by length, which leaves little padding where a step has many sequences. A data-parallel
-    rank's share of a step is small, so several sizes are measured; the target is held against their median.
+    The padded form sorted by length has little padding where a step has many sequences; in order of arrival it has
+    much. A data-parallel rank's share of a step is small, so several sizes are measured; the target is held against
+    the median of the ratios to the sorted form. ``padded_over_packed_positions`` is what the linear layers can gain.
     """
     prepare()
     initialize_distributed()
@@ -63,22 +92,25 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         architecture = ArchitectureConfig(max_position_embeddings=arguments.longest + PROMPT)
         write_untrained(Path(folder), architecture, RecipeConfig(), VOCAB, 1)
         policies = {
-            form: {bound: _policy(Path(folder), bound, form == "packed") for bound in arguments.bounds}
-            for form in ("padded", "packed")
+            form: {bound: _policy(Path(folder), bound, form) for bound in arguments.bounds}
+            for form in (*PADDED, PACKED)
         }
     ratios, differences = zip(
         *(_compare(result, policies, count, arguments) for count in arguments.samples), strict=True
     )
     result.target("packed_over_padded_tokens_per_s", statistics.median(ratios), ">=", 2.2)
     result.target("relative_difference_of_loss", max(differences), "<=", 1e-5)
-    _balance(result, policies["packed"][max(arguments.bounds)], arguments)
+    _balance(result, policies[PACKED][max(arguments.bounds)], arguments)
     return result
 
 
 def _compare(
     result: BenchmarkResult, policies: dict[str, dict[int, Policy]], count: int, arguments: argparse.Namespace
 ) -> tuple[float, float]:
-    """Adds a row for steps of ``count`` samples; returns the ratio of speeds and the relative difference of losses."""
+    """Adds a row per padded form for steps of ``count`` samples.
+
+    Returns the ratio of speeds to the sorted form, and the relative difference of all forms' losses.
+    """
     samples = long_tailed_samples(count, arguments.longest)
     losses: dict[tuple[str, int], float] = {}
 
@@ -88,23 +120,29 @@ def _compare(
     cases = {f"{form} {bound}": partial(step, form, bound) for form in policies for bound in policies[form]}
     times = interleave(cases, arguments.repeats, warmups=1)
     best = {
-        form: min((name for name in cases if name.startswith(form)), key=lambda name: statistics.median(times[name]))
-        for form in policies
+        form: min(policies[form], key=lambda bound: statistics.median(times[f"{form} {bound}"])) for form in policies
     }
-    ratio = ratio_of_medians(times[best["padded"]], times[best["packed"]])
+    seconds = {form: times[f"{form} {bound}"] for form, bound in best.items()}
+    positions = {
+        form: sum(batch.tokens_RT.numel() for batch in policies[form][bound].micro_batches(samples))
+        for form, bound in best.items()
+    }
     tokens = sum(len(sample.token_ids) for sample in samples)
-    result.rows.append(
-        {
-            "samples": count,
-            "tokens": tokens,
-            "padded": best["padded"].split()[1],
-            "packed": best["packed"].split()[1],
-            "packed_tokens_per_s": tokens / statistics.median(times[best["packed"]]),
-            "packed_over_padded": ratio,
-            "seconds": times,
-        }
-    )
-    return ratio["ratio"], max(losses.values()) / min(losses.values()) - 1.0
+    ratios = {form: ratio_of_medians(seconds[form], seconds[PACKED]) for form in PADDED}
+    for form in PADDED:
+        result.rows.append(
+            {
+                "samples": count,
+                "tokens": tokens,
+                "against": form,
+                "bounds": f"{best[form]}, packed {best[PACKED]}",
+                "padded_over_packed_positions": positions[form] / positions[PACKED],
+                "packed_tokens_per_s": tokens / statistics.median(seconds[PACKED]),
+                "packed_over_padded": ratios[form],
+                "seconds": {name: times[name] for name in times if name.startswith((form, PACKED))},
+            }
+        )
+    return ratios[PADDED[0]]["ratio"], max(losses.values()) / min(losses.values()) - 1.0
 
 
 def _balance(result: BenchmarkResult, policy: Policy, arguments: argparse.Namespace) -> None:
