@@ -28,7 +28,7 @@ def test_logits_equal_transformers_and_weights_come_back(root: Path, layout: str
     rows = measure(root, layout, timeout_s=300)
     assert set(rows) == set(TINY_MODELS)
     for name, row in rows.items():
-        assert 0 < row["logits"] <= 1e-5, name
+        assert row["logits"] <= 1e-5, name
         assert row["roundtrip_bit_equal"], name
 
 

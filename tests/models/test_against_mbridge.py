@@ -1,4 +1,4 @@
-"""Where mbridge is right, the map of weights agrees with it: dense families, and experts by Transformer Engine's names."""
+"""The map of weights agrees with mbridge: dense families, and experts by Transformer Engine's names."""
 
 from __future__ import annotations
 

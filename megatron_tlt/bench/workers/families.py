@@ -26,8 +26,8 @@ from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 
 
-def _difference(policy: Policy, folder: Path, samples: list[TrainingSample]) -> float:
-    """The largest difference of logits over the largest logit, on this rank; 0 where another stage has them."""
+def _differences(policy: Policy, folder: Path, samples: list[TrainingSample]) -> list[float]:
+    """For each sequence the largest difference of logits over the largest logit; none where another stage has them."""
     from megatron.core import parallel_state
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -46,7 +46,7 @@ def _difference(policy: Policy, folder: Path, samples: list[TrainingSample]) -> 
 
     with torch.no_grad():
         policy.run_schedule(policy.micro_batches(samples), compare, forward_only=True)
-    return max(worst, default=0.0)
+    return worst
 
 
 def _layout(folder: Path, megatron: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +69,9 @@ def main(root: str, megatron: str, out: str) -> None:
         actor = ActorConfig(transformer_impl="local", megatron=_layout(folder, json.loads(megatron)))
         policy = Policy(folder, actor, seed=0, trainable=False)
         stored, exported = load_file(folder / "model.safetensors"), dict(policy.export_weights())
+        ranks = all_gather_data(_differences(policy, folder, samples), list[float])
         rows[folder.name] = {
-            "logits": max(all_gather_data(_difference(policy, folder, samples), float)),
+            "logits": max(difference for differences in ranks for difference in differences),
             "roundtrip_bit_equal": exported.keys() == stored.keys()
             and all(torch.equal(exported[name], tensor) for name, tensor in stored.items()),
         }
