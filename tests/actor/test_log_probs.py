@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 
@@ -26,3 +29,34 @@ def test_equal_to_log_softmax_and_differentiable(temperature: float, chunk: int)
     (expected[0] * pull[0] + expected[1] * pull[1]).sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(gradient, logits.grad, atol=1e-5, rtol=1e-5)
+
+
+class _NewStorages(TorchDispatchMode):
+    """Bytes of every storage that is made inside."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self._kept: list[torch.Tensor] = []  # an address must not be used twice
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self._known:
+            self._known.add(result.untyped_storage().data_ptr())
+            self._kept.append(result)
+            self.sizes.append(result.untyped_storage().nbytes())
+        return result
+
+
+def test_extra_memory_is_bounded_by_the_chunk() -> None:
+    tokens, vocabulary, chunk = 64, 50, 8
+    logits = torch.randn(tokens, vocabulary, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,))
+    with _NewStorages(logits) as forward:
+        log_probs, entropy = vocab_parallel_scores(logits, labels, chunk_tokens=chunk)
+    assert max(forward.sizes) == 4 * chunk * vocabulary
+    with _NewStorages(logits) as backward:
+        (log_probs.sum() + entropy.sum()).backward()
+    # the gradient itself is as large as the logits
+    assert sorted(backward.sizes)[-2:] == [4 * chunk * vocabulary, 4 * tokens * vocabulary]
