@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +9,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.models.tiny import write_tiny_model
-from tests.helpers.launch import run_torchrun
-from tests.helpers.tiny_models import build_qwen2, response_log_probs
+from tests.actor.conftest import rows_of
+from tests.helpers.tiny_models import response_log_probs
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "layouts.py"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("actor")
-    build_qwen2(root / "dense", num_heads=2, num_kv_heads=2, scale=0.1, num_layers=4)
-    write_tiny_model("qwen3-moe", root / "moe")
-    return root
+def rows(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return rows_of(WORKER, models, tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.fixture(scope="module")
-def rows(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("layouts")
-    run_torchrun(WORKER, 2, [str(folder), str(out)], timeout_s=600)
-    found: dict[str, dict[str, Any]] = json.loads((out / "rows.json").read_text())
-    return found
-
-
-def test_log_probs_equal_transformers(rows: dict[str, dict[str, Any]], folder: Path) -> None:
+def test_log_probs_equal_transformers(rows: dict[str, dict[str, Any]], models: Path) -> None:
     from tests.actor.workers.layouts import TEMPERATURE, model_of, samples
 
     for name, row in rows.items():
-        model = AutoModelForCausalLM.from_pretrained(model_of(folder, name), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_of(models, name), dtype=torch.float32).eval()
         for sample, found in zip(samples(), row["log_probs"], strict=True):
             expected = response_log_probs(model, sample.token_ids, sample.prompt_length, TEMPERATURE)
             assert found == pytest.approx(expected, abs=2e-5), name

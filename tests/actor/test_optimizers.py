@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +9,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.models.tiny import write_tiny_model
-from tests.helpers.launch import run_torchrun
-from tests.helpers.tiny_models import build_qwen2
+from tests.actor.conftest import rows_of
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "optimizers.py"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("actor")
-    build_qwen2(root / "dense", num_heads=2, num_kv_heads=2, scale=0.1)
-    write_tiny_model("qwen3-moe", root / "moe")
-    return root
+def rows(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return rows_of(WORKER, models, tmp_path_factory.mktemp("optimizers"))
 
 
-@pytest.fixture(scope="module")
-def rows(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("optimizers")
-    run_torchrun(WORKER, 2, [str(folder), str(out)], timeout_s=300)
-    found: dict[str, dict[str, Any]] = json.loads((out / "rows.json").read_text())
-    return found
-
-
-def plain_torch_losses(folder: Path, name: str) -> list[float]:
+def plain_torch_losses(models: Path, name: str) -> list[float]:
     """The same training with transformers and torch alone, in one process."""
     from tests.actor.workers.layouts import samples
     from tests.actor.workers.optimizers import CASES, STEPS, WARMUP, WEIGHT_DECAY
 
     data = samples()
-    model = AutoModelForCausalLM.from_pretrained(folder / CASES[name].model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(models / CASES[name].model, dtype=torch.float32)
     cls, arguments = CASES[name].reference
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -63,12 +49,12 @@ def plain_torch_losses(folder: Path, name: str) -> list[float]:
     return losses
 
 
-def test_losses_equal_plain_torch(rows: dict[str, dict[str, Any]], folder: Path) -> None:
+def test_losses_equal_plain_torch(rows: dict[str, dict[str, Any]], models: Path) -> None:
     from tests.actor.workers.optimizers import CASES
 
     assert set(rows) == set(CASES)
     for name, row in rows.items():
-        expected = plain_torch_losses(folder, name)
+        expected = plain_torch_losses(models, name)
         assert expected[-1] < 0.999 * expected[0], name
         tolerance = 2e-2 if name.endswith("bf16") else 1e-5
         assert row["losses"] == pytest.approx(expected, rel=tolerance), name

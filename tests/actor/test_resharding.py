@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from megatron_tlt.models.tiny import write_tiny_model
-from tests.helpers.launch import run_torchrun
-from tests.helpers.tiny_models import build_qwen2
+from tests.actor.conftest import rows_of
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "resharding.py"
@@ -17,13 +14,8 @@ FORGOTTEN = "without optimizer state"
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
-    out = tmp_path_factory.mktemp("resharding")
-    build_qwen2(out / "models" / "dense", num_layers=4, num_heads=2, num_kv_heads=2, scale=0.1)
-    write_tiny_model("qwen3-moe", out / "models" / "moe")
-    run_torchrun(WORKER, 2, [str(out / "models"), str(out)], timeout_s=600)
-    found: dict[str, dict[str, list[float]]] = json.loads((out / "losses.json").read_text())
-    return found
+def losses(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
+    return rows_of(WORKER, models, tmp_path_factory.mktemp("resharding"))
 
 
 def test_loss_goes_on_under_every_other_layout(losses: dict[str, dict[str, list[float]]]) -> None:

@@ -70,7 +70,7 @@ def main(folder: str, out: str) -> None:
         for source in layouts:
             found[source] = resume_everywhere(Path(folder, name), layouts, source, Path(out, source))
     if rank() == 0:
-        Path(out, "losses.json").write_text(json.dumps(found))
+        Path(out, "rows.json").write_text(json.dumps(found))
     barrier()
 
 
