@@ -8,29 +8,22 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_tlt.actor.megatron_optimizer_state import optimizer_shards
 from megatron_tlt.actor.megatron_writer import BackgroundWrite, cause_of, first_line
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.device import current_device
 
 POLL_S = 0.01
+_FORM = "fully_reshardable"
+_TENSORS = "param_state"
 
 
 def _metadata() -> dict[str, Any]:
-    """Asks for the one form of optimizer state that loads under another layout; made anew, as Megatron adds to it.
-
-    Its shards are gathered, by NCCL on every data-parallel rank; by gloo that is slower than on the first one alone.
-    """
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Otherwise states would be named after the place of their optimizer (dense, experts) in the chain.
-        "chained_optim_avoid_prefix": True,
-        "distrib_optim_fully_reshardable_mem_efficient": not current_device().is_cuda,
-    }
+    """Asks for the one form of optimizer state that loads under another layout; made anew, as Megatron adds to it."""
+    return {"distrib_optim_sharding_type": _FORM}
 
 
 def _optimizers(policy: Policy) -> list[Any]:
@@ -48,19 +41,6 @@ def _allocate_state(policy: Policy) -> None:
                 state["step"] = torch.tensor(0.0)
 
 
-def _keep_padding(policy: Policy) -> None:
-    """Lets a buffer's padding count as content, in a checkpoint's gathering of optimizer state.
-
-    Megatron drops each bucket's padding when it gathers a buffer, but then cuts parameters out of it by their offsets
-    in the padded one: everything behind the first bucket would be saved shifted, with zeros at the end.
-    """
-    for wrapper in _optimizers(policy):
-        for buffer in getattr(wrapper, "buffers", []):
-            buffer.numel_unpadded = buffer.numel
-            for bucket in buffer.buckets:
-                bucket.numel_unpadded = bucket.grad_data.numel()
-
-
 def _separate_steps(policy: Policy) -> None:
     """Megatron hands one step tensor to all parameters, which torch's Adam would then advance once for each."""
     for wrapper in _optimizers(policy):
@@ -69,27 +49,37 @@ def _separate_steps(policy: Policy) -> None:
                 state["step"] = state["step"].clone()
 
 
-_TENSORS = "param_state"
-
-
-def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+def _model_state(policy: Policy) -> dict[str, Any]:
+    """The sharded state of weights and schedule; optimizers are given their state, to be saved or loaded into."""
     chunks = policy.model.ddp_chunks
     _allocate_state(policy)
-    _keep_padding(policy)
     policy.synchronize_parameters()
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {"scheduler": policy.scheduler.state_dict()}
     for i, chunk in enumerate(chunks):
         state["model" if len(chunks) == 1 else f"model{i}"] = chunk.module.sharded_state_dict(metadata=_metadata())
+    return state
+
+
+def _state_to_save(policy: Policy) -> dict[str, Any]:
+    state = _model_state(policy)
+    shards = [shard for wrapper in _optimizers(policy) for shard in optimizer_shards(wrapper, state)]
     # How many optimizers there are depends on the layout (experts that are spread have one of their own), so what is
     # not a tensor is kept apart and matched by parameter group; tensors are found by their parameters' names.
-    parts = [w.sharded_state_dict(state, is_loading=is_loading, metadata=_metadata()) for w in _optimizers(policy)]
-    for i, part in enumerate(parts):
-        tensors = part.pop(_TENSORS)
-        # Ranks that gathered nothing: without this the state common to all ranks would differ between them.
-        state[f"optimizer{i}"] = {_TENSORS: LocalNonpersistentObject(None) if tensors is None else tensors}
-    if not is_loading:
-        state["optimizer_groups"] = parts
-    state["scheduler"] = policy.scheduler.state_dict()
+    state["optimizer_groups"] = [w.state_dict() | {"param_state_sharding_type": _FORM} for w in _optimizers(policy)]
+    if shards:  # an empty list would count as state common to all ranks
+        state["optimizer_shards"] = shards
+    return state
+
+
+def _state_to_load(policy: Policy) -> dict[str, Any]:
+    model = _model_state(policy)
+    state = dict(model)
+    for i, wrapper in enumerate(_optimizers(policy)):
+        for buffer in wrapper.buffers:
+            # Megatron would allocate a buffer without padding, but cut parameters out by offsets with padding.
+            buffer.numel_unpadded = buffer.numel
+        tensors = wrapper.sharded_state_dict(model, is_loading=True, metadata=_metadata())[_TENSORS]
+        state[f"optimizer{i}"] = {_TENSORS: tensors}
     return state
 
 
@@ -120,7 +110,7 @@ def begin_save(policy: Policy, folder: Path) -> BackgroundWrite:
     Raises:
         RunError: the file system refuses (full, read-only).
     """
-    return BackgroundWrite(_sharded_state(policy, is_loading=False), folder)
+    return BackgroundWrite(_state_to_save(policy), folder)
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -138,7 +128,7 @@ def load_policy(policy: Policy, folder: Path) -> None:
         RunError: the folder holds no checkpoint that can be read.
     """
     try:
-        state = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder))
+        state = dist_checkpointing.load(_state_to_load(policy), str(folder))
     except (OSError, RuntimeError, CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
         cause = cause_of(error)
         raise RunError(f"{folder}: not a readable checkpoint: {first_line(cause)}") from cause

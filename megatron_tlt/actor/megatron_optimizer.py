@@ -168,38 +168,26 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
         if state:
             self.optimizer.state[shard] = state
 
+    def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
+        shard = self._main_shard(model_param)
+        kept = self.optimizer.state.get(shard, {})
+        # What was never stepped keeps nothing yet; a checkpoint holds zeros.
+        return {"param": shard} | {
+            name: kept[name] if name in kept else torch.zeros_like(shard) for name in self._layout.tensors
+        }
+
     def get_parameter_state_dp_zero(
-        self, use_gloo_comm: bool = False, empty_data: bool = False, return_on_all_ranks: bool = True
+        self, use_gloo_comm: bool = False, empty_data: bool = True, return_on_all_ranks: bool = True
     ) -> dict[Any, Any]:
-        """Main parameters and state tensors of every buffer, whole, in float32 on every rank of the group.
+        """Main parameters and state tensors of every buffer, whole, in float32, to be loaded into.
 
         Args:
-            use_gloo_comm: not used; the group is the gradients'.
-            empty_data: zeros, to be loaded into.
+            use_gloo_comm: not used.
+            empty_data: not used; zeros.
             return_on_all_ranks: not used; every rank gets them.
         """
-        gathered: dict[Any, Any] = {}
-        for index, ranges in enumerate(self.gbuf_ranges):
-            buffer = self.buffers[index]
-            ((dtype, range_maps),) = ranges.items()
-            world = {name: torch.zeros(buffer.numel) for name in ("param", *self._layout.tensors)}
-            if not empty_data:
-                for bucket, range_map in zip(buffer.buckets, range_maps, strict=True):
-                    for name, whole in world.items():
-                        part = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
-                        part.copy_(self._gather(name, len(part), range_map["param_map"]))
-            gathered[index] = {dtype: world}
-        return gathered
-
-    def _gather(self, name: str, size: int, param_map: dict[torch.Tensor, Any]) -> torch.Tensor:
-        """One entry of one bucket: (size,), padding and what was never stepped as zeros."""
-        device = current_device().torch_device
-        whole = torch.zeros(size, device=device)
-        mine = torch.zeros(size // self.data_parallel_group.size(), device=device)
-        for model_param, ranges in param_map.items():
-            shard = self._main_shard(model_param)
-            value = shard if name == "param" else self.optimizer.state.get(shard, {}).get(name)
-            if value is not None:
-                mine[ranges["gbuf_local"].start : ranges["gbuf_local"].end].copy_(value.detach())
-        torch.distributed.all_gather(list(whole.chunk(self.data_parallel_group.size())), mine, self.data_parallel_group)
-        return whole
+        names = ("param", *self._layout.tensors)
+        return {
+            index: {dtype: {name: torch.zeros(self.buffers[index].numel) for name in names} for dtype in ranges}
+            for index, ranges in enumerate(self.gbuf_ranges)
+        }

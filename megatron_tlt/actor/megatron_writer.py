@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -117,6 +119,16 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, planned)
 
 
+def _narrow_storages(sharded: dict[str, Any]) -> None:
+    """Gives each tensor in host memory a storage that is no larger than itself, over the same memory.
+
+    The writer copies all others, since it writes storages whole; the fork makes the copy needless.
+    """
+    for shard in nested_values(sharded):
+        if isinstance(shard, ShardedTensor) and shard.data.device.type == "cpu":
+            shard.data = torch.from_dlpack(shard.data.detach())
+
+
 class BackgroundWrite:
     """A state on its way into ``folder``, which must exist and be empty; every call is a collective over the world.
 
@@ -133,6 +145,7 @@ class BackgroundWrite:
         self._strategy = _Strategy(_BACKEND, _VERSION)
         self._calls = AsyncCallsQueue(persistent=False)
         sharded, common = save_preprocess(state)
+        _narrow_storages(sharded)
         with failing_together(), _write_problems(folder):
             TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
         filesystem_async._results_queue = _Results()
