@@ -68,12 +68,13 @@ def optimizer_shards(optimizer: DistributedOptimizer, model_state: dict[str, Any
     shards: list[ShardedTensor] = []
     for parameter in optimizer.model_param_gbuf_map:
         begin = optimizer._get_model_param_range_map(parameter)["param"].start
-        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        kept = optimizer._get_main_param_and_optimizer_states(parameter)
+        # A step count is a number, kept with the parameter groups.
+        owned = {name: value.detach().float() for name, value in kept.items() if name != "step"}
         for at, piece in _pieces(entries[parameter]):
             # Each data-parallel rank owns another part: only instances of the optimizer hold copies.
             pipeline, tensor, _ = piece.replica_id
             own = replace(piece, replica_id=(pipeline, tensor, optimizer.distributed_optimizer_instance_id), data=None)
-            for name, value in tensors.items():
-                if name != "step":  # a number, kept with the parameter groups
-                    shards += _boxes(own, begin - at, value.detach().float(), name)
+            for name, value in owned.items():
+                shards += _boxes(own, begin - at, value, name)
     return shards
