@@ -195,7 +195,9 @@ def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _adam_only(config: TltConfig) -> Iterator[str]:
-    """Parts of Megatron that know Adam's state."""
+    """Parts of Megatron that know Adam's state; its plain optimizer, whose state is not saved, is for none."""
+    if config.actor.ddp.get("use_distributed_optimizer", True) is False:
+        yield "actor.ddp.use_distributed_optimizer: found false; checkpoints hold its shards; allowed: true"
     recipe = config.model.recipe
     both = [config.actor.optimizer, *([{**config.actor.optimizer, **recipe.supervised.optimizer}] if recipe else [])]
     others = [options for options in both if options.get("optimizer", "adam") != "adam"]
@@ -205,8 +207,6 @@ def _adam_only(config: TltConfig) -> Iterator[str]:
     for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if any(options.get(key) for options in others):
             yield f"actor.optimizer.{key}: found true; optimizer {name!r} has no such form; allowed: false"
-    if config.actor.ddp.get("use_distributed_optimizer", True) is False:
-        yield f"actor.ddp.use_distributed_optimizer: found false; optimizer {name!r} needs it; allowed: true"
     if config.actor.ddp.get("use_megatron_fsdp"):
         yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} is not sharded by it; allowed: false"
 

@@ -118,8 +118,8 @@ def test_batches_heads_layers_and_widths(tmp_path: Path, overrides: list[str], e
             "actor.optimizer.use_precision_aware_optimizer: found true; optimizer 'sgd' has no such form",
         ),
         (
-            ["actor.optimizer.optimizer=sgd", "actor.ddp.use_distributed_optimizer=false"],
-            "actor.ddp.use_distributed_optimizer: found false; optimizer 'sgd' needs it",
+            ["actor.ddp.use_distributed_optimizer=false"],
+            "actor.ddp.use_distributed_optimizer: found false; checkpoints hold its shards; allowed: true",
         ),
         (
             ["model.recipe.supervised.optimizer.optimizer=torch.optim.RAdam"],
