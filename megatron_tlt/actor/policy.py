@@ -89,6 +89,7 @@ class Policy:
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
             "context": parallel_state.get_context_parallel_world_size(),
+            "expert": parallel_state.get_expert_model_parallel_world_size(),
             "data": parallel_state.get_data_parallel_world_size(),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,6 +70,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._opened: dict[Path, Any] = {}
         index = folder / "model.safetensors.index.json"
         try:
             if index.is_file():
@@ -92,42 +93,51 @@ class SafetensorsFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def _slice(self, name: str) -> Any:
+        """A tensor that is not read yet. Files stay open: reading the names of thousands of tensors takes a while."""
+        if name not in self._files:
+            raise ConfigError(f"{self.folder}: no tensor {name!r} in its safetensors files")
+        file = self._files[name]
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, "pt").__enter__()
+            return self._opened[file].get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file}: {name} cannot be read: {error}") from error
+
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
         """Entries ``start .. start + length`` of a tensor along ``dim``; only they are read.
 
         Raises:
             ConfigError: no such tensor, or its file is damaged.
         """
-        if name not in self._files:
-            raise ConfigError(f"{self.folder}: no tensor {name!r} in its safetensors files")
+        part = self._slice(name)
+        stop = part.get_shape()[dim] if length is None else start + length
         try:
-            with safe_open(self._files[name], "pt") as opened:
-                part = opened.get_slice(name)
-                stop = part.get_shape()[dim] if length is None else start + length
-                index = tuple([slice(None)] * dim + [slice(start, stop)])
-                found: torch.Tensor = part[index]
-                return found
+            found: torch.Tensor = part[tuple([slice(None)] * dim + [slice(start, stop)])]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._files[name]}: {name} cannot be read: {error}") from error
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self._files[name], "pt") as opened:
-            return tuple(opened.get_slice(name).get_shape())
+        """Raises ConfigError as :meth:`read` does."""
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
+        """Raises ConfigError as :meth:`read` does."""
         return self.read(name, 0, 0, 0).dtype
 
     def check(self, weights: WeightMap) -> None:
         """Whether every tensor of the model is there in its shape.
 
         Raises:
-            ConfigError: what is missing or has another shape, one line each (up to ten).
+            ConfigError: what is missing, else what has another shape, one line each (up to ten).
         """
         wrong = [f"{self.folder}: no tensor {name!r}" for name in weights.shapes if name not in self]
-        wrong += [
+        wrong = wrong or [
             f"{self.folder}: tensor {name!r} has shape {self.shape(name)}; config.json asks for {shape}"
             for name, shape in weights.shapes.items()
-            if name in self and self.shape(name) != shape
+            if self.shape(name) != shape
         ]
         if wrong:
             raise ConfigError("\n".join(wrong[:10]))

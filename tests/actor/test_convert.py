@@ -93,10 +93,8 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path: Path) -> None:
     assert "exists already" in convert(source, tmp_path / "empty", expect_status=2)
     file = source / "model.safetensors"
     stored = load_file(file)
-    del stored["model.norm.weight"]
     stored["model.embed_tokens.weight"] = torch.zeros(3, 64)
     save_file(stored, file)
     log = convert(source, tmp_path / "out", expect_status=2)
-    assert f"{source}: no tensor 'model.norm.weight'" in log
     assert "tensor 'model.embed_tokens.weight' has shape (3, 64); config.json asks for (64, 64)" in log
     assert not (tmp_path / "out").exists()
