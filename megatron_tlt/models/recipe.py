@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,14 +14,26 @@ from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig, TltConf
 RECIPE_FILE = "recipe.json"
 
 
+def warm_up_optimizer(config: TltConfig) -> dict[str, Any]:
+    """``optimizer`` and ``optimizer_arguments`` of the warm-up: the actor's, but for what the recipe says itself."""
+    assert config.model.recipe is not None
+    own = config.model.recipe.supervised.optimizer
+    return {
+        "optimizer": {**config.actor.optimizer, **own},
+        # A warm-up that names an optimizer of its own names adam or sgd, which take none.
+        "optimizer_arguments": {} if "optimizer" in own else config.actor.optimizer_arguments,
+    }
+
+
 def recipe_description(config: TltConfig) -> str:
-    """Everything the model depends on, as JSON: recipe, tasks, processes and layout."""
+    """Everything the model depends on, as JSON: recipe, tasks, processes, layout, the optimizer of its warm-up."""
     assert config.model.recipe is not None
     parts = {
         "recipe": config.model.recipe.model_dump(mode="json", exclude={"cache_dir"}),
         "tasks": [task.model_dump(mode="json") for task in config.tasks],
         "world_size": config.launcher.world_size,
         "megatron": config.actor.megatron,
+        **warm_up_optimizer(config),
     }
     return json.dumps(parts, sort_keys=True, indent=1)
 

@@ -15,7 +15,13 @@ from megatron_tlt.data.supervised import encode_examples, solution_text
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.recipe import RECIPE_FILE, recipe_description, recipe_folder, write_untrained
+from megatron_tlt.models.recipe import (
+    RECIPE_FILE,
+    recipe_description,
+    recipe_folder,
+    warm_up_optimizer,
+    write_untrained,
+)
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.platform.collectives import broadcast_data
 from megatron_tlt.platform.device import (
@@ -72,9 +78,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
     supervised = recipe.supervised
     actor = config.actor.model_copy(
         update={
-            "optimizer": {**config.actor.optimizer, **supervised.optimizer},
-            # A warm-up that names an optimizer of its own names adam or sgd, which take none.
-            "optimizer_arguments": {} if "optimizer" in supervised.optimizer else config.actor.optimizer_arguments,
+            **warm_up_optimizer(config),
             "lr_warmup_steps": supervised.lr_warmup_steps,
             "max_tokens_per_micro_batch": supervised.max_tokens_per_micro_batch,
         }
