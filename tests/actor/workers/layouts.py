@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": CP2,
     "cp2-padded": CP2,
     "moe-dp2": {},
+    "moe-tp2": TP2SP,
     "moe-ep2": EP2,
     "moe-ep2-padded": EP2,
     "moe-tp2ep2": TP2SP | EP2 | {"expert_tensor_parallel_size": 1},
