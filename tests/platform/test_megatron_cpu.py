@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import run_python
+from tests.helpers.launch import run_python, run_torchrun
 
 SCRIPT = """
 import torch
@@ -55,3 +55,9 @@ def test_importing_megatron_first_is_refused(tmp_path: Path) -> None:
         "except RuntimeError as error:\n    print(error)\n"
     )
     assert "megatron was imported before the CPU adapter" in run_python(script, timeout_s=120)
+
+
+@pytest.mark.distributed
+def test_parts_of_different_sizes_are_gathered_and_scattered() -> None:
+    log = run_torchrun(Path(__file__).parent / "workers" / "uneven_parts.py", 2)
+    assert log.count("uneven parts came and went") == 2
