@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_tlt.platform.device import initialize_distributed, prepare, rank
+from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank
 
 SIZES = [3, 5]
 
@@ -24,6 +24,7 @@ def main() -> None:
     # the gradient of a part is the sum of what both ranks say about it
     (whole * (rank() + 1.0)).sum().backward()
     assert mine.grad is not None and mine.grad.flatten().tolist() == [3.0] * SIZES[rank()], mine.grad
+    barrier()  # nobody leaves while the other still talks to it
     print(f"rank {rank()}: uneven parts came and went")
 
 
