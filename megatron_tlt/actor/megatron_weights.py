@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.weight_map import Piece, WeightMap
+from megatron_tlt.reshard.spans import Span
 
 # Transformer Engine fuses a norm with the linear layer behind it; grouped experts are numbered at the end.
 _FUSED_NORMS = {
@@ -105,6 +106,14 @@ def load_checkpoint_weights(chunks: Sequence[GPTModel], folder: Path) -> None:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(f"{folder}: not a checkpoint of this model: {reason}") from error
         chunk.load_state_dict(loaded, strict=False)
+
+
+def held_spans(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[tuple[Span, torch.Tensor]]:
+    """What this rank holds of each Hugging Face tensor, with a view of it; replicas and tied copies included."""
+    for shard in shards(weights, chunks):
+        for piece in shard.pieces:
+            view = shard.parameter.detach().narrow(piece.dim, piece.offset, piece.length)
+            yield Span(piece.name, piece.start, piece.length), view
 
 
 def _sum_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

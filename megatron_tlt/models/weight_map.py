@@ -64,6 +64,10 @@ class WeightMap:
         """Every Hugging Face tensor with its shape, in the order of the model; tied output weights are left out."""
         self.parameters: dict[str, tuple[int, ...]] = dict(self._parameters())
         """Every parameter of Megatron, unsharded, with its shape; a tied output layer is left out."""
+        self.cut_dims: dict[str, int] = {
+            piece.name: piece.dim for parameter in self.parameters for piece in self.pieces(parameter, 0, 1)
+        }
+        """The dimension along which ranks share each Hugging Face tensor."""
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         config, family = self._config, self.family
