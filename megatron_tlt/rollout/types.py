@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,16 @@ class StepRecord:
     num_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """Where a rank's shard lies in the full tensor: rows ``start .. start + length`` of dimension ``dim``."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """The matching view of the full tensor."""
+        return full.narrow(self.dim, self.start, self.length)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout import vllm_setup, vllm_weights
-from megatron_tlt.rollout.types import Request, Response, StepRecord
+from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
+from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_versions import check_vllm
-from megatron_tlt.rollout.vllm_weights import ShardSlice
 
 OnFinished = Callable[[Response], None]
 OnStep = Callable[[StepRecord], None]
@@ -56,6 +56,7 @@ class VllmEngine:
         self._llm = self._build(model_path, rollout, speculation, seed)
         core = self._llm.engine_core.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner
+        check_experts(self._runner.get_model())
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation.enabled else 0
@@ -228,7 +229,7 @@ class VllmEngine:
         Raises:
             RunError: an unknown name, a shape that does not fit, or a weight that nothing was given for.
         """
-        count = vllm_weights.load_weights(self._runner.get_model(), named, self._tp_size)
+        count = vllm_weights.load_weights(self._runner.get_model(), named)
         self.reset()
         return count
 
@@ -237,7 +238,7 @@ class VllmEngine:
 
         Tensors are views in the engine's dtype; see ``vllm_weights.read_weights``.
         """
-        return vllm_weights.read_weights(self._runner.get_model(), self._tp_size)
+        return vllm_weights.read_weights(self._runner.get_model())
 
     def reset(self) -> None:
         """Forget cached prefixes and accounts, as after a change of weights."""

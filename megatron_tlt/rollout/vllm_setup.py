@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
 
 _GIB = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
@@ -134,7 +134,7 @@ def untouched_torch_threads() -> Iterator[None]:
 
 @contextmanager
 def readable_weights() -> Iterator[None]:
-    """Within this, CPU builds of vLLM keep linear weights as plain tensors instead of packing them away.
+    """Within this, CPU builds of vLLM keep linear and experts' weights as plain tensors instead of packing them away.
 
     A packed weight is emptied after loading: it can be neither written in place nor read back. Measured on a 1.3 M
     parameter float32 model the plain path is as fast as the packed one. Other devices never pack.
@@ -152,20 +152,10 @@ def readable_weights() -> Iterator[None]:
     upstream = utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = keep_weight
     try:
-        yield
+        with plain_cpu_experts():
+            yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = upstream
-
-
-def refuse_experts(model_path: Path) -> None:
-    """vLLM packs experts' weights in forms of its own, which cannot be written in place and read back yet.
-
-    Raises:
-        ConfigError: the model folder is of a mixture of experts.
-    """
-    model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    if experts := model.get("num_local_experts") or model.get("num_experts"):
-        raise ConfigError(f"{model_path / 'config.json'}: {experts} experts; allowed: a dense model, to be rolled out")
 
 
 def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
@@ -194,7 +184,6 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
 
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model folder {model_path}: no config.json in it; a Hugging Face model folder is needed")
-    refuse_experts(model_path)
     for key in rollout.vllm:
         if key in OWNED_ENGINE_ARGS:
             raise ConfigError(f"rollout.vllm.{key} is not yours to set; it is set by {OWNED_ENGINE_ARGS[key]}")
@@ -225,4 +214,5 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         args["kv_cache_memory_bytes"] = int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) * _GIB
     else:
         args["enable_sleep_mode"] = True
+        args["moe_backend"] = "triton"  # of the kernels that leave experts' weights plain; dense models ignore it
     return args | rollout.vllm

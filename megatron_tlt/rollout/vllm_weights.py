@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_tlt.errors import RunError
-
-
-@dataclass(frozen=True)
-class ShardSlice:
-    """Where a rank's shard lies in the full tensor: rows ``start .. start + length`` of dimension ``dim``."""
-
-    dim: int
-    start: int
-    length: int
-
-    def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The matching view of the full tensor."""
-        return full.narrow(self.dim, self.start, self.length)
+from megatron_tlt.rollout.types import ShardSlice
+from megatron_tlt.rollout.vllm_experts import expert_weights
 
 
 @dataclass(frozen=True)
@@ -55,41 +44,74 @@ def _merged_parts(layer: Any, names: list[str]) -> Iterator[_Part]:
         offset += length
 
 
-def _parts(layer: torch.nn.Module, names: list[str], kind: str, param: torch.Tensor) -> Iterator[_Part]:
-    """The Hugging Face tensors, in the order of ``names``, in parameter ``kind`` (weight or bias) of ``layer``."""
+def _linear_parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list[_Part]:
     from vllm.model_executor.layers import linear
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    if isinstance(layer, linear.QKVParallelLinear):
-        yield from _qkv_parts(layer, names)
-    elif isinstance(layer, linear.MergedColumnParallelLinear):
-        yield from _merged_parts(layer, names)
-    elif isinstance(layer, VocabParallelEmbedding):
-        # local rows beyond the vocabulary are padding
-        start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        yield _Part(names[0], 0, 0, end - start, ShardSlice(0, start, end - start))
-    elif isinstance(layer, linear.ColumnParallelLinear) or (
-        isinstance(layer, linear.RowParallelLinear) and kind == "weight"
-    ):
+    # exact types: a subclass may lay its rows out in another way
+    if type(layer) is linear.QKVParallelLinear:
+        parts = list(_qkv_parts(layer, names))
+    elif type(layer) is linear.MergedColumnParallelLinear:
+        parts = list(_merged_parts(layer, names))
+    elif len(names) > 1:
+        return []
+    elif type(layer) is linear.ColumnParallelLinear or (type(layer) is linear.RowParallelLinear and kind == "weight"):
         dim = 0 if isinstance(layer, linear.ColumnParallelLinear) else 1
         length = param.shape[dim]
-        yield _Part(names[0], dim, 0, length, ShardSlice(dim, layer.tp_rank * length, length))
+        parts = [_Part(names[0], dim, 0, length, ShardSlice(dim, layer.tp_rank * length, length))]
+    elif type(layer) is linear.RowParallelLinear or isinstance(layer, linear.ReplicatedLinear):
+        parts = [_Part(names[0], 0, 0, param.shape[0], None)]
     else:
-        yield _Part(names[0], 0, 0, param.shape[0], None)
+        return []
+    return parts if layer.tp_size > 1 else [_Part(p.name, p.dim, p.offset, p.length, None) for p in parts]
 
 
-def read_weights(model: torch.nn.Module, tp_size: int) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
+def _parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list[_Part]:
+    """The Hugging Face tensors, in the order of ``names``, in parameter ``kind`` (weight or bias) of ``layer``.
+
+    None for a layer of a kind that is not known here, or one that is quantised.
+    """
+    from vllm.model_executor.layers import layernorm, linear, vocab_parallel_embedding
+
+    if kind not in ("weight", "bias"):
+        return []
+    if isinstance(layer, linear.LinearBase):
+        plain = isinstance(layer.quant_method, linear.UnquantizedLinearMethod)
+        return _linear_parts(layer, names, kind, param) if plain else []
+    if len(names) > 1:
+        return []
+    if isinstance(layer, vocab_parallel_embedding.VocabParallelEmbedding):
+        if not isinstance(layer.quant_method, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
+            return []
+        # local rows beyond the vocabulary are padding
+        start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        shard = ShardSlice(0, start, end - start) if layer.tp_size > 1 else None
+        return [_Part(names[0], 0, 0, end - start, shard)]
+    if isinstance(layer, layernorm.RMSNorm):
+        return [_Part(names[0], 0, 0, param.shape[0], None)]
+    return []
+
+
+def read_weights(
+    model: torch.nn.Module, without: Collection[int] = ()
+) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
     """Yield (Hugging Face name, this rank's tensor, its place in the full tensor) for each weight of the engine.
 
-    Tensors are views of the engine's memory, in its dtype: do not write to them. The slice is None where the rank holds
-    the whole tensor (always, for ``tp_size`` 1). Tied output weights appear once, as the embedding.
+    Tensors are views of the engine's memory, in its dtype: writing to them between ``begin_update`` and
+    ``finish_update`` is how weights change in place. The slice is None where the rank holds the whole tensor. Tied
+    output weights appear once, as the embedding; rows that pad the vocabulary not at all; of experts those that live
+    on this rank. ``without`` are ids of parameters to leave out.
 
     Raises:
-        RunError: the engine keeps a weight packed, so that it cannot be read.
+        RunError: the engine keeps a weight packed or quantised, or in a kind of layer that is not known here.
     """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    seen: set[int] = set()
+    seen = set(without)
     for prefix, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts):
+            yield from expert_weights(prefix, layer)
+            continue
         head, _, tail = prefix.rpartition(".")
         hf_modules = [f"{head}.{part}" if head else part for part in packed.get(tail, [tail])]
         for kind, param in layer.named_parameters(recurse=False):
@@ -99,22 +121,31 @@ def read_weights(model: torch.nn.Module, tp_size: int) -> Iterator[tuple[str, to
             if param.numel() == 0:
                 raise RunError(f"vLLM's {prefix}.{kind} is packed away and cannot be read back")
             names = [f"{module}.{kind}" if module else kind for module in hf_modules]
-            for part in _parts(layer, names, kind, param):
-                tensor = param.data.narrow(part.dim, part.offset, part.length)
-                yield part.name, tensor, part.shard if tp_size > 1 else None
+            parts = _parts(layer, names, kind, param)
+            if not parts:
+                raise RunError(
+                    f"vLLM's {prefix}.{kind} is in a layer of kind {type(layer).__name__} "
+                    f"({type(getattr(layer, 'quant_method', None)).__name__}); allowed: plain linear layers, "
+                    "embeddings, RMSNorms and experts"
+                )
+            for part in parts:
+                yield part.name, param.data.narrow(part.dim, part.offset, part.length), part.shard
 
 
-def load_weights(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]], tp_size: int) -> int:
+def load_weights(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Write full Hugging Face tensors into the engine in place; returns how many were given.
 
     Raises:
         RunError: an unknown name, a shape that does not fit, or a weight of the engine that nothing was given for.
     """
     given: list[str] = []
+    held = {name: (tensor.shape, shard) for name, tensor, shard in read_weights(model)}
 
     def recorded() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named:
             given.append(name)
+            if name in held:
+                _check_shape(tensor, *held[name])
             yield name, tensor
 
     try:
@@ -124,8 +155,17 @@ def load_weights(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor
         at = given[-1] if given else "the first tensor"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RunError(f"vLLM could not load {at}: {reason}") from error
-    expected = {name for name, _, _ in read_weights(model, tp_size)}
-    if missing := sorted(expected.difference(given)):
+    if missing := sorted(held.keys() - set(given)):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise RunError(f"no new weights were given for {missing[0]}{more}; the engine would keep stale ones")
     return len(given)
+
+
+def _check_shape(tensor: torch.Tensor, held: torch.Size, shard: ShardSlice | None) -> None:
+    """vLLM's loader of experts writes the part that fits, so it would not notice."""
+    shape = list(tensor.shape)
+    if shard is not None and len(shape) == len(held) and shape[shard.dim] >= shard.start + shard.length:
+        shape[shard.dim] = shard.length
+    if shape != list(held):
+        where = "" if shard is None else f" at {shard.start} of dimension {shard.dim}"
+        raise ValueError(f"its shape is {list(tensor.shape)}; the engine holds {list(held)}{where}")

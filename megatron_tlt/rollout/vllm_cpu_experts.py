@@ -1,0 +1,60 @@
+"""Mixtures of experts on a CPU over plain weights; imports vLLM, so only import it once the environment is prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+
+class PlainCpuExperts(CPUUnquantizedExperts):
+    """vLLM's portable experts, but their weights stay as they were loaded: gate rows, then up rows, unpadded.
+
+    vLLM's own pack them once after loading, in a layout of the kernel's, and take no expert parallelism.
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leaves the weights alone."""
+
+    @classmethod
+    def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
+        return True, None  # any width: nothing is packed
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return bool(activation == MoEActivation.SILU)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        *_: Any,
+        apply_router_weight_on_input: bool,
+        **__: Any,
+    ) -> None:
+        """Writes the sum of the chosen local experts' outputs, weighted, to ``output`` (tokens, hidden).
+
+        w1 (local experts, 2 * width, hidden), w2 (local experts, hidden, width), topk_weights and topk_ids (tokens, k)
+        with global ids; ``expert_map`` takes them to local ones, -1 where another rank holds the expert.
+        """
+        output.zero_()
+        experts = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        for expert in experts.unique().tolist():
+            if expert < 0:
+                continue
+            token, choice = (experts == expert).nonzero(as_tuple=True)
+            gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+            result = linear(silu(gate) * up, w2[expert])
+            if not apply_router_weight_on_input:
+                result = result * topk_weights[token, choice, None].to(result.dtype)
+            output.index_add_(0, token, result)
