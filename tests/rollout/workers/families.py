@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_tlt.rollout.types import Request, SamplingSpec
@@ -17,15 +18,16 @@ from tests.rollout.conftest import ROLLOUT, SPECULATION
 def main(root: str) -> None:
     for folder in sorted(Path(root).iterdir()):
         engine = VllmEngine(folder, ROLLOUT, SPECULATION, seed=7)
+        state = load_file(folder / "model.safetensors")
+        read = {name: tensor for name, tensor, _ in engine.read_weights()}
+        assert read.keys() == state.keys(), (folder.name, read.keys() ^ state.keys())
+        assert all(torch.equal(read[name], tensor) for name, tensor in state.items()), folder.name
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        state = dict(model.named_parameters())
-        engine.load_weights((name, tensor.detach()) for name, tensor in state.items())
-        read = {name: tensor for name, tensor, _ in engine.read_weights()}
-        assert read.keys() == state.keys(), (folder.name, read.keys() ^ state.keys())
-        assert all(torch.equal(read[name], tensor) for name, tensor in state.items()), folder.name
+        engine.load_weights((name, tensor * 1.1) for name, tensor in state.items())
+        assert all(torch.equal(tensor, state[name] * 1.1) for name, tensor, _ in engine.read_weights()), folder.name
         prompt = (5, 9, 7) * 4
         response = engine.generate([Request("a", prompt, SamplingSpec(temperature=0.0, max_tokens=24), seed=0)])[0]
         assert list(response.token_ids) == greedy(model, prompt, response.token_ids), folder.name
