@@ -18,7 +18,7 @@ from megatron_tlt.config.layouts import (
     tensor_problems,
     wrong_values,
 )
-from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.schema import SpeculationConfig, TltConfig
 from megatron_tlt.errors import ConfigError
 
 _ARCHITECTURE = "model.recipe.architecture"
@@ -146,13 +146,26 @@ def _files(config: TltConfig) -> Iterator[str]:
                 yield f"tasks.{index}.{key}: no file {path}"
 
 
-def _ngram(config: TltConfig) -> Iterator[str]:
-    ngram = config.speculation.ngram
+def drafter_problems(speculation: SpeculationConfig) -> list[str]:
+    """Every rule within ``speculation`` that does not hold, one line each."""
+    lines, ngram, path = [], speculation.ngram, speculation.path
     if ngram.prompt_lookup_min > ngram.prompt_lookup_max:
-        yield (
+        lines.append(
             f"speculation.ngram.prompt_lookup_min: found {ngram.prompt_lookup_min}; allowed: at most "
             f"prompt_lookup_max = {ngram.prompt_lookup_max}"
         )
+    if speculation.drafter == "ngram":
+        if path is not None:
+            lines.append(f"speculation.path: found {path}, but drafter ngram has no model; allowed: with eagle, eagle3")
+    elif path is None:
+        lines.append(f"speculation.path: not given; drafter {speculation.drafter} needs the folder of its head")
+    elif not (path / "config.json").is_file():
+        lines.append(f"speculation.path: no config.json in {path}; allowed: the folder of an EAGLE head")
+    return lines
+
+
+def _drafter(config: TltConfig) -> Iterator[str]:
+    yield from drafter_problems(config.speculation)
 
 
 def _optimizer(config: TltConfig) -> Iterator[str]:
@@ -219,5 +232,5 @@ def check_fields_together(config: TltConfig) -> list[str]:
     except ConfigError as error:
         lines, model, where = [str(error)], {}, ""
     rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
-    others = (rule(config) for rule in (_files, _ngram, _optimizer, _adam_only))
+    others = (rule(config) for rule in (_files, _drafter, _optimizer, _adam_only))
     return [*lines, *chain(*rules, *others)]

@@ -183,10 +183,14 @@ class NgramConfig(Section):
 
 
 class SpeculationConfig(Section):
-    """Speculative decoding in rollout; never changes the distribution of the responses."""
+    """Speculative decoding in rollout; never changes the distribution of the responses.
+
+    ``path`` is the folder of an ``eagle`` or ``eagle3`` head; embedding and output head that it lacks are the policy's.
+    """
 
     enabled: bool = True
-    drafter: Literal["ngram"] = "ngram"
+    drafter: Literal["ngram", "eagle", "eagle3"] = "ngram"
+    path: Path | None = None
     num_speculative_tokens: PositiveInt = 3
     ngram: NgramConfig = NgramConfig()
 

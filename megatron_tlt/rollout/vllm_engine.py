@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,14 @@ from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
+from megatron_tlt.rollout.vllm_drafters import DraftSwitch, read_drafter_weights, tensor_names
 from megatron_tlt.rollout.vllm_experts import check_experts
+from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
 
 OnFinished = Callable[[Response], None]
 OnStep = Callable[[StepRecord], None]
+Part = Literal["policy", "drafter"]
 
 
 class VllmEngine:
@@ -61,9 +64,15 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation.enabled else 0
         self.speculating = speculation.enabled
-        draft_without_padding(
-            core.scheduler, self.num_speculative_tokens, self._llm.vllm_config.scheduler_config.max_num_seqs
-        )
+        max_num_seqs = self._llm.vllm_config.scheduler_config.max_num_seqs
+        draft_without_padding(core.scheduler, self.num_speculative_tokens, max_num_seqs)
+        self._switch = DraftSwitch(self._runner, core.scheduler, max_num_seqs, speculation.drafter)
+        self._drafter_names: set[str] = set()
+        versions: dict[str, int | None] = {POLICY: None if self._is_dummy(rollout) else 0}
+        if speculation.enabled and speculation.path is not None:
+            versions[DRAFTER] = 0
+            self._drafter_names = tensor_names(speculation.path)
+        self._versions = WeightVersions(versions)
         self._accounts = SchedulerAccounts(core.scheduler, self.num_speculative_tokens)
 
     @staticmethod
@@ -99,7 +108,9 @@ class VllmEngine:
 
         Raises:
             ConfigError: a prompt or a length limit that does not fit; raised before anything is generated.
+            RunError: the weights are not whole (``versions``), now or after a callback.
         """
+        self._check_weights()
         self._check_requests(requests)
         self.reset()
         index_of: dict[str, int] = {}
@@ -112,6 +123,7 @@ class VllmEngine:
                     internal_of[request.request_id] = self._add(request)
                     index_of[request.request_id] = index
                 while self._llm.has_unfinished_requests():
+                    self._check_weights()
                     start = time.perf_counter() - began
                     finished = self._llm.step()
                     now = time.perf_counter() - began
@@ -218,19 +230,52 @@ class VllmEngine:
         if enabled == self.speculating:
             return
         if enabled:
-            del self._runner.drafter.propose  # the class's own shows again
+            self._switch.on()
         else:
-            self._runner.drafter.propose = _propose_nothing
+            self._switch.off()
         self.speculating = enabled
+
+    @property
+    def versions(self) -> dict[str, int | None]:
+        """The version of each part's weights (``policy``; ``drafter``, where the drafter is a model).
+
+        0 as loaded from the folder, None where the weights are not whole: dummy ones, or between ``begin_update`` and
+        ``finish_update``, or after an update that failed, or dropped by ``sleep``. Without its policy's version the
+        engine does not generate, without its drafter's not while it speculates.
+        """
+        return self._versions.as_dict()
+
+    def begin_update(self, part: Part) -> None:
+        """Announce that weights will be written in place; until ``finish_update`` the part has no version.
+
+        Raises:
+            RunError: the engine has no such part.
+        """
+        self._versions.begin(part)
+
+    def finish_update(self, part: Part, version: int) -> None:
+        """All weights of the part are written: they are ``version`` from now on, and what was cached is forgotten.
+
+        Raises:
+            RunError: no update had begun, or requests are still running; the part stays without a version.
+        """
+        self._versions.check_begun(part, version)
+        if part == POLICY:
+            self.reset()
+        self._versions.finish(part, version)
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Write full Hugging Face tensors into the engine in place; returns how many were given.
 
+        An update of its own, to the next version; between ``begin_update`` and ``finish_update`` a part of that one.
+        Where it fails, the policy is left without a version.
+
         Raises:
             RunError: an unknown name, a shape that does not fit, or a weight that nothing was given for.
         """
-        count = vllm_weights.load_weights(self._runner.get_model(), named)
-        self.reset()
+        with self._versions.loading(POLICY):
+            count = vllm_weights.load_weights(self._runner.get_model(), named)
+            self.reset()
         return count
 
     def read_weights(self) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
@@ -239,6 +284,21 @@ class VllmEngine:
         Tensors are views in the engine's dtype; see ``vllm_weights.read_weights``.
         """
         return vllm_weights.read_weights(self._runner.get_model())
+
+    def read_drafter_weights(self) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
+        """As ``read_weights``, for the drafter model's own parameters, under the names in its folder.
+
+        Raises:
+            RunError: the engine has no drafter model.
+        """
+        if DRAFTER not in self._versions.as_dict():
+            raise RunError("the engine has no drafter model; allowed: speculation.drafter eagle or eagle3, enabled")
+        return read_drafter_weights(self._runner.drafter, self._runner.get_model(), self._drafter_names)
+
+    def _check_weights(self) -> None:
+        self._versions.require(POLICY)
+        if self.speculating and DRAFTER in self._versions.as_dict():
+            self._versions.require(DRAFTER)
 
     def reset(self) -> None:
         """Forget cached prefixes and accounts, as after a change of weights."""
@@ -250,11 +310,17 @@ class VllmEngine:
         """Free the device: level 1 keeps weights on the host, 2 drops them. Nothing to free on a CPU."""
         if not self._is_cpu():
             self._llm.sleep(level)
+            if level > 1:
+                self._versions.drop()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the device back: all, or only ``weights`` or ``kv_cache``."""
         if not self._is_cpu():
             self._llm.wake_up(tags)
+
+    @staticmethod
+    def _is_dummy(rollout: RolloutConfig) -> bool:
+        return rollout.vllm.get("load_format") == "dummy"
 
     @staticmethod
     def _is_cpu() -> bool:
@@ -273,10 +339,3 @@ class VllmEngine:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_group = False
-
-
-def _propose_nothing(
-    num_speculative_tokens: int, sampled_token_ids: list[list[int]], *_: Any, **__: Any
-) -> list[list[int]]:
-    """A drafter's ``propose`` that drafts nothing for any row."""
-    return [[] for _ in sampled_token_ids]

@@ -1,8 +1,8 @@
 """Mixtures of experts in vLLM: weights that stay plain, and where each expert's projections lie in them.
 
 A layer's local experts are two parameters: ``w13_weight`` (experts, gate rows then up rows, hidden) and ``w2_weight``
-(experts, hidden, width). Most of vLLM's kernels take them so; some swap, shuffle or pack them once after loading, and what
-is written or read under an expert's name afterwards would be something else.
+(experts, hidden, width). Some of vLLM's kernels take them so; others swap, shuffle or pack them once after
+loading, and what is written or read under an expert's name afterwards would be something else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plain_cpu_experts() -> Iterator[None]:
 
 
 def check_experts(model: torch.nn.Module) -> None:
-    """Raise ConfigError where a layer's experts are not plain: quantised, replicated, padded, or in a kernel's layout."""
+    """Raise ConfigError where a layer's experts are quantised, replicated, padded, or in a kernel's own layout."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for prefix, layer in model.named_modules():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.config.checks import drafter_problems
 from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
@@ -159,18 +160,23 @@ def readable_weights() -> Iterator[None]:
 
 
 def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
-    """vLLM's ``speculative_config`` for ours; None where speculation is off."""
+    """vLLM's ``speculative_config`` for ours; None where speculation is off.
+
+    Raises:
+        ConfigError: the section contradicts itself, or the drafter's folder is none.
+    """
     if not speculation.enabled:
         return None
-    low, high = speculation.ngram.prompt_lookup_min, speculation.ngram.prompt_lookup_max
-    if low > high:
-        raise ConfigError(f"speculation.ngram.prompt_lookup_min is {low}; allowed is at most prompt_lookup_max, {high}")
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": speculation.num_speculative_tokens,
-        "prompt_lookup_min": low,
-        "prompt_lookup_max": high,
-    }
+    if problems := drafter_problems(speculation):
+        raise ConfigError("; ".join(problems))
+    chosen = {"method": speculation.drafter, "num_speculative_tokens": speculation.num_speculative_tokens}
+    if speculation.path is None:
+        low, high = speculation.ngram.prompt_lookup_min, speculation.ngram.prompt_lookup_max
+        return {**chosen, "prompt_lookup_min": low, "prompt_lookup_max": high}
+    from vllm.config.load import LoadConfig
+
+    # loaded from its folder also where the policy's weights are dummies; cut over the same ranks as the policy's
+    return {**chosen, "model": str(speculation.path), "draft_load_config": LoadConfig()}
 
 
 def engine_args(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> dict[str, Any]:

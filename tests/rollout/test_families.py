@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
 from megatron_tlt.rollout.types import ShardSlice
-from megatron_tlt.rollout.vllm_experts import check_experts
 from tests.helpers.launch import run_python, run_torchrun
 from tests.helpers.tiny_models import greedy
 

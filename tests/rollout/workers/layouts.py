@@ -1,4 +1,4 @@
-"""One engine over all ranks for each model and layout: what each rank reads, and greedy decoding before and after a load.
+"""One engine over all ranks for each model and layout: what ranks read, and greedy decoding before and after a load.
 
 Writes ``rank<r>.json``: per "model layout" the slices of each tensor and the tokens of both generations.
 """

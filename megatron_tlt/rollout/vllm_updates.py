@@ -1,0 +1,85 @@
+"""Which version of its weights an engine holds, and that it never generates from half-written ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from megatron_tlt.errors import RunError
+
+POLICY, DRAFTER = "policy", "drafter"
+
+
+class WeightVersions:
+    """The version of each part's weights: None from the beginning of an update to its end, and before the first.
+
+    A part is ``policy`` or, in an engine with a drafter model, ``drafter``.
+    """
+
+    def __init__(self, versions: Mapping[str, int | None]) -> None:
+        self._versions = dict(versions)
+        self._last = {part: -1 if version is None else version for part, version in versions.items()}
+        self._open: set[str] = set()
+
+    def as_dict(self) -> dict[str, int | None]:
+        """The version of each part."""
+        return dict(self._versions)
+
+    def begin(self, part: str) -> None:
+        """The part's weights are about to be written. Again after an update that failed is fine.
+
+        Raises:
+            RunError: no such part.
+        """
+        self._check(part)
+        self._versions[part] = None
+        self._open.add(part)
+
+    def check_begun(self, part: str, version: int) -> None:
+        """Raise RunError unless an update of the part has begun and ``version`` can end it."""
+        self._check(part)
+        if part not in self._open:
+            raise RunError(f"an update of the {part}'s weights ended that had not begun; call begin_update first")
+        if version < 0:
+            raise RunError(f"the {part}'s weights were to become version {version}; allowed: 0 or above")
+
+    def finish(self, part: str, version: int) -> None:
+        """All of the part's weights are written."""
+        self.check_begun(part, version)
+        self._versions[part] = self._last[part] = version
+        self._open.discard(part)
+
+    def drop(self) -> None:
+        """The weights of all parts are gone."""
+        self._versions = dict.fromkeys(self._versions, None)
+
+    @contextmanager
+    def loading(self, part: str) -> Iterator[None]:
+        """A load of all of a part's weights: an update of its own, to the next version, or a piece of one that has begun.
+
+        Where it fails the part has no version, and the next load still leads to the next one.
+        """
+        self._check(part)
+        inside = part in self._open
+        self._versions[part] = None
+        yield
+        if not inside:
+            self._last[part] += 1
+            self._versions[part] = self._last[part]
+
+    def require(self, part: str) -> None:
+        """Raise RunError where the part is in the middle of an update, or has never had weights."""
+        if self._versions[part] is None:
+            state = (
+                "are half-written: an update has begun and not ended" if part in self._open else "are not wholly loaded"
+            )
+            raise RunError(
+                f"the {part}'s weights {state} (last version: {self._name(part)}); the engine will not generate"
+            )
+
+    def _name(self, part: str) -> str:
+        return str(self._last[part]) if self._last[part] >= 0 else "none"
+
+    def _check(self, part: str) -> None:
+        if part not in self._versions:
+            raise RunError(f"no part {part!r} in this engine; allowed: {', '.join(self._versions)}")

@@ -1,0 +1,136 @@
+"""EAGLE and EAGLE-3 heads as drafters: lossless, switchable, and their weights read and written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_tlt.config.schema import SpeculationConfig
+from megatron_tlt.errors import RunError
+from megatron_tlt.rollout.types import DraftStats, Response, StepRecord
+from tests.helpers.eagle_heads import build_eagle_head
+
+from .conftest import ROLLOUT
+from .test_lossless import greedy_requests, total_draft
+
+if TYPE_CHECKING:
+    from megatron_tlt.rollout.vllm_engine import VllmEngine
+
+NUM_DRAFTS = 3
+
+
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def head(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_eagle_head(request.param, model_folder, tmp_path_factory.mktemp("heads") / request.param)
+
+
+@pytest.fixture(scope="module")
+def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine) -> Iterator[VllmEngine]:
+    """An engine with that drafter (after the others, one of which owns the process group)."""
+    from megatron_tlt.rollout.vllm_engine import VllmEngine
+
+    speculation = SpeculationConfig(drafter=head.name, path=head, num_speculative_tokens=NUM_DRAFTS)
+    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine: VllmEngine) -> list[tuple[int, ...]]:
+    """The greedy responses without speculation."""
+    return tokens_of(plain_engine.generate(greedy_requests(24, 40)))
+
+
+def tokens_of(responses: list[Response]) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in responses]
+
+
+def drafts_of(responses: list[Response]) -> list[DraftStats]:
+    return [response.draft for response in responses]
+
+
+def test_greedy_is_that_of_a_plain_engine_and_the_accounts_add_up(
+    drafting: VllmEngine, expected: list[tuple[int, ...]]
+) -> None:
+    steps: list[StepRecord] = []
+    responses = drafting.generate(greedy_requests(24, 40), on_step=steps.append)
+    assert tokens_of(responses) == expected
+    for response in responses:
+        draft = response.draft
+        assert draft.num_tokens == len(response.token_ids)
+        assert draft.num_draft_tokens <= NUM_DRAFTS * draft.num_drafts and draft.num_drafts < draft.num_steps
+        assert sum(draft.accepted_per_position) == draft.num_accepted_tokens
+        assert 0 <= draft.num_steps + draft.num_accepted_tokens - draft.num_tokens <= NUM_DRAFTS
+    total = total_draft(responses)
+    assert 0 < total.num_accepted_tokens < total.num_draft_tokens  # some right, some wrong
+    assert sum(step.num_draft_tokens for step in steps) == total.num_draft_tokens
+    assert sum(step.num_accepted_tokens for step in steps) == total.num_accepted_tokens
+
+
+def test_switching_off_and_on(drafting: VllmEngine, expected: list[tuple[int, ...]]) -> None:
+    requests = greedy_requests(24, 40)
+    first = drafting.generate(requests)
+    drafting.set_speculation(False)
+    off = drafting.generate(requests)
+    assert tokens_of(off) == expected and total_draft(off).num_draft_tokens == 0
+    drafted: list[int] = []
+
+    def switch(step: StepRecord) -> None:
+        drafted.append(step.num_draft_tokens)
+        if len(drafted) in (8, 16):
+            drafting.set_speculation(not drafting.speculating)
+
+    switched = drafting.generate(requests, on_step=switch)  # on in the middle of the rollout, off again
+    drafting.set_speculation(True)
+    assert tokens_of(switched) == expected
+    assert sum(drafted[:8]) == 0 and min(drafted[9:16]) > 0 and sum(drafted[17:]) == 0
+    again = drafting.generate(requests)
+    assert (tokens_of(again), drafts_of(again)) == (tokens_of(first), drafts_of(first))
+
+
+def test_weights_are_the_folders_and_new_ones_change_the_drafts_only(
+    drafting: VllmEngine, head: Path, expected: list[tuple[int, ...]]
+) -> None:
+    state = load_file(head / "model.safetensors")
+    read = {name: tensor for name, tensor, shard in drafting.read_drafter_weights() if shard is None}
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[name], state[name]) for name in state)
+    assert drafting.versions == {"policy": 0, "drafter": 0}
+    requests = greedy_requests(24, 40)
+    before = drafting.generate(requests)
+
+    drafting.begin_update("drafter")
+    for tensor in read.values():
+        tensor.copy_(tensor.flip(0))
+    assert drafting.versions == {"policy": 0, "drafter": None}
+    with pytest.raises(RunError, match="the drafter's weights are half-written"):
+        drafting.generate(requests)
+    drafting.set_speculation(False)
+    assert tokens_of(drafting.generate(requests)) == expected  # the drafter has no part in it
+    drafting.set_speculation(True)
+    drafting.finish_update("drafter", 5)
+    assert drafting.versions == {"policy": 0, "drafter": 5}
+    after = drafting.generate(requests)
+    assert tokens_of(after) == expected
+    assert drafts_of(after) != drafts_of(before)
+
+    drafting.begin_update("drafter")
+    for name, tensor in read.items():
+        tensor.copy_(state[name])
+    drafting.finish_update("drafter", 6)
+    assert drafts_of(drafting.generate(requests)) == drafts_of(before)
+
+
+def test_policy_and_drafter_are_read_apart(drafting: VllmEngine, plain_engine: VllmEngine) -> None:
+    assert {name for name, _, _ in drafting.read_weights()} == {name for name, _, _ in plain_engine.read_weights()}
+    policy = {tensor.data_ptr() for _, tensor, _ in drafting.read_weights()}
+    assert policy.isdisjoint(tensor.data_ptr() for _, tensor, _ in drafting.read_drafter_weights())
+    with pytest.raises(RunError, match="no drafter model; allowed: speculation.drafter eagle or eagle3"):
+        plain_engine.read_drafter_weights()
+    with pytest.raises(RunError, match="no part 'drafter' in this engine; allowed: policy"):
+        plain_engine.begin_update("drafter")
