@@ -19,13 +19,14 @@ from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
-from megatron_tlt.actor.megatron_weights import export_weights
+from megatron_tlt.actor.megatron_weights import export_weights, held_spans
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data
 from megatron_tlt.platform.device import current_device
+from megatron_tlt.reshard.spans import Span
 
 AfterForward = Callable[..., Any]
 METRIC_NAMES = ("loss", "tokens", "entropy", "clip_fraction", "kl")
@@ -234,6 +235,11 @@ class Policy:
         tokens = named.pop("tokens")
         means = {name: value / max(tokens, 1.0) for name, value in named.items()}
         return {**means, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
+
+    def held_spans(self) -> Iterator[tuple[Span, torch.Tensor]]:
+        """What this rank holds of every Hugging Face tensor, with views of it; called by all ranks together."""
+        self.synchronize_parameters()
+        return held_spans(self.model.weights, self.model.chunks)
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; to be exhausted by all ranks together."""

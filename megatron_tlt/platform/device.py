@@ -121,6 +121,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def node_index() -> int:
+    """Which node of the launch this process is on, counted from 0."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier()

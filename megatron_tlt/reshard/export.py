@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.collectives import failing_together
 from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.checksum import checksum
 from megatron_tlt.reshard.interface import SyncReport, TensorSlice, WeightSource, WeightSync, WeightTarget
 
-Checksums = dict[str, tuple[int, int]]
+Checksums = dict[str, torch.Tensor]
 
 
 class ExportSync(WeightSync):
@@ -22,13 +23,16 @@ class ExportSync(WeightSync):
         self._source = source
         self._target = target
 
-    def sync(self, *, verify: bool) -> SyncReport:
+    def sync(self, *, version: int, verify: bool) -> SyncReport:
         start = time.perf_counter()
         held = {name: (tensor.dtype, part) for name, tensor, part in self._target.read_weights()}
         sent: Checksums = {}
+        self._target.begin_update("policy")
         self._target.load_weights(self._stream(held, sent if verify else None))
-        verified = self._compare(held, sent) if verify else 0
-        return SyncReport(len(held), verified, time.perf_counter() - start)
+        with failing_together():
+            verified = self._compare(held, sent) if verify else 0
+        self._target.finish_update("policy", version)
+        return SyncReport(len(held), verified, time.perf_counter() - start, version)
 
     def _stream(
         self, held: dict[str, tuple[torch.dtype, TensorSlice | None]], sent: Checksums | None
@@ -45,10 +49,10 @@ class ExportSync(WeightSync):
             raise RunError(f"rank {rank()}: {missing[0]} is in the engine, but the actor did not send it")
         for name, tensor, _ in self._target.read_weights():
             found = checksum(tensor)
-            if found != sent[name]:
+            if not torch.equal(found, sent[name]):
                 raise RunError(
-                    f"rank {rank()}: {name} in the engine has checksum {found}, the actor sent {sent[name]}: "
-                    "the engine holds stale or damaged weights"
+                    f"rank {rank()}: {name} in the engine has checksum {tuple(found.tolist())}, the actor sent "
+                    f"{tuple(sent[name].tolist())}: the engine holds stale or damaged weights"
                 )
         return len(held)
 

@@ -15,7 +15,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.errors import TltError
-from megatron_tlt.models.hf_folder import is_megatron_checkpoint, side_files_of
+from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.timeline import Timeline
@@ -26,7 +26,6 @@ from megatron_tlt.platform.device import (
     seed_everything,
 )
 from megatron_tlt.platform.versions import check_versions
-from megatron_tlt.reshard.export import ExportSync
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
 from megatron_tlt.rollout.types import SamplingSpec
@@ -38,6 +37,7 @@ from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
 from megatron_tlt.trainer.export import save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.step import StepResult, TrainingStep
+from megatron_tlt.trainer.synchronization import policy_sync
 
 
 class Interrupted(TltError):
@@ -85,9 +85,8 @@ class Run:
         self._reference = Policy(source, config.actor, config.run.seed, trainable=False) if needs_reference else None
         if self._reference:
             self._reference.memory.offload()
-        rollout = config.rollout
-        if is_megatron_checkpoint(source):  # the first reshard brings the weights
-            rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy", **rollout.vllm}})
+        # the first reshard brings the weights
+        rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
         self._engine = VllmEngine(self._side_files, rollout, config.speculation, config.run.seed)
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
         self._collector = ExperienceCollector(
@@ -107,7 +106,7 @@ class Run:
             self._engine,
             self._collector,
             build_sources(config.tasks, "train", config.run.seed),
-            ExportSync(self._policy.export_weights, self._engine),
+            policy_sync(config, self._policy, self._engine),
             self._timeline,
             self._sampling(config.rollout.sampling.temperature, config.rollout.sampling.top_p),
         )
@@ -164,7 +163,7 @@ class Run:
         """Evaluates the newest checkpoint (the initial model where there is none) and prints the result."""
         state = self._checkpoints.resume(self._policy)
         with Progress(rank(), 1, enabled=self._config.observe.progress) as progress, self._pool:
-            self._step.reshard(0, StepResult(), progress.start)
+            self._step.reshard(state.step, StepResult(), progress.start)
             progress.message(self._line(state.step, self.evaluate(progress)))
         self._engine.shutdown()
 
@@ -179,7 +178,7 @@ class Run:
     def _loop(self, record: RunRecord, progress: Progress) -> None:
         config = self._config
         self._timeline.begin_step(self._state.step)
-        self._step.reshard(0, StepResult(), progress.start)
+        self._step.reshard(self._state.step, StepResult(), progress.start)
         self._evaluate(record, progress)
         while self._state.step < config.trainer.steps:
             step = self._state.step

@@ -19,6 +19,7 @@ from megatron_tlt.observe.summary import describe_lengths, reward_summary, time_
 from megatron_tlt.observe.timeline import Timeline, write_trace
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, current_device, rank, world_size
+from megatron_tlt.reshard.interface import SyncReport
 from megatron_tlt.trainer.checkpoints import TrainerState
 from megatron_tlt.trainer.evaluation import Evaluation
 from megatron_tlt.trainer.step import StepResult
@@ -56,16 +57,15 @@ class RunRecord:
 
     def step(self, step: int, result: StepResult, evaluation: Evaluation | None, progress: Progress) -> None:
         """Records step number ``step`` (counted from 1)."""
-        ranks = all_gather_data((current_device().peak_memory_bytes(), result.memory), tuple[int, dict[str, int]])
+        mine = (current_device().peak_memory_bytes(), result.memory, result.reshard)
+        ranks = all_gather_data(mine, tuple[int, dict[str, int], SyncReport | None])
         self._timeline.flush()
         if self._metrics is None or self._lengths is None:
             return
-        metrics = {**result.metrics, "memory/peak_gib": sum(peak for peak, _ in ranks) / 2**30}
+        metrics = {**result.metrics, "memory/peak_gib": sum(peak for peak, _, _ in ranks) / 2**30}
         for phase in result.memory:
-            metrics[f"memory/{phase}_gib"] = max(phases[phase] for _, phases in ranks) / 2**30
-        if result.reshard is not None:
-            metrics["reshard/tensors"] = float(result.reshard.tensors)
-            metrics["reshard/verified_tensors"] = float(result.reshard.verified_tensors)
+            metrics[f"memory/{phase}_gib"] = max(phases[phase] for _, phases, _ in ranks) / 2**30
+        metrics.update(_reshard_metrics([report for _, _, report in ranks if report is not None]))
         if evaluation is not None:
             metrics.update(_evaluation_metrics(evaluation))
         self._metrics.log(step, metrics)
@@ -138,6 +138,10 @@ class RunRecord:
                 "tensors": int(column("reshard/tensors")[-1]),
                 "verified_tensors": int(column("reshard/verified_tensors")[-1]),
                 "seconds": statistics.median(column("time/reshard")),
+                "transfer_seconds": statistics.median(column("reshard/transfer_s")),
+                "sent_mib": next(iter(column("reshard/sent_mib")), None),
+                "lower_bound_mib": next(iter(column("reshard/lower_bound_mib")), None),
+                "staging_mib": next(iter(column("reshard/staging_mib")), None),
             },
             "time": time_totals(rows),
             "memory": {"peak_gib": max(column("memory/peak_gib"))},
@@ -148,6 +152,25 @@ class RunRecord:
             },
             "environment": describe_environment(),
         }
+
+
+def _reshard_metrics(reports: list[SyncReport]) -> dict[str, float]:
+    """What one synchronization moved, over all ranks."""
+    if not reports:
+        return {}
+    metrics = {
+        "reshard/tensors": float(min(report.tensors for report in reports)),
+        "reshard/verified_tensors": float(min(report.verified_tensors for report in reports)),
+    }
+    totals = {
+        "sent": sum(report.sent_bytes or 0 for report in reports),
+        "copied": sum(report.copied_bytes or 0 for report in reports),
+        "lower_bound": reports[0].lower_bound_bytes or 0,
+        "staging": max(report.staging_bytes or 0 for report in reports),
+    }
+    if reports[0].sent_bytes is not None:
+        metrics |= {f"reshard/{name}_mib": amount / 2**20 for name, amount in totals.items()}
+    return metrics
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:

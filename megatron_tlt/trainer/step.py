@@ -88,7 +88,7 @@ class TrainingStep:
         samples = self._log_probs(step, scored, result, on_phase)
         self._update(step, samples, result, on_phase)
         on_updated(result)
-        self.reshard(step, result, on_phase)
+        self.reshard(step + 1, result, on_phase)
         result.metrics["time/total"] = time.perf_counter() - began
         return result
 
@@ -236,8 +236,10 @@ class TrainingStep:
         self._engine.sleep(level=2)
         self._policy.memory.reload()
 
-    def reshard(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
+    def reshard(self, version: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
         """Brings the actor's weights into the engines; weights wake first, then the actor leaves room for the KV cache.
+
+        ``version`` is the number of updates that the weights have seen.
 
         Raises:
             RunError: an engine does not hold what the actor sent.
@@ -246,7 +248,12 @@ class TrainingStep:
         every = self._config.reshard.verify_every
         with self._timed("reshard", result):
             current_device().empty_cache()
+            began = time.perf_counter()
             self._engine.wake_up(["weights"])
-            result.reshard = self._weight_sync.sync(verify=bool(every) and step % every == 0)
+            woken = time.perf_counter()
+            result.reshard = self._weight_sync.sync(version=version, verify=bool(every) and version % every == 0)
             self._policy.memory.offload()
+            offloaded = time.perf_counter()
             self._engine.wake_up(["kv_cache"])
+            wake = time.perf_counter() - offloaded + woken - began
+        result.metrics |= {"reshard/wake_s": wake, "reshard/transfer_s": result.reshard.seconds}

@@ -1,0 +1,276 @@
+"""``reshard.method: direct``: every engine rank gets the slices that it lacks, from the ranks that hold them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.collectives import all_gather_data, failing_together
+from megatron_tlt.platform.device import current_device, node_index, rank
+from megatron_tlt.reshard.buckets import Bucket, Round, aligned, local_transfers, make_rounds, staging_bytes_of
+from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, checksum
+from megatron_tlt.reshard.conversion import convert, converted, wire_dtype
+from megatron_tlt.reshard.exchange import BucketExchange
+from megatron_tlt.reshard.interface import Part, SpanSource, SyncReport, TensorSlice, WeightSync, WeightTarget
+from megatron_tlt.reshard.plan import ReshardPlan, Transfer, make_plan
+from megatron_tlt.reshard.proof import Proof
+from megatron_tlt.reshard.spans import Side, Span, TensorForm
+
+_CHECKSUM_BYTES = CHECKSUM_WORDS * 8
+TRAILER_BYTES = aligned(_CHECKSUM_BYTES)
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """The tensors that are moved, in order: their shapes and the dimension that ranks cut each one along."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    cut_dims: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What a rank tells the others about itself: its node, its spans, and their dtypes."""
+
+    node: int
+    held: list[tuple[str, int, int, str]]
+    needed: list[tuple[str, int, int, str]]
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Spans and the memory they are in."""
+
+    spans: tuple[Span, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Span, torch.Tensor]]) -> _Views:
+        rows = list(pairs)
+        return cls(tuple(span for span, _ in rows), tuple(tensor for _, tensor in rows))
+
+    def described(self) -> list[tuple[str, int, int, str]]:
+        return [
+            (span.tensor, span.start, span.length, str(tensor.dtype).removeprefix("torch."))
+            for span, tensor in zip(self.spans, self.tensors, strict=True)
+        ]
+
+    def slice(self, slot: int, transfer: Transfer, dim: int) -> torch.Tensor:
+        return self.tensors[slot].narrow(dim, transfer.start - self.spans[slot].start, transfer.length)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All that stays the same from one synchronization to the next."""
+
+    plan: ReshardPlan
+    held: tuple[Span, ...]
+    needed: tuple[Span, ...]
+    wire: dict[str, torch.dtype]
+    rounds: list[Round]
+    local: list[Transfer]
+
+
+class DirectSync(WeightSync):
+    """Plans once, at the first synchronization, and moves from then on only what each rank lacks.
+
+    Args:
+        source: what this rank of the actor holds.
+        target: this rank's engine.
+        whole: the tensors.
+        actor_layout, engine_layout: in words, for errors.
+        staging_bytes: what buckets in flight on this rank may take.
+        part: of the engine, that is replaced.
+        exchange: how rounds travel.
+    """
+
+    def __init__(
+        self,
+        source: SpanSource,
+        target: WeightTarget,
+        whole: WholeTensors,
+        *,
+        actor_layout: str,
+        engine_layout: str,
+        staging_bytes: int,
+        part: Part = "policy",
+        exchange: type[BucketExchange] = BucketExchange,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._whole = whole
+        self._layouts = actor_layout, engine_layout
+        self._staging_bytes = staging_bytes
+        self._part: Part = part
+        self._exchange = exchange
+        self._prepared: _Prepared | None = None
+
+    @property
+    def plan(self) -> ReshardPlan | None:
+        """What goes where; None before the first synchronization."""
+        return self._prepared.plan if self._prepared else None
+
+    def sync(self, *, version: int, verify: bool) -> SyncReport:
+        began = time.perf_counter()
+        held = _Views.of(self._source())
+        with failing_together():
+            needed = _Views.of(self._needs())
+        prepared = self._prepare(held, needed)
+        self._target.begin_update(self._part)
+        trailer = TRAILER_BYTES if verify else 0
+        with torch.no_grad():
+            mover = _Mover(prepared, held, needed, verify)
+            exchange = self._exchange(prepared.rounds, trailer, current_device().torch_device)
+            exchange.run(mover.pack, mover.unpack, [partial(mover.copy, transfer) for transfer in prepared.local])
+            with failing_together():
+                verified = mover.proof.check()
+        self._target.finish_update(self._part, version)
+        plan, mine = prepared.plan, rank()
+        return SyncReport(
+            tensors=len({span.tensor for span in prepared.needed}),
+            verified_tensors=verified,
+            seconds=time.perf_counter() - began,
+            version=version,
+            sent_bytes=_bucket_bytes((one.sends.values() for one in prepared.rounds), trailer),
+            received_bytes=_bucket_bytes((one.receives.values() for one in prepared.rounds), trailer),
+            copied_bytes=plan.local_bytes[mine],
+            lower_bound_bytes=plan.lower_bound,
+            staging_bytes=staging_bytes_of(prepared.rounds, trailer),
+        )
+
+    def _needs(self) -> Iterator[tuple[Span, torch.Tensor]]:
+        """What this engine rank needs of each tensor, with views of where it goes."""
+        target = self._target
+        for name, view, part in target.read_weights() if self._part == "policy" else target.read_drafter_weights():
+            if name not in self._whole.shapes:
+                raise RunError(f"rank {rank()}: the engine needs {name}, which the actor does not have ({self._where})")
+            yield self._span(name, view, part), view
+
+    def _span(self, name: str, view: torch.Tensor, part: TensorSlice | None) -> Span:
+        shape, dim = self._whole.shapes[name], self._whole.cut_dims[name]
+        if part is None:
+            span = Span(name, 0, shape[dim])
+        elif part.dim == dim:
+            span = Span(name, part.start, part.length)
+        elif (part.start, part.length) == (0, shape[part.dim]):
+            span = Span(name, 0, shape[dim])
+        else:
+            cuts = f"along dimension {part.dim}, the actor along {dim}"
+            raise RunError(f"rank {rank()}: the engine cuts {name} {cuts} ({self._where})")
+        expected = (*shape[:dim], span.length, *shape[dim + 1 :])
+        if tuple(view.shape) != expected:
+            shapes = f"{tuple(view.shape)}, the actor's slice {expected}"
+            raise RunError(f"rank {rank()}: the engine's {name} is {shapes} ({self._where})")
+        return span
+
+    @property
+    def _where(self) -> str:
+        return "actor {}, engines {}".format(*self._layouts)
+
+    def _prepare(self, held: _Views, needed: _Views) -> _Prepared:
+        found = self._prepared
+        if found is None:
+            found = self._prepared = self._make(held, needed)
+        elif (found.held, found.needed) != (held.spans, needed.spans):
+            raise RunError(f"rank {rank()}: the layout of the weights changed between synchronizations ({self._where})")
+        return found
+
+    def _make(self, held: _Views, needed: _Views) -> _Prepared:
+        mine = _Description(node_index(), held.described(), needed.described())
+        ranks = all_gather_data(mine, _Description)
+        actor = _dtypes((row.held for row in ranks), "actor")
+        engines = _dtypes((row.needed for row in ranks), "engines")
+        if unneeded := [name for name in self._whole.shapes if name not in engines]:
+            raise RunError(f"{unneeded[0]}: no engine has a place for it ({self._where})")
+        wire = {name: wire_dtype(name, actor.get(name, engines[name]), engines[name]) for name in engines}
+        forms = {
+            name: TensorForm(tuple(shape), self._whole.cut_dims[name], wire[name].itemsize)
+            for name, shape in self._whole.shapes.items()
+        }
+        actor_side = _side(self._layouts[0], [row.held for row in ranks])
+        engine_side = _side(self._layouts[1], [row.needed for row in ranks])
+        plan = make_plan(forms, actor_side, engine_side, [row.node for row in ranks])
+        rounds = make_rounds(plan, rank(), self._staging_bytes, TRAILER_BYTES)
+        return _Prepared(plan, held.spans, needed.spans, wire, rounds, local_transfers(plan, rank()))
+
+
+def _side(layout: str, ranks: Iterable[Sequence[tuple[str, int, int, str]]]) -> Side:
+    return Side(layout, tuple(tuple(Span(*entry[:3]) for entry in entries) for entries in ranks))
+
+
+def _dtypes(ranks: Iterable[Sequence[tuple[str, int, int, str]]], side: str) -> dict[str, torch.dtype]:
+    """The one dtype of each tensor on a side."""
+    found: dict[str, str] = {}
+    for name, _, _, dtype in chain.from_iterable(ranks):
+        if found.setdefault(name, dtype) != dtype:
+            raise RunError(f"{name}: the {side} keep it as {found[name]} on one rank and as {dtype} on another")
+    return {name: getattr(torch, dtype) for name, dtype in found.items()}
+
+
+def _bucket_bytes(rounds: Iterable[Iterable[Bucket]], trailer: int) -> int:
+    return sum(bucket.total_bytes(trailer) for bucket in chain.from_iterable(rounds))
+
+
+class _Mover:
+    """Moves slices between views and buckets, and keeps account of them."""
+
+    def __init__(self, prepared: _Prepared, held: _Views, needed: _Views, verify: bool) -> None:
+        self._forms = prepared.plan.forms
+        self._wire = prepared.wire
+        self._held = held
+        self._needed = needed
+        self._verify = verify
+        self.proof = Proof(prepared.plan, rank(), prepared.needed)
+
+    def _source(self, transfer: Transfer) -> torch.Tensor:
+        return self._held.slice(transfer.source_slot, transfer, self._forms[transfer.tensor].dim)
+
+    def _target(self, transfer: Transfer) -> torch.Tensor:
+        return self._needed.slice(transfer.target_slot, transfer, self._forms[transfer.tensor].dim)
+
+    def copy(self, transfer: Transfer) -> None:
+        """From the actor to the engine of this process, without a buffer between."""
+        source, target = self._source(transfer), self._target(transfer)
+        convert(transfer.tensor, source, target)
+        self.proof.written(transfer)
+        if self._verify:
+            self.proof.compare(transfer, self._sent(transfer, source), self._found(transfer, target))
+
+    def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
+        for place, (transfer, offset, size) in enumerate(bucket.fragments):
+            source = self._source(transfer)
+            convert(transfer.tensor, source, self._seen(data, offset, size, transfer, source.shape))
+            if self._verify:
+                self._trailer(bucket, data, place).copy_(self._sent(transfer, source))
+
+    def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
+        for place, (transfer, offset, size) in enumerate(bucket.fragments):
+            target = self._target(transfer)
+            target.copy_(self._seen(data, offset, size, transfer, target.shape))
+            self.proof.written(transfer)
+            if self._verify:
+                sent = self._trailer(bucket, data, place).clone()  # the buffer is filled again
+                self.proof.compare(transfer, sent, self._found(transfer, target))
+
+    def _seen(self, data: torch.Tensor, offset: int, size: int, transfer: Transfer, shape: torch.Size) -> torch.Tensor:
+        """A fragment of a bucket's bytes as the slice that it is."""
+        return data[offset : offset + size].view(self._wire[transfer.tensor]).view(shape)
+
+    @staticmethod
+    def _trailer(bucket: Bucket, data: torch.Tensor, place: int) -> torch.Tensor:
+        at = bucket.payload_bytes + place * TRAILER_BYTES
+        return data[at : at + _CHECKSUM_BYTES].view(torch.int64)
+
+    def _sent(self, transfer: Transfer, source: torch.Tensor) -> torch.Tensor:
+        """The checksum of a slice in the form that it travels in."""
+        return checksum(converted(transfer.tensor, source, self._wire[transfer.tensor]))
+
+    def _found(self, transfer: Transfer, target: torch.Tensor) -> torch.Tensor:
+        """The checksum of a slice in the engine, in the form that it travelled in."""
+        return checksum(target.to(self._wire[transfer.tensor]))

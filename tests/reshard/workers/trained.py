@@ -1,0 +1,119 @@
+"""One rank of an actor and engines: training steps, weights over, and what the engines hold and say after each.
+
+After every synchronization the engine's slices are compared bit for bit with the exported tensors, and its greedy
+responses with those of transformers, which gets the exported tensors too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.bench.workers.layout import random_samples
+from megatron_tlt.config.schema import (
+    ActorConfig,
+    ModelConfig,
+    ReshardConfig,
+    RolloutConfig,
+    SpeculationConfig,
+    TaskConfig,
+    TltConfig,
+)
+from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank
+from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.trainer.synchronization import policy_sync
+from tests.helpers.tiny_models import greedy
+
+PROMPTS = [(5, 9, 7, 11), (3,), (60, 2, 8)]
+
+
+def config_of(folder: Path, case: dict[str, Any], method: str) -> TltConfig:
+    vllm = {"dtype": "float32", "load_format": "dummy", "num_gpu_blocks_override": 16, "max_num_seqs": 4}
+    return TltConfig(
+        model=ModelConfig(path=folder),
+        tasks=[TaskConfig(name="gcd")],
+        actor=ActorConfig(
+            transformer_impl="local",
+            megatron=case["megatron"],
+            optimizer={"lr": 3e-3},
+            max_tokens_per_micro_batch=96,
+        ),
+        rollout=RolloutConfig(
+            tensor_parallel_size=case["engine_tp"],
+            max_prompt_tokens=64,
+            max_response_tokens=64,
+            vllm={**vllm, **case.get("vllm", {})},
+        ),
+        speculation=SpeculationConfig(enabled=False),
+        reshard=ReshardConfig.model_validate({"method": method, "staging_mb": 0.25}),
+    )
+
+
+def check(policy: Policy, engine: VllmEngine, model: Any) -> list[list[int]]:
+    """Holds the engine against the exported weights; returns its responses."""
+    exported = dict(policy.export_weights())
+    held = set()
+    for name, view, part in engine.read_weights():
+        whole = exported[name]
+        expected = whole if part is None else whole.narrow(part.dim, part.start, part.length)
+        assert torch.equal(view, expected), f"{name} on rank {rank()}"
+        held.add(name)
+    assert held, "the engine holds nothing"
+    model.load_state_dict(exported, strict=False)
+    model.tie_weights()
+    sampling = SamplingSpec(temperature=0.0, max_tokens=20)
+    requests = [Request(str(i), prompt, sampling, seed=i) for i, prompt in enumerate(PROMPTS)]
+    responses = [list(response.token_ids) for response in engine.generate(requests)]
+    for prompt, tokens in zip(PROMPTS, responses, strict=True):
+        assert tokens == greedy(model, prompt, tokens), f"rank {rank()}: {prompt}"
+    return responses
+
+
+def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    config = config_of(folder, case, "direct")
+    policy = Policy(folder, config.actor, seed=0, total_steps=4)
+    engine = VllmEngine(folder, config.rollout, config.speculation, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ways = {method: policy_sync(config_of(folder, case, method), policy, engine) for method in ("direct", "export")}
+    samples = random_samples()
+    said, row = [], {}
+    for version in range(4):
+        method = "export" if version == 3 else "direct"
+        report = ways[method].sync(version=version, verify=True)
+        assert report.verified_tensors == report.tensors > 0
+        assert engine.versions["policy"] == report.version == version
+        said.append(check(policy, engine, model))
+        if version == 0:
+            row = {"sent": report.sent_bytes, "bound": report.lower_bound_bytes, "staging": report.staging_bytes}
+        policy.update(samples, negative_log_likelihood)
+    assert any(a != b for a, b in itertools.pairwise(said)), "training changed no response"
+    engine.shutdown()
+    return row
+
+
+def main(root: str, cases: str, out: str) -> None:
+    prepare()
+    initialize_distributed(120)
+    rows = {}
+    for name, case in json.loads(cases).items():
+        rows[name] = run_case(Path(root, case["model"]), case)
+        barrier()
+    Path(out, f"rank{rank()}.json").write_text(json.dumps(rows), encoding="utf-8")
+    barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
