@@ -55,7 +55,7 @@ class WeightVersions:
 
     @contextmanager
     def loading(self, part: str) -> Iterator[None]:
-        """A load of all of a part's weights: an update of its own, to the next version, or a piece of one that has begun.
+        """A load of all of a part's weights: an update of its own, to the next version, or part of one that has begun.
 
         Where it fails the part has no version, and the next load still leads to the next one.
         """

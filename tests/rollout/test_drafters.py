@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,20 @@ from megatron_tlt.config.schema import SpeculationConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.types import DraftStats, Response, StepRecord
 from tests.helpers.eagle_heads import build_eagle_head
+from tests.helpers.launch import run_torchrun
+from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2
 
-from .conftest import ROLLOUT
-from .test_lossless import greedy_requests, total_draft
+from .conftest import ROLLOUT, VOCAB
+from .test_lossless import greedy_requests, sampled_p_values, total_draft
+from .workers.layouts import PROMPTS
 
 if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
+
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
 NUM_DRAFTS = 3
+WORKER = Path(__file__).parent / "workers" / "drafters.py"
 
 
 @pytest.fixture(scope="module", params=["eagle", "eagle3"])
@@ -130,7 +137,30 @@ def test_policy_and_drafter_are_read_apart(drafting: VllmEngine, plain_engine: V
     assert {name for name, _, _ in drafting.read_weights()} == {name for name, _, _ in plain_engine.read_weights()}
     policy = {tensor.data_ptr() for _, tensor, _ in drafting.read_weights()}
     assert policy.isdisjoint(tensor.data_ptr() for _, tensor, _ in drafting.read_drafter_weights())
-    with pytest.raises(RunError, match="no drafter model; allowed: speculation.drafter eagle or eagle3"):
+    with pytest.raises(RunError, match=r"no drafter model; allowed: speculation\.drafter eagle or eagle3"):
         plain_engine.read_drafter_weights()
     with pytest.raises(RunError, match="no part 'drafter' in this engine; allowed: policy"):
         plain_engine.begin_update("drafter")
+
+
+@pytest.mark.cpu_cure
+def test_samples_have_the_exact_marginals(drafting: VllmEngine, reference: Qwen2ForCausalLM) -> None:
+    joint_p, third_p, drafts = sampled_p_values(drafting, reference, (*range(VOCAB), 3), 0.7, 0.9)
+    assert drafts.num_accepted_tokens > 50
+    assert min(joint_p, third_p) > 1e-4, f"p-values {joint_p:.3g} (tokens 1 and 2), {third_p:.3g} (token 3)"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_over_two_ranks_from_dummy_weights(kind: str, tmp_path: Path) -> None:
+    """The drafter comes from its folder where the policy does not; the policy's weights go in slice by slice."""
+    shape = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}
+    target = build_qwen2(tmp_path / "target", vocab_size=48, tie=False, scale=0.12, **shape)
+    head = build_eagle_head(kind, target, tmp_path / kind)
+    run_torchrun(WORKER, 2, [str(target), str(head), str(tmp_path)], timeout_s=240)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    model = load_qwen2(target)
+    for prompt, tokens in zip(PROMPTS, first["tokens"], strict=True):
+        assert len(tokens) == 48 and tokens == greedy(model, prompt, tokens)
+    assert sum(first["accepted"]) > 0

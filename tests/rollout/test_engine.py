@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,6 +167,80 @@ def test_bad_weights_are_refused_by_name(engine: VllmEngine, reference: Qwen2For
             engine.load_weights([("model.norm.weight", torch.zeros(3))])
     finally:
         engine.load_weights(state.items())
+
+
+def test_an_update_that_failed_leaves_an_engine_that_does_not_generate(
+    engine: VllmEngine, reference: Qwen2ForCausalLM
+) -> None:
+    state = reference.state_dict()
+    request = Request("u", (1, 2, 3), SamplingSpec(temperature=0.0, max_tokens=4), seed=0)
+    engine.load_weights(state.items())
+    (before,) = outcome(engine.generate([request]))
+    version = engine.versions["policy"]
+    assert version is not None
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor) in enumerate(state.items()):
+            if index == 5:
+                raise OSError("the link is down")
+            yield name, torch.zeros_like(tensor)
+
+    with pytest.raises(OSError, match="the link is down"):
+        engine.load_weights(broken())
+    assert engine.versions == {"policy": None}
+    with pytest.raises(RunError, match=rf"the policy's weights are not wholly loaded \(last version: {version}\)"):
+        engine.generate([request])
+    engine.load_weights(state.items())
+    assert engine.versions == {"policy": version + 1}
+    assert outcome(engine.generate([request])) == [before]
+
+    with pytest.raises(RunError, match="had not begun"):
+        engine.finish_update("policy", version + 2)
+    engine.begin_update("policy")
+    with pytest.raises(RunError, match="the policy's weights are half-written: an update has begun and not ended"):
+        engine.generate([request])
+    engine.load_weights(state.items())
+    assert engine.versions == {"policy": None}  # a part of the update
+    engine.finish_update("policy", version + 7)
+    assert engine.versions == {"policy": version + 7}
+    assert outcome(engine.generate([request])) == [before]
+
+
+def test_an_update_in_the_middle_of_a_rollout_stops_it(engine: VllmEngine, reference: Qwen2ForCausalLM) -> None:
+    begun: list[StepRecord] = []
+
+    def begin(step: StepRecord) -> None:
+        begun.append(step)
+        engine.begin_update("policy")
+        with pytest.raises(RunError, match="requests are still running"):
+            engine.finish_update("policy", 1)
+
+    request = Request("m", (1, 2, 3), SamplingSpec(temperature=0.0, max_tokens=30), seed=0)
+    try:
+        with pytest.raises(RunError, match="the policy's weights are half-written"):
+            engine.generate([request], on_step=begin)
+        assert len(begun) == 1
+    finally:
+        engine.load_weights(reference.state_dict().items())
+        engine.finish_update("policy", 1)
+    assert len(engine.generate([request])) == 1
+
+
+def test_weights_in_a_layer_of_an_unknown_kind_are_named(engine: VllmEngine) -> None:
+    model = engine._runner.get_model()
+    model.model.extra = torch.nn.LayerNorm(4)
+    try:
+        with pytest.raises(RunError, match=r"model\.extra\.weight is in a layer of kind LayerNorm"):
+            list(engine.read_weights())
+    finally:
+        del model.model.extra
+    scales = model.model.layers[0].mlp.down_proj
+    scales.register_parameter("weight_scale", torch.nn.Parameter(torch.ones(1), requires_grad=False))
+    try:
+        with pytest.raises(RunError, match=r"layers\.0\.mlp\.down_proj\.weight_scale"):
+            list(engine.read_weights())
+    finally:
+        del scales.weight_scale
 
 
 @pytest.mark.parametrize(
