@@ -16,6 +16,8 @@ class PlainCpuExperts(CPUUnquantizedExperts):
     vLLM's own pack them once after loading, in a layout of the kernel's, and take no expert parallelism.
     """
 
+    takes_plain_weights = True
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leaves the weights alone."""
 
@@ -29,32 +31,32 @@ class PlainCpuExperts(CPUUnquantizedExperts):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
-        *_: Any,
         apply_router_weight_on_input: bool,
-        **__: Any,
+        **_: Any,
     ) -> None:
         """Writes the sum of the chosen local experts' outputs, weighted, to ``output`` (tokens, hidden).
 
         w1 (local experts, 2 * width, hidden), w2 (local experts, hidden, width), topk_weights and topk_ids (tokens, k)
-        with global ids; ``expert_map`` takes them to local ones, -1 where another rank holds the expert.
+        with global ids; ``expert_map`` takes them to local ones, -1 where another rank holds the expert. With
+        ``apply_router_weight_on_input`` vLLM has weighted ``hidden_states`` already.
         """
-        output.zero_()
+        total = torch.zeros_like(output, dtype=torch.float32)
         experts = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         for expert in experts.unique().tolist():
             if expert < 0:
                 continue
             token, choice = (experts == expert).nonzero(as_tuple=True)
             gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-            result = linear(silu(gate) * up, w2[expert])
+            result = linear(silu(gate) * up, w2[expert]).float()
             if not apply_router_weight_on_input:
-                result = result * topk_weights[token, choice, None].to(result.dtype)
-            output.index_add_(0, token, result)
+                result *= topk_weights[token, choice, None]
+            total.index_add_(0, token, result)
+        output.copy_(total)

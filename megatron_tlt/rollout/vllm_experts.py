@@ -53,15 +53,13 @@ def check_experts(model: torch.nn.Module) -> None:
 def _check_layer(prefix: str, layer: Any) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from megatron_tlt.rollout.vllm_cpu_experts import PlainCpuExperts
-
     method, config = layer.quant_method, layer.moe_config
     if not isinstance(method, UnquantizedFusedMoEMethod):
         raise ConfigError(f"{prefix}: vLLM quantises its experts ({type(method).__name__}); allowed: none quantised")
     if config.moe_parallel_config.enable_eplb or config.num_experts != config.num_logical_experts:
         raise ConfigError("rollout.vllm.enable_eplb: found true, which moves experts between ranks; allowed: false")
     backend = method.unquantized_backend.name
-    if backend not in PLAIN_BACKENDS and not issubclass(method.experts_cls, PlainCpuExperts):
+    if backend not in PLAIN_BACKENDS and not getattr(method.experts_cls, "takes_plain_weights", False):
         raise ConfigError(
             f"rollout.vllm.moe_backend: vLLM chose {backend}, which rearranges the weights of {prefix} so that they "
             f"cannot be written in place; allowed: {', '.join(PLAIN_BACKENDS.values())}"
