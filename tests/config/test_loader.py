@@ -71,6 +71,15 @@ def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
     ("overrides", "expected"),
     [
         (["trainer.mini_batches=7"], "trainer.mini_batches: found 7; allowed: a divisor of"),
+        (
+            ["speculation.path=/x"],
+            "speculation.path: found /x, but drafter ngram has no model; allowed: with eagle, eagle3",
+        ),
+        (["speculation.drafter=eagle"], "speculation.path: not given; drafter eagle needs the folder of its head"),
+        (
+            ["speculation.drafter=eagle3", "speculation.path=/x"],
+            "speculation.path: no config.json in /x; allowed: the folder of an EAGLE head",
+        ),
         (["launcher.nproc_per_node=4", "trainer.prompts_per_step=2"], "at least one for each of the 4 engines"),
         (["launcher.nproc_per_node=3", "actor.megatron.tensor_model_parallel_size=3"], "the model's 4 attention heads"),
         (

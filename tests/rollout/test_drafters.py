@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.config.schema import SpeculationConfig
 from megatron_tlt.errors import RunError
-from megatron_tlt.rollout.types import DraftStats, Response, StepRecord
+from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec, StepRecord
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2
@@ -98,6 +98,20 @@ def test_switching_off_and_on(drafting: VllmEngine, expected: list[tuple[int, ..
     assert sum(drafted[:8]) == 0 and min(drafted[9:16]) > 0 and sum(drafted[17:]) == 0
     again = drafting.generate(requests)
     assert (tokens_of(again), drafts_of(again)) == (tokens_of(first), drafts_of(first))
+
+
+def test_up_to_the_longest_sequence(drafting: VllmEngine, plain_engine: VllmEngine) -> None:
+    """Where the next drafts would not fit in the model's length, vLLM drafts token 0 instead of asking the drafter."""
+    spec = SamplingSpec(temperature=0.0, max_tokens=ROLLOUT.max_response_tokens)
+    requests = [Request(f"l{i}", (*range(VOCAB), *range(i, VOCAB), *range(16 + i)), spec, seed=0) for i in range(3)]
+    assert {len(request.prompt_token_ids) for request in requests} == {ROLLOUT.max_prompt_tokens}
+    expected = tokens_of(plain_engine.generate(requests))
+    assert tokens_of(drafting.generate(requests)) == expected
+    drafting.set_speculation(False)
+    off = drafting.generate(requests)
+    drafting.set_speculation(True)
+    assert tokens_of(off) == expected
+    assert total_draft(off).num_draft_tokens == 0
 
 
 def test_weights_are_the_folders_and_new_ones_change_the_drafts_only(
