@@ -68,7 +68,7 @@ def _linear_parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) 
 def _parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list[_Part]:
     """The Hugging Face tensors, in the order of ``names``, in parameter ``kind`` (weight or bias) of ``layer``.
 
-    None for a layer of a kind that is not known here, or one that is quantised.
+    Empty for a layer of a kind that is not known here, or one that is quantised.
     """
     from vllm.model_executor.layers import layernorm, linear, vocab_parallel_embedding
 
