@@ -14,7 +14,7 @@ class PlainCpuExperts(CPUUnquantizedExperts):
     """vLLM's portable experts, but their weights stay as they were loaded: gate rows, then up rows, unpadded.
 
     vLLM's own pack them once after loading, in a layout of the kernel's, and take no expert parallelism. Measured in
-    float32 on one core, theirs is 3 to 5 times as fast with 2 tokens or more per expert, 10 times for one token alone.
+    float32 on one core, theirs is 3 to 5 times as fast with 4 to 16 tokens per expert, 10 times for a single token.
     """
 
     takes_plain_weights = True
