@@ -96,8 +96,10 @@ class Layout:
     first: int | None = None
     """Layers of the first stage, where the config says so."""
     last: int | None = None
-    extra: int = 0
-    """Embedding and loss, where the config counts them as a layer each."""
+    counts_embedding: bool = False
+    """Whether the embedding stands for a layer of the first stage."""
+    counts_loss: bool = False
+    """Whether the loss stands for a layer of the last stage."""
     by_hand: bool = False
     """``pipeline_model_parallel_layout`` places every layer: Megatron itself checks that."""
 
@@ -115,13 +117,19 @@ class Layout:
             sp=megatron.get("sequence_parallel") is True,
             first=positive(megatron, _FIRST),
             last=positive(megatron, _LAST),
-            extra=sum(megatron.get(key) is True for key in _COUNTED),
+            counts_embedding=megatron.get(_COUNTED[0]) is True,
+            counts_loss=megatron.get(_COUNTED[1]) is True,
             by_hand=megatron.get(_BY_HAND) is not None,
         )
 
     @property
     def dp(self) -> int:
         return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def extra(self) -> int:
+        """Embedding and loss, where they are counted as layers."""
+        return self.counts_embedding + self.counts_loss
 
     def __str__(self) -> str:
         sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vpp or 1, "CP": self.cp, "EP": self.ep}

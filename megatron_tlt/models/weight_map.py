@@ -55,9 +55,9 @@ class WeightMap:
         self.family = family_of(hf_config, where)
         self.tied = bool(hf_config.tie_word_embeddings)
         self._config = hf_config
-        self._head = head_dim(hf_config)
-        self._groups = hf_config.num_key_value_heads
-        self._heads_per_group = hf_config.num_attention_heads // self._groups
+        self.head_dim = head_dim(hf_config)
+        self.num_key_value_heads: int = hf_config.num_key_value_heads
+        self._heads_per_group = hf_config.num_attention_heads // self.num_key_value_heads
         self.num_layers: int = hf_config.num_hidden_layers
         self.num_experts: int = hf_config.num_local_experts if self.family.experts else 0
         self.shapes: dict[str, tuple[int, ...]] = dict(self._shapes())
@@ -73,7 +73,7 @@ class WeightMap:
         config, family = self._config, self.family
         hidden, vocab = config.hidden_size, config.vocab_size
         yield "model.embed_tokens.weight", (vocab, hidden)
-        key_value = self._groups * self._head
+        key_value = self.num_key_value_heads * self.head_dim
         query = self._heads_per_group * key_value
         for layer in range(self.num_layers):
             at = f"model.layers.{layer}."
@@ -84,8 +84,8 @@ class WeightMap:
                     yield f"{at}self_attn.{part}_proj.bias", (width,)
             yield at + "self_attn.o_proj.weight", (hidden, query)
             if family.qk_layernorm:
-                yield at + "self_attn.q_norm.weight", (self._head,)
-                yield at + "self_attn.k_norm.weight", (self._head,)
+                yield at + "self_attn.q_norm.weight", (self.head_dim,)
+                yield at + "self_attn.k_norm.weight", (self.head_dim,)
             yield at + "post_attention_layernorm.weight", (hidden,)
             if family.experts:
                 yield at + family.experts.router, (self.num_experts, hidden)
@@ -186,9 +186,9 @@ class WeightMap:
     def _query_key_value(self, at: str, kind: str) -> Iterator[_Span]:
         """Each group's queries, then its key, then its value."""
         names = [f"{at}self_attn.{part}_proj.{kind}" for part in ("q", "k", "v")]
-        for group in range(self._groups):
+        for group in range(self.num_key_value_heads):
             for name, heads in zip(names, (self._heads_per_group, 1, 1), strict=True):
-                yield name, group * heads * self._head, heads * self._head
+                yield name, group * heads * self.head_dim, heads * self.head_dim
 
     def _whole(self, name: str, dim: int) -> _Span:
         return name, 0, self.shapes.get(name, (0, 0))[dim]

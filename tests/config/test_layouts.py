@@ -51,7 +51,8 @@ def layouts(draw: st.DrawFn, worlds: Sequence[int] = (1, 2, 4, 6, 8, 12, 16), un
         sp=draw(st.booleans()),
         first=draw(maybe) if uneven else None,
         last=draw(maybe) if uneven else None,
-        extra=draw(st.sampled_from((0, 0, 1, 2))) if uneven else 0,
+        counts_embedding=uneven and draw(st.booleans()),
+        counts_loss=uneven and draw(st.booleans()),
         by_hand=draw(st.booleans()) if uneven else False,
     )
 
@@ -160,7 +161,7 @@ def test_no_layout_that_fits_is_nearer(layout: Layout, shape: ModelShape, count:
         (Layout(16, tp=4, ep=8, etp=5), MOE, ["TP4xEP8xETP2xDP4+SP", "TP4xEP4xETP4xDP4+SP", "TP4xEP8xETP1xDP4+SP"]),
         (Layout(16, pp=4, first=1, last=1, vpp=2), replace(QWEN, layers=22), ["PP4xDP4", "TP2xPP4xDP2", "TP4xPP4"]),
         (Layout(8, pp=2), replace(QWEN, layers=61), ["TP2xDP4", "DP8", "TP4xDP2"]),
-        (Layout(8, pp=2, extra=1), replace(QWEN, layers=61), ["PP2xDP4", "TP2xDP4", "DP8"]),
+        (Layout(8, pp=2, counts_embedding=True), replace(QWEN, layers=61), ["PP2xDP4", "TP2xDP4", "DP8"]),
     ],
 )
 def test_suggestions_by_example(layout: Layout, shape: ModelShape, expected: list[str]) -> None:

@@ -58,7 +58,8 @@ def sample(generator: random.Random, world: int) -> tuple[Layout, ModelShape]:
         sp=pick((tp > 1,) * 4 + (False, True)),
         first=pick((None, 1, 2)) if uneven else None,
         last=pick((None, 1, 2)) if uneven and pp > 1 else None,
-        extra=0 if uneven else pick((0, 0, 0, 0, 1, 2)),
+        counts_embedding=not uneven and pick((False, False, True)),
+        counts_loss=not uneven and pick((False, False, True)),
     )
     return layout, shape
 
@@ -81,8 +82,8 @@ def build(layout: Layout, shape: ModelShape) -> None:
         sequence_parallel=layout.sp,
         num_layers_in_first_pipeline_stage=layout.first,
         num_layers_in_last_pipeline_stage=layout.last,
-        account_for_embedding_in_pipeline_split=layout.extra > 0,
-        account_for_loss_in_pipeline_split=layout.extra > 1,
+        account_for_embedding_in_pipeline_split=layout.counts_embedding,
+        account_for_loss_in_pipeline_split=layout.counts_loss,
         num_layers=shape.layers,
         hidden_size=16,
         num_attention_heads=shape.heads,
