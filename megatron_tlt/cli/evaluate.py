@@ -6,6 +6,7 @@ import argparse
 
 from megatron_tlt.cli import runs
 from megatron_tlt.config.loader import dump_resolved, load_config
+from megatron_tlt.config.model import require_model_folder
 from megatron_tlt.platform.files import atomic_write_text
 
 
@@ -17,6 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    require_model_folder(config)
     # Not config.resolved.yaml: that one belongs to the run itself, and says what a resumed run must agree with.
     resolved = config.run.dir / "logs" / "config.eval.yaml"
     resolved.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import os
 from megatron_tlt.cli import runs
 from megatron_tlt.cli.launch import under_torchrun
 from megatron_tlt.config.loader import dump_resolved, load_config
+from megatron_tlt.config.model import require_model_folder
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.files import atomic_write_text
@@ -22,6 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    require_model_folder(config)
     if under_torchrun():
         return _as_rank(config, arguments)
     if arguments.fresh:

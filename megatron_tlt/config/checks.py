@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -18,10 +17,10 @@ from megatron_tlt.config.layouts import (
     tensor_problems,
     wrong_values,
 )
+from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
 from megatron_tlt.config.schema import SpeculationConfig, TltConfig
 from megatron_tlt.errors import ConfigError
 
-_ARCHITECTURE = "model.recipe.architecture"
 # vLLM's CPU attention has no kernel for smaller heads.
 _SMALLEST_HEAD = 32
 # A layout that does not fit is answered with so many that do.
@@ -106,7 +105,7 @@ def _recipe(config: TltConfig) -> Iterator[str]:
     head = architecture.hidden_size // architecture.num_attention_heads
     if head < _SMALLEST_HEAD:
         yield (
-            f"{_ARCHITECTURE}: hidden_size / num_attention_heads = {head}; allowed: at least {_SMALLEST_HEAD} "
+            f"{RECIPE_ARCHITECTURE}: hidden_size / num_attention_heads = {head}; allowed: at least {_SMALLEST_HEAD} "
             "(vLLM's CPU attention takes no smaller head)"
         )
     if longest > architecture.max_position_embeddings:
@@ -114,29 +113,6 @@ def _recipe(config: TltConfig) -> Iterator[str]:
             f"model.recipe.supervised.max_sequence_tokens: found {longest}; allowed: at most "
             f"max_position_embeddings = {architecture.max_position_embeddings}"
         )
-
-
-def _read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
-    """The model's own config and where it stands."""
-    if config.model.recipe is not None:
-        return config.model.recipe.architecture.model_dump(), _ARCHITECTURE
-    path = config.model.path
-    if path is None:
-        return {}, ""
-    if not path.is_dir():
-        raise ConfigError(f"model.path: no folder {path}; allowed: a Hugging Face model folder")
-    file = path / "config.json"
-    if not file.is_file() and (path / "hf" / "config.json").is_file():  # a Megatron checkpoint
-        file = path / "hf" / "config.json"
-    try:
-        model = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"model.path: no config.json in {path}; allowed: a Hugging Face model folder") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
-    if not isinstance(model, dict):
-        raise ConfigError(f"model.path: {file} holds no JSON object")
-    return model, str(file)
 
 
 def _files(config: TltConfig) -> Iterator[str]:
@@ -228,9 +204,9 @@ def check_fields_together(config: TltConfig) -> list[str]:
     """Every rule between keys that does not hold, one line each."""
     lines = []
     try:
-        model, where = _read_model(config)
+        model, where = read_model(config)
     except ConfigError as error:
-        lines, model, where = [str(error)], {}, ""
+        lines, model, where = str(error).splitlines(), {}, ""
     rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
     others = (rule(config) for rule in (_files, _drafter, _optimizer, _adam_only))
     return [*lines, *chain(*rules, *others)]

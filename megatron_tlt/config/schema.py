@@ -95,15 +95,19 @@ class RecipeConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy to start from: a Hugging Face folder (``path``) or a recipe that builds one."""
+    """The policy to start from: a Hugging Face folder (``path``) or a recipe that builds one.
+
+    ``architecture`` is a Hugging Face ``config.json`` for checks and plans where the folder is not at hand.
+    """
 
     path: Path | None = None
+    architecture: Path | None = None
     recipe: RecipeConfig | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ModelConfig:
-        if (self.path is None) == (self.recipe is None):
-            raise ValueError("give exactly one of model.path and model.recipe")
+        if (self.path is None and self.architecture is None) == (self.recipe is None):
+            raise ValueError("give exactly one of model.path (or model.architecture, for plans) and model.recipe")
         return self
 
 

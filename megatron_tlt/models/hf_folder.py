@@ -39,17 +39,29 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
     Raises:
         ConfigError: no such folder, no ``config.json``, or an architecture that is not supported.
     """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model.path: no config.json in {folder}; a Hugging Face model folder is needed")
+    return read_architecture(file, str(folder))
+
+
+def read_architecture(file: Path, where: str) -> PretrainedConfig:
+    """The architecture that a ``config.json`` describes, whatever its name.
+
+    Args:
+        file: the file.
+        where: what errors about its options name.
+
+    Raises:
+        ConfigError: it cannot be read, or is of an architecture that is not supported.
+    """
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: no config.json in {folder}; a Hugging Face model folder is needed")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(file)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{folder / 'config.json'}: cannot be read: {next(iter(str(error).splitlines()), '')}"
-        ) from error
-    family_of(config, str(folder))
+        raise ConfigError(f"{file}: cannot be read: {next(iter(str(error).splitlines()), '')}") from error
+    family_of(config, where)
     return config
 
 

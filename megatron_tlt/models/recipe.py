@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.config.model import require_model_folder
 from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig, TltConfig
 
 RECIPE_FILE = "recipe.json"
@@ -46,7 +47,12 @@ def recipe_folder(config: TltConfig) -> Path:
 
 
 def model_folder(config: TltConfig) -> Path:
-    """The Hugging Face folder the policy starts from."""
+    """The folder that the policy starts from.
+
+    Raises:
+        ConfigError: ``model.architecture`` alone is given, or no such folder.
+    """
+    require_model_folder(config)
     return config.model.path if config.model.path is not None else recipe_folder(config)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_tlt.config.layouts import Layout, problems
 from megatron_tlt.errors import ConfigError
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from megatron_tlt.models.weight_map import WeightMap
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class _Place(NamedTuple):
+    """A rank's places in the groups that decide what it holds."""
+
+    stage: int
+    tensor: int
+    expert_tensor: int
+    expert: int
 
 
 def actor_side(weights: WeightMap, layout: Layout) -> Side:
@@ -35,18 +44,18 @@ def actor_side(weights: WeightMap, layout: Layout) -> Side:
         raise ConfigError("\n".join(found))
     stages = _parameters_by_stage(weights, layout)
     expert_size = layout.etp or layout.tp
-    held: dict[tuple[int, ...], tuple[Span, ...]] = {}
+    held: dict[_Place, tuple[Span, ...]] = {}
     ranks = []
     for rank in range(layout.world):
         # Context and data parallelism only add replicas.
-        place = (
-            rank // (layout.world // layout.pp),
-            rank % layout.tp,
-            rank % expert_size,
-            rank // expert_size % layout.ep,
+        place = _Place(
+            stage=rank // (layout.world // layout.pp),
+            tensor=rank % layout.tp,
+            expert_tensor=rank % expert_size,
+            expert=rank // expert_size % layout.ep,
         )
         if place not in held:
-            held[place] = tuple(_held(weights, layout, stages, *place))
+            held[place] = tuple(_held(weights, layout, stages[place.stage], place))
         ranks.append(held[place])
     return Side(str(layout), tuple(ranks))
 
@@ -94,16 +103,14 @@ def _parameters_by_stage(weights: WeightMap, layout: Layout) -> list[list[str]]:
     return stages
 
 
-def _held(
-    weights: WeightMap, layout: Layout, stages: list[list[str]], stage: int, tensor: int, expert_tensor: int, expert: int
-) -> Iterator[Span]:
+def _held(weights: WeightMap, layout: Layout, parameters: list[str], place: _Place) -> Iterator[Span]:
     share = weights.num_experts // layout.ep
-    own = range(expert * share, (expert + 1) * share)
-    for parameter in stages[stage]:
-        rank, size = tensor, layout.tp
+    own = range(place.expert * share, (place.expert + 1) * share)
+    for parameter in parameters:
+        rank, size = place.tensor, layout.tp
         if weights.is_expert(parameter):
             if int(parameter.split(".experts.")[1].split(".")[0]) not in own:
                 continue
-            rank, size = expert_tensor, layout.etp or layout.tp
+            rank, size = place.expert_tensor, layout.etp or layout.tp
         for piece in weights.pieces(parameter, rank, size):
             yield Span(piece.name, piece.start, piece.length)

@@ -1,0 +1,101 @@
+"""The tables that ``tlt plan --reshard`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_tlt.reshard.summary import RANK_COLUMNS
+
+# So many ranks have a row each; of more, each node has one.
+_MOST_ROWS = 16
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def print_reshard(summary: dict[str, Any]) -> None:
+    """Prints the figures of ``reshard.summary.summarize``."""
+    console = Console()
+    sizes = "/".join(map(str, summary["itemsizes"]))
+    console.print(
+        f"actor {summary['actor']}, engines {summary['engines']}, on {summary['gpus']} GPUs of {summary['nodes']} "
+        f"node(s); weights {_bytes(summary['model_bytes'])} at {sizes} bytes per element",
+        highlight=False,
+    )
+    moved, bound = _bytes(summary["moved_bytes"]), _bytes(summary["lower_bound_bytes"])
+    console.print(f"moved in all {moved}, lower bound {bound}, in {summary['transfers']} slices", highlight=False)
+    for table in (_per_gpu(summary), _by_rank(summary), *_links(summary), _projection(summary)):
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _words(column: str) -> str:
+    return column.replace("nvlink", "NVLink").replace("_", " ")
+
+
+def _per_gpu(summary: dict[str, Any]) -> Table:
+    table = _table("bytes per GPU", "", "min", "mean", "max")
+    for name, spread in summary["per_gpu"].items():
+        table.add_row(_words(name), *(_bytes(spread[key]) for key in ("min", "mean", "max")))
+    return table
+
+
+def _by_rank(summary: dict[str, Any]) -> Table:
+    ranks = summary["ranks"]
+    columns = map(_words, RANK_COLUMNS)
+    if len(ranks) <= _MOST_ROWS:
+        table = _table("ranks", "rank", "node", *columns)
+        for row in ranks:
+            table.add_row(str(row["rank"]), str(row["node"]), *(_bytes(row[name]) for name in RANK_COLUMNS))
+        return table
+    table = _table("the largest of each node's ranks (all ranks: --json FILE)", "node", "ranks", *columns)
+    for node in sorted({row["node"] for row in ranks}):
+        own = [row for row in ranks if row["node"] == node]
+        largest = (_bytes(max(row[name] for row in own)) for name in RANK_COLUMNS)
+        table.add_row(str(node), f"{own[0]['rank']}-{own[-1]['rank']}", *largest)
+    return table
+
+
+def _links(summary: dict[str, Any]) -> Iterator[Table]:
+    links = summary["node_links"]
+    if len(links) > 1:
+        table = _table("GB from node (row) to node (column)", "", *map(str, range(len(links))))
+        for source, row in enumerate(links):
+            table.add_row(str(source), *(f"{amount / 1e9:.2f}" if amount else "-" for amount in row))
+        yield table
+
+
+def _projection(summary: dict[str, Any]) -> Table:
+    projection = summary["projection"]
+    rates, notes = projection["bandwidths_gb_s"], projection["notes"]
+    reached = {
+        name: f"{rates[name]:g} GB/s x {rates[f'{name}_efficiency']:g}" for name in ("nvlink", "network", "memory")
+    }
+    rows = {
+        "transfer": (f"NVLink {reached['nvlink']}, network {reached['network']}", notes["transfer"]),
+        "load": (f"memory {reached['memory']}", notes["load"]),
+        "wake": (f"{rates['wake']:g} GB/s", notes["wake"]),
+        "total": ("", "one after the other"),
+    }
+    table = _table("projection (computed from the figures above, not measured)", "", "seconds")
+    table.add_column("at")
+    table.add_column("of")
+    for name, words in rows.items():
+        table.add_row(name, f"{projection[f'{name}_seconds']:.3f}", *words)
+    return table
+
+
+def _bytes(amount: float) -> str:
+    for unit in _UNITS:
+        if amount < 1000 or unit == _UNITS[-1]:
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"

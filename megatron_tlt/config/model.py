@@ -1,0 +1,110 @@
+"""What a launch config says of its model's architecture, and from where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+
+RECIPE_ARCHITECTURE = "model.recipe.architecture"
+# Where the model's folder and model.architecture both have one of these, they must agree.
+_COMPARED = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+
+
+def architecture_file(config: TltConfig) -> Path | None:
+    """The ``config.json`` that describes the model: its folder's, else ``model.architecture``; None for a recipe.
+
+    Raises:
+        ConfigError: neither is there, or the two disagree.
+    """
+    model = config.model
+    if model.recipe is not None:
+        return None
+    if model.path is None or (model.architecture is not None and not model.path.is_dir()):
+        assert model.architecture is not None
+        _read(model.architecture, "model.architecture")
+        return model.architecture
+    file = _folder_file(model.path)
+    if model.architecture is not None and (found := list(_disagreements(file, model.architecture))):
+        raise ConfigError("\n".join(found))
+    return file
+
+
+def read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
+    """The architecture as a config.json holds it, and the file or key where it stands.
+
+    Raises:
+        ConfigError: as ``architecture_file``; a file that cannot be read.
+    """
+    if config.model.recipe is not None:
+        return config.model.recipe.architecture.model_dump(), RECIPE_ARCHITECTURE
+    file = architecture_file(config)
+    assert file is not None
+    return _read(file, "model.path" if file != config.model.architecture else "model.architecture"), str(file)
+
+
+def require_model_folder(config: TltConfig) -> None:
+    """Training and evaluation need weights and a tokenizer, which ``model.architecture`` does not have.
+
+    Raises:
+        ConfigError: the config names no model folder, or one that is not there.
+    """
+    if config.model.recipe is not None or (config.model.path is not None and config.model.path.is_dir()):
+        return
+    found = "no value" if config.model.path is None else f"no folder {config.model.path}"
+    raise ConfigError(
+        f"model.path: {found}; allowed: a Hugging Face model folder or a Megatron checkpoint "
+        "(model.architecture alone is enough for `tlt plan` only)"
+    )
+
+
+def _folder_file(path: Path) -> Path:
+    if not path.is_dir():
+        raise ConfigError(f"model.path: no folder {path}; allowed: a Hugging Face model folder")
+    file = path / "config.json"
+    if not file.is_file() and (path / "hf" / "config.json").is_file():  # a Megatron checkpoint
+        file = path / "hf" / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model.path: no config.json in {path}; allowed: a Hugging Face model folder")
+    return file
+
+
+def _read(file: Path, key: str) -> dict[str, Any]:
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: no file {file}; allowed: a Hugging Face config.json") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {file} cannot be read: {error}") from error
+    if not isinstance(model, dict):
+        raise ConfigError(f"{key}: {file} holds no JSON object")
+    return model
+
+
+def _disagreements(file: Path, architecture: Path) -> Iterator[str]:
+    actual, described = _read(file, "model.path"), _read(architecture, "model.architecture")
+    for key in _COMPARED:
+        if key in actual and key in described and actual[key] != described[key]:
+            yield (
+                f"model.architecture: {key} is {described[key]!r} in {architecture}, but {actual[key]!r} in {file}; "
+                "allowed: the same value"
+            )

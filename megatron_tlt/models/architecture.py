@@ -1,0 +1,73 @@
+"""The sizes in a ``config.json``, without transformers where it says all of them: importing that takes seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_tlt.config.model import RECIPE_ARCHITECTURE, architecture_file
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.families import FAMILIES, family_of
+from megatron_tlt.models.family import Family
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def read_sizes(file: Path, where: str) -> Any:
+    """What ``WeightMap`` needs of a model, as attributes named after Hugging Face's.
+
+    Args:
+        file: a ``config.json``, whatever its name.
+        where: what errors about its options name.
+
+    Raises:
+        ConfigError: it cannot be read, or is of an architecture that is not supported.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    family = FAMILIES.get(values.get("model_type", "")) if isinstance(values, dict) else None
+    if family is None or not _says_all(values, family):
+        # Defaults of a family's config, and older forms of its keys, are transformers' to know.
+        from megatron_tlt.models.hf_folder import read_architecture
+
+        return read_architecture(file, where)
+    sizes = SimpleNamespace(**values)
+    if family.experts:
+        sizes.num_local_experts = values.get("num_experts") or values["num_local_experts"]
+    family_of(sizes, where)  # type: ignore[arg-type]
+    return sizes
+
+
+def _says_all(values: dict[str, Any], family: Family) -> bool:
+    needed = [*_SIZES, *([family.experts.width] if family.experts else [])]
+    if family.model_type != "qwen2":  # whose heads are always hidden size over heads
+        needed.append("head_dim")
+    experts = not family.experts or values.get("num_experts") or values.get("num_local_experts")
+    return all(values.get(key) is not None for key in needed) and bool(experts) and not values.get("rope_scaling")
+
+
+def sizes_of(config: TltConfig) -> tuple[Any, str]:
+    """The sizes of a launch config's model, and where they stand; neither its weights nor its folder are needed.
+
+    Raises:
+        ConfigError: no description of the model, or as ``read_sizes``.
+    """
+    file, recipe = architecture_file(config), config.model.recipe
+    if file is not None:
+        return read_sizes(file, str(file)), str(file)
+    assert recipe is not None
+    sizes = recipe.architecture.model_dump()
+    return SimpleNamespace(model_type="qwen2", vocab_size=recipe.tokenizer.vocab_size, **sizes), RECIPE_ARCHITECTURE

@@ -1,0 +1,82 @@
+"""How long a plan would take at stated bandwidths: a projection from byte counts, not a measurement; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_tlt.reshard.plan import ReshardPlan
+
+_GB = 1e9
+
+TRANSFER_NOTE = "the slowest rank; full duplex; NVLink and network one after the other (not overlapped)"
+LOAD_NOTE = "the slowest rank; every slice read and written once on each GPU that packs, copies or unpacks it"
+WAKE_NOTE = "the slowest rank; memory for its weights mapped again, nothing copied into it"
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Rates of one GPU in GB/s (10**9 bytes), and the fraction of each that is assumed to be reached.
+
+    The defaults are peaks of an 80 GB H100 (SXM) node: NVLink 4 in one direction, one 400 Gb/s port per GPU, HBM3.
+
+    ``wake`` is a measured rate, so that no fraction applies. NVIDIA/srt-slurm, docs/shadow-engine-recovery.md, reports
+    vLLM's wake_up of a B200 that mapped 70.4 GiB in 88 allocations in 0.273 s: 277 GB/s. It is an assumption that an
+    H100 and the many smaller allocations of weights reach that.
+    """
+
+    nvlink: float = 450.0
+    network: float = 50.0
+    memory: float = 3350.0
+    wake: float = 277.0
+    nvlink_efficiency: float = 0.8
+    network_efficiency: float = 0.8
+    memory_efficiency: float = 0.8
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Seconds. Transfer is that of the rank for which both kinds of link take longest together.
+
+    ``nvlink`` and ``network`` are each the longest of any rank, which need not be the same one.
+    """
+
+    nvlink: float
+    network: float
+    transfer: float
+    load: float
+    wake: float
+
+    @property
+    def total(self) -> float:
+        """Wake, transfer and load, one after the other."""
+        return self.transfer + self.load + self.wake
+
+
+def project(plan: ReshardPlan, bandwidths: Bandwidths) -> Projection:
+    """The projection of a plan.
+
+    A link works in both directions at once, so what a rank sends and receives over it takes as long as the larger of
+    the two. Load counts memory traffic, a read and a write for each byte that is copied in place, packed to be sent or
+    unpacked. Wake maps what the rank's engine holds.
+    """
+    rates = bandwidths
+    nvlink = _seconds(plan, False, rates.nvlink * rates.nvlink_efficiency)
+    network = _seconds(plan, True, rates.network * rates.network_efficiency)
+    touched, held = [0] * plan.world, list(plan.local_bytes)
+    for between in (False, True):
+        sent, received = plan.sent_bytes(between), plan.received_bytes(between)
+        touched = [sum(amounts) for amounts in zip(touched, sent, received, strict=True)]
+        held = [sum(amounts) for amounts in zip(held, received, strict=True)]
+    copied = [2 * (local + moved) for local, moved in zip(plan.local_bytes, touched, strict=True)]
+    return Projection(
+        nvlink=max(nvlink),
+        network=max(network),
+        transfer=max(a + b for a, b in zip(nvlink, network, strict=True)),
+        load=max(copied) / (rates.memory * rates.memory_efficiency * _GB),
+        wake=max(held) / (rates.wake * _GB),
+    )
+
+
+def _seconds(plan: ReshardPlan, between_nodes: bool, rate: float) -> list[float]:
+    sent, received = plan.sent_bytes(between_nodes), plan.received_bytes(between_nodes)
+    return [max(a, b) / (rate * _GB) for a, b in zip(sent, received, strict=True)]
