@@ -29,6 +29,10 @@ SAMPLES_PER_WORLD = 200
 REFUSALS = (ValueError, RuntimeError, AssertionError)
 
 
+_EMBEDDING, _LOSS = {"counts_embedding": True}, {"counts_loss": True}
+_COUNTED: tuple[dict[str, bool], ...] = ({}, {}, {}, _LOSS, _EMBEDDING, _EMBEDDING | _LOSS)
+
+
 def sample(generator: random.Random, world: int) -> tuple[Layout, ModelShape]:
     """A layout and a shape, most of whose parts fit.
 
@@ -58,8 +62,7 @@ def sample(generator: random.Random, world: int) -> tuple[Layout, ModelShape]:
         sp=pick((tp > 1,) * 4 + (False, True)),
         first=pick((None, 1, 2)) if uneven else None,
         last=pick((None, 1, 2)) if uneven and pp > 1 else None,
-        counts_embedding=not uneven and pick((False, False, True)),
-        counts_loss=not uneven and pick((False, False, True)),
+        **({} if uneven else pick(_COUNTED)),
     )
     return layout, shape
 
