@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,31 +16,36 @@ from tests.helpers.launch import run_torchrun
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "needed.py"
-# One of each family, and a tied and an untied one.
-DENSE = ("qwen2-untied", "qwen2-tied", "qwen3-tied", "llama", "mistral")
-# Rows on the second of two ranks: all of its own, some of them, and none, as vLLM pads 30 rows to 64.
-VOCABULARIES = (70, 64, 150, 30)
+# One key-value head for two ranks, or one for each. Rows on the second of two ranks: all of its own, some, and none, as
+# vLLM pads 30 rows to 64. Experts that two do not divide.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-untied": {"num_key_value_heads": 1, "vocab_size": 70},
+    "qwen2-tied": {"num_key_value_heads": 2, "vocab_size": 64},
+    "qwen3-tied": {"num_key_value_heads": 1, "vocab_size": 150},
+    "llama": {"num_key_value_heads": 2, "vocab_size": 30},
+    "mistral": {"num_key_value_heads": 1, "vocab_size": 70},
+    "qwen3-moe": {"num_key_value_heads": 1, "num_experts": 5},
+    "mixtral": {"num_key_value_heads": 2},
+}
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_engines_spans_are_those_of_live_ranks(size: int, tmp_path: Path) -> None:
     folders = tmp_path / "models"
-    for index, name in enumerate(DENSE):
-        # One key-value head for two ranks, or one for each.
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1 + index % 2, "head_dim": 32}
-        write_tiny_model(name, folders / name, vocab_size=VOCABULARIES[index % 4], **heads)
+    for name, options in MODELS.items():
+        write_tiny_model(name, folders / name, num_attention_heads=2, head_dim=32, **options)
     run_torchrun(WORKER, size, [str(folders), str(tmp_path)], timeout_s=400)
     for rank in range(size):
         live = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert set(live) == set(DENSE)
-        for name in DENSE:
+        assert set(live) == {f"{name} tp" for name in MODELS} | ({"qwen3-moe ep"} if size > 1 else set())
+        for case, tensors in live.items():
+            name, kind = case.split()
             weights = WeightMap(read_hf_config(folders / name))
-            planned = {
-                (span.tensor, span.start, span.length) for span in engine_side(weights, size, size, False).spans[rank]
-            }
+            spans = engine_side(weights, size, size, kind == "ep").spans[rank]
+            planned = {(span.tensor, span.start, span.length) for span in spans}
             found = set()
-            for tensor, shape, part in live[name]:
+            for tensor, shape, part in tensors:
                 dim = weights.cut_dims[tensor]
                 assert part is None or part[0] == dim, tensor
                 found.add((tensor, *(part[1:] if part else (0, shape[dim]))))
-            assert {span for span in found if span[2]} == planned, f"{name}: rank {rank}"
+            assert {span for span in found if span[2]} == planned, f"{case}: rank {rank}"
