@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
@@ -58,7 +61,15 @@ def config_of(folder: Path, case: dict[str, Any], method: str) -> TltConfig:
     )
 
 
-def check(policy: Policy, engine: VllmEngine, model: Any) -> list[list[int]]:
+def reference(folder: Path, exported: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """transformers' model with these weights."""
+    with tempfile.TemporaryDirectory() as temporary:
+        shutil.copy(folder / "config.json", temporary)
+        save_file(exported, Path(temporary, "model.safetensors"), metadata={"format": "pt"})
+        return AutoModelForCausalLM.from_pretrained(temporary, dtype=torch.float32).eval()
+
+
+def check(policy: Policy, engine: VllmEngine, folder: Path) -> list[list[int]]:
     """Holds the engine against the exported weights; returns its responses."""
     exported = dict(policy.export_weights())
     held = set()
@@ -68,8 +79,7 @@ def check(policy: Policy, engine: VllmEngine, model: Any) -> list[list[int]]:
         assert torch.equal(view, expected), f"{name} on rank {rank()}"
         held.add(name)
     assert held, "the engine holds nothing"
-    model.load_state_dict(exported, strict=False)
-    model.tie_weights()
+    model = reference(folder, exported)
     sampling = SamplingSpec(temperature=0.0, max_tokens=20)
     requests = [Request(str(i), prompt, sampling, seed=i) for i, prompt in enumerate(PROMPTS)]
     responses = [list(response.token_ids) for response in engine.generate(requests)]
@@ -86,7 +96,6 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(folder, case, "direct")
     policy = Policy(folder, config.actor, seed=0, total_steps=4)
     engine = VllmEngine(folder, config.rollout, config.speculation, seed=0)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ways = {method: policy_sync(config_of(folder, case, method), policy, engine) for method in ("direct", "export")}
     samples = random_samples()
     said, row = [], {}
@@ -95,7 +104,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         report = ways[method].sync(version=version, verify=True)
         assert report.verified_tensors == report.tensors > 0
         assert engine.versions["policy"] == report.version == version
-        said.append(check(policy, engine, model))
+        said.append(check(policy, engine, folder))
         if version == 0:
             row = {"sent": report.sent_bytes, "bound": report.lower_bound_bytes, "staging": report.staging_bytes}
         policy.update(samples, negative_log_likelihood)

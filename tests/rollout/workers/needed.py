@@ -29,10 +29,15 @@ def held(folder: Path, expert_parallel: bool) -> list[Any]:
     return found
 
 
+def mixture(folder: Path) -> bool:
+    return "_experts" in (folder / "config.json").read_text()
+
+
 def main(root: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     record = {}
-    for folder in sorted(Path(root).iterdir()):
+    # Mixtures first: vLLM makes groups once in a process, and those of experts only where the first model has some.
+    for folder in sorted(Path(root).iterdir(), key=lambda folder: (not mixture(folder), folder.name)):
         record[f"{folder.name} tp"] = held(folder, False)
         if folder.name == "qwen3-moe" and dist.get_world_size() > 1:
             record[f"{folder.name} ep"] = held(folder, True)
