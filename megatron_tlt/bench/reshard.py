@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.models.tiny import family_config
@@ -88,6 +89,7 @@ def write_model(folder: Path, name: str) -> WeightMap:
     family, sizes = MODELS[name]
     config = family_config(family, **sizes, tie_word_embeddings=False)
     config.dtype = torch.bfloat16
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]  # without it vLLM guesses, wrongly for mixtures
     config.save_pretrained(folder)
     weights = WeightMap(config)
     generator = torch.Generator().manual_seed(0)

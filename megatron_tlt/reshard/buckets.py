@@ -2,13 +2,14 @@
 
 In a round a rank sends at most one bucket to each other rank and receives at most one from each. Two rounds are in
 flight at once (one is packed while the other travels), so a rank's buckets of one round and direction may take together
-a quarter of its staging memory.
+a quarter of its staging memory. Large fragments that lie in one piece on both sides are not packed at all: they travel
+from parameter to parameter, in the round of their bucket.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from megatron_tlt.reshard.plan import ReshardPlan, Transfer
 
 # Fragments begin at multiples of this many bytes, so that they can be seen as any dtype.
 ALIGNMENT = 16
+# Smaller ones are cheaper to pack than to send by themselves.
+IN_PLACE_BYTES = 256 * 1024
 _ROUNDS_IN_FLIGHT = 2
 _DIRECTIONS = 2
 
@@ -32,19 +35,34 @@ class Fragment(NamedTuple):
 
 @dataclass
 class Bucket:
-    """What goes from one rank to another in a round: fragments one behind another, and a trailer for each of them."""
+    """What goes from one rank to another in a round: packed fragments one behind another, and those sent as they are.
+
+    Behind the packed ones there is a trailer for each fragment, of the packed ones first.
+    """
 
     peer: int
-    fragments: list[Fragment] = field(default_factory=list)
+    packed: list[Fragment] = field(default_factory=list)
+    in_place: list[Fragment] = field(default_factory=list)
     payload_bytes: int = 0
 
-    def add(self, transfer: Transfer, size: int) -> None:
-        self.fragments.append(Fragment(transfer, self.payload_bytes, size))
-        self.payload_bytes += aligned(size)
+    def add(self, transfer: Transfer, size: int, in_place: bool) -> None:
+        if in_place:
+            self.in_place.append(Fragment(transfer, 0, size))
+        else:
+            self.packed.append(Fragment(transfer, self.payload_bytes, size))
+            self.payload_bytes += aligned(size)
 
-    def total_bytes(self, trailer_bytes: int) -> int:
-        """Bytes on the wire with ``trailer_bytes`` for each fragment behind the payload."""
-        return self.payload_bytes + trailer_bytes * len(self.fragments)
+    @property
+    def fragments(self) -> list[Fragment]:
+        return self.packed + self.in_place
+
+    def staged_bytes(self, trailer_bytes: int) -> int:
+        """Bytes of the packed fragments with ``trailer_bytes`` for each of all fragments."""
+        return self.payload_bytes + trailer_bytes * (len(self.packed) + len(self.in_place))
+
+    def wire_bytes(self, trailer_bytes: int) -> int:
+        """All bytes that travel."""
+        return self.staged_bytes(trailer_bytes) + sum(fragment.size for fragment in self.in_place)
 
 
 @dataclass
@@ -64,7 +82,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def make_rounds(plan: ReshardPlan, rank: int, staging_bytes: int, trailer_bytes: int) -> list[Round]:
+def make_rounds(
+    plan: ReshardPlan, rank: int, staging_bytes: int, trailer_bytes: int, contiguous: Collection[str] = ()
+) -> list[Round]:
     """The rounds of one rank, in order, all ranks' being made from the same plan.
 
     Senders take turns, so that all links are busy from the first round to the last. Large transfers are cut.
@@ -74,6 +94,7 @@ def make_rounds(plan: ReshardPlan, rank: int, staging_bytes: int, trailer_bytes:
         rank: whose rounds to return.
         staging_bytes: what the buckets in flight on a rank may take together.
         trailer_bytes: bytes that go with each fragment (its checksum), a multiple of ``ALIGNMENT``.
+        contiguous: tensors whose slices lie in one piece, and in the form that they travel in, on every rank.
 
     Raises:
         ConfigError: a single entry of a tensor does not fit; names it and what is needed.
@@ -104,7 +125,9 @@ def make_rounds(plan: ReshardPlan, rank: int, staging_bytes: int, trailer_bytes:
                 sending = rank == transfer.source
                 peer = transfer.target if sending else transfer.source
                 bucket = Round.bucket(mine.sends if sending else mine.receives, peer)
-                bucket.add(transfer._replace(start=at, length=length), length * entry)
+                size = length * entry
+                in_place = size >= IN_PLACE_BYTES and transfer.tensor in contiguous
+                bucket.add(transfer._replace(start=at, length=length), size, in_place)
             at, left = at + length, left - length
     return [rounds[number] for number in sorted(rounds)]
 
@@ -115,11 +138,11 @@ def local_transfers(plan: ReshardPlan, rank: int) -> list[Transfer]:
 
 
 def largest_buckets(rounds: Iterable[Round], trailer_bytes: int) -> tuple[int, int]:
-    """The most bytes that a rank's rounds send, and receive, in a single one."""
+    """The most bytes that a rank's rounds stage to send, and to receive, in a single one."""
     sends, receives = 0, 0
     for one in rounds:
-        sends = max(sends, sum(bucket.total_bytes(trailer_bytes) for bucket in one.sends.values()))
-        receives = max(receives, sum(bucket.total_bytes(trailer_bytes) for bucket in one.receives.values()))
+        sends = max(sends, sum(bucket.staged_bytes(trailer_bytes) for bucket in one.sends.values()))
+        receives = max(receives, sum(bucket.staged_bytes(trailer_bytes) for bucket in one.receives.values()))
     return sends, receives
 
 

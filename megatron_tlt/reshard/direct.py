@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -34,13 +35,23 @@ class WholeTensors:
     cut_dims: Mapping[str, int]
 
 
+class _Entry(NamedTuple):
+    """One span of a rank, its dtype, and whether it lies in one piece."""
+
+    tensor: str
+    start: int
+    length: int
+    dtype: str
+    contiguous: bool
+
+
 @dataclass(frozen=True)
 class _Description:
-    """What a rank tells the others about itself: its node, its spans, and their dtypes."""
+    """What a rank tells the others about itself: its node and its spans."""
 
     node: int
-    held: list[tuple[str, int, int, str]]
-    needed: list[tuple[str, int, int, str]]
+    held: list[_Entry]
+    needed: list[_Entry]
 
 
 @dataclass(frozen=True)
@@ -55,9 +66,15 @@ class _Views:
         rows = list(pairs)
         return cls(tuple(span for span, _ in rows), tuple(tensor for _, tensor in rows))
 
-    def described(self) -> list[tuple[str, int, int, str]]:
+    def described(self) -> list[_Entry]:
         return [
-            (span.tensor, span.start, span.length, str(tensor.dtype).removeprefix("torch."))
+            _Entry(
+                span.tensor,
+                span.start,
+                span.length,
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.is_contiguous(),
+            )
             for span, tensor in zip(self.spans, self.tensors, strict=True)
         ]
 
@@ -127,7 +144,7 @@ class DirectSync(WeightSync):
         with torch.no_grad():
             mover = _Mover(prepared, held, needed, verify)
             exchange = self._exchange(prepared.rounds, trailer, current_device().torch_device)
-            exchange.run(mover.pack, mover.unpack, [partial(mover.copy, transfer) for transfer in prepared.local])
+            exchange.run(mover, [partial(mover.copy, transfer) for transfer in prepared.local])
             with failing_together():
                 verified = mover.proof.check()
         self._target.finish_update(self._part, version)
@@ -196,25 +213,32 @@ class DirectSync(WeightSync):
         actor_side = _side(self._layouts[0], [row.held for row in ranks])
         engine_side = _side(self._layouts[1], [row.needed for row in ranks])
         plan = make_plan(forms, actor_side, engine_side, [row.node for row in ranks])
-        rounds = make_rounds(plan, rank(), self._staging_bytes, TRAILER_BYTES)
+        scattered = {entry.tensor for row in ranks for entry in (*row.held, *row.needed) if not entry.contiguous}
+        contiguous = {
+            name
+            for name in engines
+            if self._whole.cut_dims[name] == 0 and name not in scattered and actor.get(name) == engines[name]
+        }
+        rounds = make_rounds(plan, rank(), self._staging_bytes, TRAILER_BYTES, contiguous)
         return _Prepared(plan, held.spans, needed.spans, wire, rounds, local_transfers(plan, rank()))
 
 
-def _side(layout: str, ranks: Iterable[Sequence[tuple[str, int, int, str]]]) -> Side:
+def _side(layout: str, ranks: Iterable[Sequence[_Entry]]) -> Side:
     return Side(layout, tuple(tuple(Span(*entry[:3]) for entry in entries) for entries in ranks))
 
 
-def _dtypes(ranks: Iterable[Sequence[tuple[str, int, int, str]]], side: str) -> dict[str, torch.dtype]:
+def _dtypes(ranks: Iterable[Sequence[_Entry]], side: str) -> dict[str, torch.dtype]:
     """The one dtype of each tensor on a side."""
     found: dict[str, str] = {}
-    for name, _, _, dtype in chain.from_iterable(ranks):
-        if found.setdefault(name, dtype) != dtype:
-            raise RunError(f"{name}: the {side} keep it as {found[name]} on one rank and as {dtype} on another")
+    for entry in chain.from_iterable(ranks):
+        name = entry.tensor
+        if found.setdefault(name, entry.dtype) != entry.dtype:
+            raise RunError(f"{name}: the {side} keep it as {found[name]} on one rank and as {entry.dtype} on another")
     return {name: getattr(torch, dtype) for name, dtype in found.items()}
 
 
 def _bucket_bytes(rounds: Iterable[Iterable[Bucket]], trailer: int) -> int:
-    return sum(bucket.total_bytes(trailer) for bucket in chain.from_iterable(rounds))
+    return sum(bucket.wire_bytes(trailer) for bucket in chain.from_iterable(rounds))
 
 
 class _Mover:
@@ -226,6 +250,7 @@ class _Mover:
         self._held = held
         self._needed = needed
         self._verify = verify
+        self._sent_sums: dict[tuple[int, int, int], torch.Tensor] = {}
         self.proof = Proof(prepared.plan, rank(), prepared.needed)
 
     def _source(self, transfer: Transfer) -> torch.Tensor:
@@ -242,21 +267,31 @@ class _Mover:
         if self._verify:
             self.proof.compare(transfer, self._sent(transfer, source), self._found(transfer, target))
 
+    def outgoing(self, bucket: Bucket) -> list[torch.Tensor]:
+        return [self._source(fragment.transfer) for fragment in bucket.in_place]
+
+    def incoming(self, bucket: Bucket) -> list[torch.Tensor]:
+        return [self._target(fragment.transfer) for fragment in bucket.in_place]
+
     def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
-        for place, (transfer, offset, size) in enumerate(bucket.fragments):
+        for transfer, offset, size in bucket.packed:
             source = self._source(transfer)
             convert(transfer.tensor, source, self._seen(data, offset, size, transfer, source.shape))
-            if self._verify:
-                self._trailer(bucket, data, place).copy_(self._sent(transfer, source))
+        if self._verify:
+            for place, fragment in enumerate(bucket.fragments):
+                sent = self._sent(fragment.transfer, self._source(fragment.transfer))
+                self._trailer(bucket, data, place).copy_(sent)
 
     def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
-        for place, (transfer, offset, size) in enumerate(bucket.fragments):
+        for transfer, offset, size in bucket.packed:
             target = self._target(transfer)
             target.copy_(self._seen(data, offset, size, transfer, target.shape))
+        for place, fragment in enumerate(bucket.fragments):
+            transfer = fragment.transfer
             self.proof.written(transfer)
             if self._verify:
                 sent = self._trailer(bucket, data, place).clone()  # the buffer is filled again
-                self.proof.compare(transfer, sent, self._found(transfer, target))
+                self.proof.compare(transfer, sent, self._found(transfer, self._target(transfer)))
 
     def _seen(self, data: torch.Tensor, offset: int, size: int, transfer: Transfer, shape: torch.Size) -> torch.Tensor:
         """A fragment of a bucket's bytes as the slice that it is."""
@@ -268,8 +303,11 @@ class _Mover:
         return data[at : at + _CHECKSUM_BYTES].view(torch.int64)
 
     def _sent(self, transfer: Transfer, source: torch.Tensor) -> torch.Tensor:
-        """The checksum of a slice in the form that it travels in."""
-        return checksum(converted(transfer.tensor, source, self._wire[transfer.tensor]))
+        """The checksum of a slice in the form that it travels in; computed once, however many ranks get the slice."""
+        key = (transfer.source_slot, transfer.start, transfer.length)
+        if key not in self._sent_sums:
+            self._sent_sums[key] = checksum(converted(transfer.tensor, source, self._wire[transfer.tensor]))
+        return self._sent_sums[key]
 
     def _found(self, transfer: Transfer, target: torch.Tensor) -> torch.Tensor:
         """The checksum of a slice in the engine, in the form that it travelled in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,39 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.buckets import Bucket, Round, largest_buckets
 
-Fill = Callable[[Bucket, torch.Tensor], None]
-"""Packs a bucket into its bytes, or unpacks it from them."""
 
-_Carved = list[tuple[Bucket, torch.Tensor]]
+class Mover(Protocol):
+    """What is between buckets and weights."""
+
+    def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Writes packed fragments and trailers into ``data``, (bytes)."""
+        ...
+
+    def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Takes them out of it; fragments that travelled in place have arrived."""
+        ...
+
+    def outgoing(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The memory of the fragments that are sent in place."""
+        ...
+
+    def incoming(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The memory that they are received in."""
+        ...
+
+
+class Message(NamedTuple):
+    """A bucket with all the memory that is sent or received: its staged bytes, if any, then fragments in place."""
+
+    bucket: Bucket
+    staged: torch.Tensor
+    in_place: list[torch.Tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return ([self.staged] if self.staged.numel() else []) + self.in_place
+
+
 _Posted = list[tuple[dist.Work, list[Bucket]]]
 
 
@@ -34,7 +64,7 @@ class BucketExchange:
         self._trailer = trailer_bytes
         self._device = device
 
-    def run(self, pack: Fill, unpack: Fill, meanwhile: Sequence[Callable[[], None]]) -> None:
+    def run(self, mover: Mover, meanwhile: Sequence[Callable[[], None]]) -> None:
         """Exchanges all rounds; calls ``meanwhile`` one by one while buckets travel. Buffers live as long as this call.
 
         Raises:
@@ -46,11 +76,11 @@ class BucketExchange:
         before: Callable[[], None] = _nothing
         for number, one in enumerate(self._rounds):
             send_buffer, receive_buffer = slots[number % 2]
-            outgoing = self._carve(send_buffer, one.sends.values())
-            incoming = self._carve(receive_buffer, one.receives.values())
-            for bucket, data in outgoing:
-                pack(bucket, data)
-            arrival = _Arrival(self.post(outgoing, incoming), incoming, unpack)
+            outgoing = self._messages(send_buffer, one.sends.values(), mover.outgoing)
+            incoming = self._messages(receive_buffer, one.receives.values(), mover.incoming)
+            for message in outgoing:
+                mover.pack(message.bucket, message.staged)
+            arrival = _Arrival(self.post(outgoing, incoming), incoming, mover)
             for call in islice(other_work, share):
                 call()
             before()
@@ -59,13 +89,15 @@ class BucketExchange:
         for call in other_work:
             call()
 
-    def post(self, outgoing: _Carved, incoming: _Carved) -> _Posted:
+    def post(self, outgoing: list[Message], incoming: list[Message]) -> _Posted:
         """Starts all transfers of a round; returns what to wait for, with the buckets that each is about."""
-        sends = [dist.P2POp(dist.isend, data, bucket.peer) for bucket, data in outgoing]
-        receives = [dist.P2POp(dist.irecv, data, bucket.peer) for bucket, data in incoming]
-        buckets = [bucket for bucket, _ in (*outgoing, *incoming)]
+        operations, buckets = [], []
+        for start, messages in ((dist.isend, outgoing), (dist.irecv, incoming)):
+            for message in messages:
+                operations += [dist.P2POp(start, tensor, message.bucket.peer) for tensor in message.tensors]
+                buckets += [message.bucket] * len(message.tensors)
         with naming_peers(buckets):
-            works = dist.batch_isend_irecv([*sends, *receives])
+            works = dist.batch_isend_irecv(operations)
         if len(works) == len(buckets):
             return [(work, [bucket]) for work, bucket in zip(works, buckets, strict=True)]
         return [(work, buckets) for work in works]  # NCCL makes one of them
@@ -73,30 +105,32 @@ class BucketExchange:
     def _buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _carve(self, buffer: torch.Tensor, buckets: Iterable[Bucket]) -> _Carved:
-        """Each bucket's part of a buffer, (bytes)."""
-        carved, at = [], 0
+    def _messages(
+        self, buffer: torch.Tensor, buckets: Iterable[Bucket], in_place: Callable[[Bucket], list[torch.Tensor]]
+    ) -> list[Message]:
+        """Each bucket with its part of a buffer."""
+        messages, at = [], 0
         for bucket in buckets:
-            size = bucket.total_bytes(self._trailer)
-            carved.append((bucket, buffer[at : at + size]))
+            size = bucket.staged_bytes(self._trailer)
+            messages.append(Message(bucket, buffer[at : at + size], in_place(bucket)))
             at += size
-        return carved
+        return messages
 
 
 class _Arrival:
     """Waits for a round and unpacks it."""
 
-    def __init__(self, posted: _Posted, incoming: _Carved, unpack: Fill) -> None:
+    def __init__(self, posted: _Posted, incoming: list[Message], mover: Mover) -> None:
         self._posted = posted
         self._incoming = incoming
-        self._unpack = unpack
+        self._mover = mover
 
     def __call__(self) -> None:
         for work, buckets in self._posted:
             with naming_peers(buckets):
                 work.wait()
-        for bucket, data in self._incoming:
-            self._unpack(bucket, data)
+        for message in self._incoming:
+            self._mover.unpack(message.bucket, message.staged)
 
 
 def _nothing() -> None:

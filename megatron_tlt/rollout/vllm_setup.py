@@ -32,6 +32,7 @@ OWNED_ENGINE_ARGS: dict[str, str] = {
     "data_parallel_size": "launcher",
     "speculative_config": "speculation",
     "skip_tokenizer_init": "the engine (prompts are token ids)",
+    "runner": "the engine (generate)",
     "distributed_executor_backend": "the engine (external_launcher)",
     "logprobs_mode": "the engine (processed_logprobs)",
     "async_scheduling": "the engine (false)",
@@ -198,6 +199,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
     args: dict[str, Any] = {
         "model": str(model_path),
         "skip_tokenizer_init": True,
+        "runner": "generate",
         "seed": seed,
         "tensor_parallel_size": rollout.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",

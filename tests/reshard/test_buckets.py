@@ -36,7 +36,7 @@ def test_both_ends_of_every_bucket_agree_and_nothing_is_left_out(
                     pair = (rank, peer) if buckets is one.sends else (peer, rank)
                     found.setdefault(pair, []).append(tuple(bucket.fragments))
                     end = 0
-                    for fragment in bucket.fragments:
+                    for fragment in bucket.packed:
                         assert fragment.offset % ALIGNMENT == 0
                         assert fragment.offset == end
                         end += aligned(fragment.size)

@@ -19,7 +19,7 @@ def run(
     engine_tp: int = 1,
     actor: str = "bfloat16",
     engine: str = "bfloat16",
-    staging_kb: int = 256,
+    staging_kb: int = 8192,
     fault: str = "",
     status: int | None = 0,
 ) -> str:
@@ -30,10 +30,10 @@ def run(
 @pytest.mark.parametrize(
     ("engine_tp", "actor", "engine", "staging_kb", "itemsize"),
     [
-        (1, "bfloat16", "bfloat16", 256, 2),
-        (2, "float32", "float32", 64, 4),
-        (4, "float32", "bfloat16", 32, 2),  # rounded before it travels
-        (1, "bfloat16", "float32", 100, 2),  # widened after
+        (1, "bfloat16", "bfloat16", 8192, 2),  # large slices travel in place
+        (2, "float32", "float32", 256, 4),
+        (4, "float32", "bfloat16", 128, 2),  # rounded before it travels
+        (1, "bfloat16", "float32", 400, 2),  # widened after
     ],
 )
 def test_engines_hold_what_the_actor_holds(

@@ -18,13 +18,12 @@ import torch
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank, world_size
-from megatron_tlt.reshard.buckets import Bucket
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.exchange import BucketExchange
 from megatron_tlt.reshard.interface import HeldWeights, Part
 from megatron_tlt.reshard.spans import Span
 
-TENSORS, ROWS, COLUMNS = 6, 64, 640
+TENSORS, ROWS, COLUMNS = 6, 64, 6400
 
 
 @dataclass
@@ -79,8 +78,9 @@ class FlippingExchange(BucketExchange):
 
     def post(self, outgoing, incoming):  # type: ignore[no-untyped-def]
         if rank() == 2:
-            bucket: Bucket = outgoing[0][0]
-            outgoing[0][1][bucket.payload_bytes // 2] ^= 1
+            message = outgoing[0]
+            bits = message.staged if message.bucket.packed else message.in_place[0].view(torch.uint8).view(-1)
+            bits[bits.numel() // 3] ^= 1
         return super().post(outgoing, incoming)
 
 
@@ -132,7 +132,8 @@ def main(engine_tp: int, actor_dtype: str, engine_dtype: str, staging_kb: int, f
                     expected = expected.narrow(part.dim, part.start, part.length)
                 assert torch.equal(tensor, expected), f"{name} on rank {rank()}"
     except RunError as error:
-        print(f"ENDED rank {rank()} versions {memory.versions['policy']}: {error}", flush=True)
+        line = f"ENDED rank {rank()} versions {memory.versions['policy']}: {error}\n"
+        os.write(1, line.encode())  # in one piece
         if fault != "kill":
             barrier()  # so that the launcher does not end the others before they say so
         sys.exit(3)
