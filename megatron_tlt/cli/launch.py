@@ -19,7 +19,7 @@ import psutil
 from megatron_tlt.cli.worker import ERROR_FOLDER, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.platform.processes import die_with_parent, torchrun_command
+from megatron_tlt.platform.processes import die_with_parent, launch_environment, torchrun_command
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,16 +30,8 @@ def under_torchrun() -> bool:
 
 
 def _environment(launcher: LauncherConfig, error_folder: Path) -> dict[str, str]:
-    environment = dict(os.environ)
-    environment["OMP_NUM_THREADS"] = str(launcher.threads_per_process)
-    environment[ERROR_FOLDER] = str(error_folder)
-    environment["PYTHONUNBUFFERED"] = "1"
-    # A host name that resolves to an address nobody listens on makes gloo hang; one node needs no other interface.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # glibc hands every freed tensor back to the kernel and faults it in again: on a CPU a third of a training step.
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31))
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
-    return environment
+    environment = launch_environment(launcher.threads_per_process)
+    return {**environment, ERROR_FOLDER: str(error_folder), "PYTHONUNBUFFERED": "1"}
 
 
 class _Child:

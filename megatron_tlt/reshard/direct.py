@@ -101,7 +101,7 @@ class DirectSync(WeightSync):
         source: what this rank of the actor holds.
         target: this rank's engine.
         whole: the tensors.
-        actor_layout, engine_layout: in words, for errors.
+        source_layout, engine_layout: in words, for errors (``actor TP2xPP2``, ``TP2 x 4``).
         staging_bytes: what buckets in flight on this rank may take.
         part: of the engine, that is replaced.
         exchange: how rounds travel.
@@ -113,7 +113,7 @@ class DirectSync(WeightSync):
         target: WeightTarget,
         whole: WholeTensors,
         *,
-        actor_layout: str,
+        source_layout: str,
         engine_layout: str,
         staging_bytes: int,
         part: Part = "policy",
@@ -122,7 +122,7 @@ class DirectSync(WeightSync):
         self._source = source
         self._target = target
         self._whole = whole
-        self._layouts = actor_layout, engine_layout
+        self._layouts = source_layout, engine_layout
         self._staging_bytes = staging_bytes
         self._part: Part = part
         self._exchange = exchange
@@ -166,7 +166,7 @@ class DirectSync(WeightSync):
         target = self._target
         for name, view, part in target.read_weights() if self._part == "policy" else target.read_drafter_weights():
             if name not in self._whole.shapes:
-                raise RunError(f"rank {rank()}: the engine needs {name}, which the actor does not have ({self._where})")
+                raise RunError(f"rank {rank()}: the engine needs {name}, which its source lacks ({self._where})")
             yield self._span(name, view, part), view
 
     def _span(self, name: str, view: torch.Tensor, part: TensorSlice | None) -> Span:
@@ -188,7 +188,7 @@ class DirectSync(WeightSync):
 
     @property
     def _where(self) -> str:
-        return "actor {}, engines {}".format(*self._layouts)
+        return "{} to engines {}".format(*self._layouts)
 
     def _prepare(self, held: _Views, needed: _Views) -> _Prepared:
         found = self._prepared

@@ -131,7 +131,7 @@ def make_plan(forms: Mapping[str, TensorForm], actor: Side, engines: Side, nodes
         RunError: nobody holds what an engine rank needs, a tensor is unknown, or a span lies outside of its tensor;
             names tensor, rank and both layouts.
     """
-    layouts = f"actor {actor.layout}, engines {engines.layout}"
+    layouts = f"{actor.layout} to engines {engines.layout}"
     owners: dict[str, list[_Owner]] = defaultdict(list)
     for rank, slot, span in _checked(actor, forms, layouts):
         owners[span.tensor].append(_Owner(rank, slot, span))
@@ -181,8 +181,7 @@ class _Intervals:
             holders = self._owners[index] if index >= 0 else []
             if not holders:
                 raise RunError(
-                    f"{need.span.tensor}, entry {at}: rank {need.rank} needs it, but no rank of the actor holds it "
-                    f"({layouts})"
+                    f"{need.span.tensor}, entry {at}: rank {need.rank} needs it, but no rank holds it ({layouts})"
                 )
             until = min(end, self._bounds[index + 1])
             yield at, until - at, holders

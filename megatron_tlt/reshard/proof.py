@@ -16,7 +16,7 @@ class Proof:
     """Collects what this rank received; nothing is read back from the device before ``check``."""
 
     def __init__(self, plan: ReshardPlan, rank: int, needed: Sequence[Span]) -> None:
-        self._layouts = f"actor {plan.actor}, engines {plan.engines}"
+        self._layouts = f"{plan.actor} to engines {plan.engines}"
         self._rank = rank
         self._needed = needed
         self._entries: Counter[int] = Counter()

@@ -86,6 +86,7 @@ class VllmEngine:
             vllm_setup.isolated_random_state(),
             vllm_setup.untouched_torch_threads(),
             vllm_setup.readable_weights(),
+            vllm_setup.shared_memory_of_its_own(),
         ):
             try:
                 config = EngineArgs(**arguments)

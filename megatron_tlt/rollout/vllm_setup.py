@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron_tlt.config.checks import drafter_problems
 from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.platform.collectives import broadcast_data
 from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
 
 _GIB = 1 << 30
@@ -132,6 +134,28 @@ def untouched_torch_threads() -> Iterator[None]:
         torch.set_num_threads = setter
         if torch.get_num_threads() != threads:
             setter(threads)
+
+
+@contextmanager
+def shared_memory_of_its_own() -> Iterator[None]:
+    """Within this, what an engine's ranks on CPUs share has a name that no other launch uses; all ranks enter together.
+
+    vLLM names it by the ranks alone where an external launcher started them: two launches on one machine would meet in
+    it, and what a killed one left would keep the next from starting.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or dist.get_world_size() == 1:
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token, upstream = broadcast_data(secrets.token_hex(4), str), _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{upstream(communicator)}-{token}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(upstream)
 
 
 @contextmanager

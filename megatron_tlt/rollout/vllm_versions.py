@@ -53,6 +53,7 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.fused_moe.routed_experts", "RoutedExperts.expert_map"),
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
     ("vllm.model_executor.layers.layernorm", "RMSNorm"),
+    ("vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed.make_group_name"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
     ("vllm.model_executor.layers.linear", "LinearBase"),
     ("vllm.model_executor.layers.linear", "ReplicatedLinear"),

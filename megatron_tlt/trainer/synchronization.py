@@ -1,6 +1,8 @@
-"""Which way weights go from the actor to the engines of a run."""
+"""Which way weights go to a run's engines: the policy's from the actor, the drafter's from ranks that trained it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.layouts import Layout
@@ -8,8 +10,11 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.device import world_size
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.export import ExportSync
-from megatron_tlt.reshard.interface import WeightSync
+from megatron_tlt.reshard.interface import SpanSource, WeightSync
 from megatron_tlt.rollout.vllm_engine import VllmEngine
+
+# Row-parallel layers, under any prefix.
+_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
 def engine_layout(config: TltConfig, world: int) -> str:
@@ -17,6 +22,28 @@ def engine_layout(config: TltConfig, world: int) -> str:
     rollout = config.rollout
     experts = " EP" if rollout.vllm.get("enable_expert_parallel") else ""
     return f"TP{rollout.tensor_parallel_size}{experts} x {world // rollout.tensor_parallel_size}"
+
+
+def drafter_sync(
+    config: TltConfig, source: SpanSource, shapes: Mapping[str, tuple[int, ...]], engine: VllmEngine
+) -> WeightSync:
+    """The drafter's way.
+
+    Args:
+        config: of the run.
+        source: yields the newest drafter's tensors, whole, on the ranks that have them, and nothing on the others.
+        shapes: of the tensors, under the names in the drafter's folder.
+        engine: this rank's.
+    """
+    return DirectSync(
+        source,
+        engine,
+        WholeTensors(shapes, {name: int(name.endswith(_BY_COLUMNS)) for name in shapes}),
+        source_layout="drafter",
+        engine_layout=engine_layout(config, world_size()),
+        staging_bytes=int(config.reshard.staging_mb * 2**20),
+        part="drafter",
+    )
 
 
 def policy_sync(config: TltConfig, policy: Policy, engine: VllmEngine) -> WeightSync:
@@ -28,7 +55,7 @@ def policy_sync(config: TltConfig, policy: Policy, engine: VllmEngine) -> Weight
         policy.held_spans,
         engine,
         WholeTensors(weights.shapes, weights.cut_dims),
-        actor_layout=str(Layout.read(config.actor.megatron, world)),
+        source_layout=f"actor {Layout.read(config.actor.megatron, world)}",
         engine_layout=engine_layout(config, world),
         staging_bytes=int(config.reshard.staging_mb * 2**20),
     )

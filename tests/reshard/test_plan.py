@@ -105,7 +105,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 def test_what_nobody_holds_is_named_with_rank_and_layouts() -> None:
     forms = {"a": TensorForm((4, 4), 0, 4)}
-    with pytest.raises(RunError, match=r"a, entry 2: rank 1 needs it, but no rank .* \(actor TP2, engines TP1 x 2\)"):
+    with pytest.raises(RunError, match=r"a, entry 2: rank 1 needs it, but no rank .* \(TP2 to engines TP1 x 2\)"):
         make_plan(forms, Side("TP2", ((Span("a", 0, 2),), ())), Side("TP1 x 2", ((), (Span("a", 0, 4),))), [0, 0])
     with pytest.raises(RunError, match=r"b of rank 0 is no tensor of the model"):
         make_plan(forms, Side("TP2", ((Span("b", 0, 2),),)), Side("TP1", ((),)), [0])

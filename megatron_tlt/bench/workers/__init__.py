@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.processes import torchrun_command
+from megatron_tlt.platform.processes import launch_environment, torchrun_command
 
 
 def run_worker(what: str, name: str, arguments: Sequence[str], processes: int, timeout_s: float) -> None:
@@ -17,9 +16,8 @@ def run_worker(what: str, name: str, arguments: Sequence[str], processes: int, t
         RunError: it failed or ran past ``timeout_s``; says ``what``, with the end of its log.
     """
     command = torchrun_command(f"megatron_tlt.bench.workers.{name}", list(arguments), processes)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, env=launch_environment(1), capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         raise RunError(f"{what}: still running after {timeout_s} s") from error
     if done.returncode:

@@ -117,7 +117,7 @@ def main(engine_tp: int, actor_dtype: str, engine_dtype: str, staging_kb: int, f
         lambda: held(whole, version, actor, "tensor3" if fault == "missing" else ""),
         memory,
         whole,
-        actor_layout="TP2 PP2",
+        source_layout="actor TP2 PP2",
         engine_layout=f"TP{engine_tp} x {world_size() // engine_tp}",
         staging_bytes=staging_kb * 1024,
         exchange=exchange,
