@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.models.hf_folder import SafetensorsFolder
+from megatron_tlt.reshard.interface import Part
 from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
@@ -24,7 +26,6 @@ from megatron_tlt.rollout.vllm_versions import check_vllm
 
 OnFinished = Callable[[Response], None]
 OnStep = Callable[[StepRecord], None]
-Part = Literal["policy", "drafter"]
 
 
 class VllmEngine:
@@ -68,6 +69,7 @@ class VllmEngine:
         draft_without_padding(core.scheduler, self.num_speculative_tokens, max_num_seqs)
         self._switch = DraftSwitch(self._runner, core.scheduler, max_num_seqs, speculation.drafter)
         self._drafter_names: set[str] = set()
+        self._drafter_folder = speculation.path
         versions: dict[str, int | None] = {POLICY: None if self._is_dummy(rollout) else 0}
         if speculation.enabled and speculation.path is not None:
             versions[DRAFTER] = 0
@@ -295,6 +297,17 @@ class VllmEngine:
         if DRAFTER not in self._versions.as_dict():
             raise RunError("the engine has no drafter model; allowed: speculation.drafter eagle or eagle3, enabled")
         return read_drafter_weights(self._runner.drafter, self._runner.get_model(), self._drafter_names)
+
+    def restore_drafter(self) -> None:
+        """Write the drafter's folder into the engine again, as version 0, where ``sleep`` dropped it."""
+        if self.versions.get(DRAFTER, 0) is not None or self._drafter_folder is None:
+            return
+        folder = SafetensorsFolder(self._drafter_folder)
+        self.begin_update(DRAFTER)
+        with torch.no_grad():
+            for name, view, part in self.read_drafter_weights():
+                view.copy_(folder.read(name) if part is None else folder.read(name, part.dim, part.start, part.length))
+        self.finish_update(DRAFTER, 0)
 
     def _check_weights(self) -> None:
         self._versions.require(POLICY)

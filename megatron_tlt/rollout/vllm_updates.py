@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Final
 
 from megatron_tlt.errors import RunError
 
-POLICY, DRAFTER = "policy", "drafter"
+POLICY: Final = "policy"
+DRAFTER: Final = "drafter"
 
 
 class WeightVersions:

@@ -252,6 +252,7 @@ class TrainingStep:
             self._engine.wake_up(["weights"])
             woken = time.perf_counter()
             result.reshard = self._weight_sync.sync(version=version, verify=bool(every) and version % every == 0)
+            self._engine.restore_drafter()
             self._policy.memory.offload()
             offloaded = time.perf_counter()
             self._engine.wake_up(["kv_cache"])

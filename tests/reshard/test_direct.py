@@ -61,7 +61,7 @@ def test_a_bit_that_flips_on_the_wire_is_named_on_every_rank(tmp_path: Path) -> 
     ended = [line for line in log.splitlines() if line.startswith("ENDED")]
     assert len(ended) == 4
     assert all("versions None" in line and "stale or damaged" in line for line in ended), ended
-    assert all("rank 2 sent" in line and "(actor TP2 PP2 to engines TP1 x 4)" in line for line in ended)
+    assert all("rank 3 sent" in line and "(actor TP2 PP2 to engines TP1 x 4)" in line for line in ended)
 
 
 def test_a_rank_that_dies_in_mid_transfer_leaves_no_engine_in_use(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_in_mid_transfer_leaves_no_engine_in_use(tmp_path: Path
     ended = [line for line in log.splitlines() if line.startswith("ENDED")]
     assert ended, log
     assert all("versions None" in line for line in ended), ended
-    assert any("with rank 1 broke off" in line and "old and new weights mixed" in line for line in ended), ended
+    assert any("with rank 3 broke off" in line and "old and new weights mixed" in line for line in ended), ended
 
 
 def test_a_tensor_that_nobody_holds_is_named_with_rank_and_layouts(tmp_path: Path) -> None:

@@ -146,6 +146,14 @@ def test_weights_are_the_folders_and_new_ones_change_the_drafts_only(
     drafting.finish_update("drafter", 6)
     assert drafts_of(drafting.generate(requests)) == drafts_of(before)
 
+    drafting.begin_update("drafter")  # as after a sleep that drops weights
+    for tensor in read.values():
+        tensor.fill_(float("nan"))
+    drafting.restore_drafter()
+    assert drafting.versions["drafter"] == 0
+    assert all(torch.equal(read[name], state[name]) for name in state)
+    assert drafts_of(drafting.generate(requests)) == drafts_of(before)
+
 
 def test_policy_and_drafter_are_read_apart(drafting: VllmEngine, plain_engine: VllmEngine) -> None:
     assert {name for name, _, _ in drafting.read_weights()} == {name for name, _, _ in plain_engine.read_weights()}
