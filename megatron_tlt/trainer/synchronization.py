@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.layouts import Layout
@@ -10,7 +12,8 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.device import world_size
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.export import ExportSync
-from megatron_tlt.reshard.interface import SpanSource, WeightSync
+from megatron_tlt.reshard.interface import WeightSync
+from megatron_tlt.reshard.spans import Span
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 
 # Row-parallel layers, under any prefix.
@@ -25,20 +28,29 @@ def engine_layout(config: TltConfig, world: int) -> str:
 
 
 def drafter_sync(
-    config: TltConfig, source: SpanSource, shapes: Mapping[str, tuple[int, ...]], engine: VllmEngine
+    config: TltConfig,
+    newest: Callable[[], Mapping[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    engine: VllmEngine,
 ) -> WeightSync:
     """The drafter's way.
 
     Args:
         config: of the run.
-        source: yields the newest drafter's tensors, whole, on the ranks that have them, and nothing on the others.
+        newest: the newest drafter's tensors, whole, on the ranks that have them, and none on the others.
         shapes: of the tensors, under the names in the drafter's folder.
         engine: this rank's.
     """
+    cut_dims = {name: int(name.endswith(_BY_COLUMNS)) for name in shapes}
+
+    def held() -> Iterator[tuple[Span, torch.Tensor]]:
+        for name, tensor in newest().items():
+            yield Span(name, 0, tensor.shape[cut_dims[name]]), tensor
+
     return DirectSync(
-        source,
+        held,
         engine,
-        WholeTensors(shapes, {name: int(name.endswith(_BY_COLUMNS)) for name in shapes}),
+        WholeTensors(shapes, cut_dims),
         source_layout="drafter",
         engine_layout=engine_layout(config, world_size()),
         staging_bytes=int(config.reshard.staging_mb * 2**20),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,19 +13,13 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.reshard.checksum import checksum
 from megatron_tlt.reshard.export import ExportSync
 from megatron_tlt.reshard.interface import Part, TensorSlice
-
-
-@dataclass
-class Slice:
-    dim: int
-    start: int
-    length: int
+from megatron_tlt.rollout.types import ShardSlice
 
 
 class Memory:
     """A target in plain memory: bf16 copies, one of them a slice; ``damage`` names a tensor that arrives wrong."""
 
-    def __init__(self, shapes: dict[str, torch.Tensor], part: Slice, damage: str | None = None) -> None:
+    def __init__(self, shapes: dict[str, torch.Tensor], part: ShardSlice, damage: str | None = None) -> None:
         self.held = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in shapes.items()}
         self.part = part
         self.damage = damage
@@ -64,7 +57,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def test_every_tensor_is_verified_in_the_targets_dtype_and_slice() -> None:
     source = weights()
-    target = Memory(source, Slice(0, 2, 3))
+    target = Memory(source, ShardSlice(0, 2, 3))
     report = ExportSync(lambda: iter(source.items()), target).sync(version=7, verify=True)
     assert (report.tensors, report.verified_tensors, report.version, target.version) == (3, 3, 7, 7)
     assert torch.equal(target.held["b"], source["b"][2:5].to(torch.bfloat16))
@@ -72,7 +65,7 @@ def test_every_tensor_is_verified_in_the_targets_dtype_and_slice() -> None:
 
 def test_a_stale_tensor_is_named() -> None:
     source = weights()
-    target = Memory(source, Slice(0, 2, 3), damage="c")
+    target = Memory(source, ShardSlice(0, 2, 3), damage="c")
     with pytest.raises(RunError, match=r"c in the engine has checksum .* stale or damaged"):
         ExportSync(lambda: iter(source.items()), target).sync(version=1, verify=True)
     assert target.version is None
@@ -81,7 +74,7 @@ def test_a_stale_tensor_is_named() -> None:
 
 def test_a_tensor_that_was_never_sent_is_named() -> None:
     source = weights()
-    target = Memory(source, Slice(0, 2, 3))
+    target = Memory(source, ShardSlice(0, 2, 3))
     with pytest.raises(RunError, match="a is in the engine, but the actor did not send it"):
         ExportSync(lambda: iter([(n, t) for n, t in source.items() if n != "a"]), target).sync(version=1, verify=True)
 

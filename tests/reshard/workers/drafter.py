@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_tlt.config.schema import (
 )
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, world_size
-from megatron_tlt.reshard.spans import Span
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.trainer.synchronization import drafter_sync
@@ -49,11 +47,8 @@ def main(model_folder: str, old: str, new: str, engine_tp: str, out: str) -> Non
     engine = VllmEngine(Path(model_folder), config.rollout, config.speculation, seed=7)
     before = said(engine)
 
-    def newest() -> Iterator[tuple[Span, torch.Tensor]]:
-        if rank() == world_size() - 1:
-            for name, tensor in tensors.items():
-                dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
-                yield Span(name, 0, tensor.shape[dim]), tensor
+    def newest() -> dict[str, torch.Tensor]:
+        return tensors if rank() == world_size() - 1 else {}
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     report = drafter_sync(config, newest, shapes, engine).sync(version=5, verify=True)
@@ -64,7 +59,7 @@ def main(model_folder: str, old: str, new: str, engine_tp: str, out: str) -> Non
         assert torch.equal(view, whole if part is None else whole.narrow(part.dim, part.start, part.length)), name
     after = said(engine)
 
-    lost = drafter_sync(config, lambda: iter(()), shapes, engine)
+    lost = drafter_sync(config, dict, shapes, engine)
     try:
         lost.sync(version=6, verify=True)
         raise AssertionError("a drafter that nobody has was taken")

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,26 +21,20 @@ from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.exchange import BucketExchange
 from megatron_tlt.reshard.interface import HeldWeights, Part
 from megatron_tlt.reshard.spans import Span
+from megatron_tlt.rollout.types import ShardSlice
 
 TENSORS, ROWS, COLUMNS = 6, 64, 6400
-
-
-@dataclass
-class Slice:
-    dim: int
-    start: int
-    length: int
 
 
 class Memory:
     """An engine's part in plain memory."""
 
     def __init__(self, whole: WholeTensors, engine_tp: int, dtype: torch.dtype) -> None:
-        self.slices: dict[str, tuple[torch.Tensor, Slice | None]] = {}
+        self.slices: dict[str, tuple[torch.Tensor, ShardSlice | None]] = {}
         for name, shape in whole.shapes.items():
             dim = whole.cut_dims[name]
             share = shape[dim] // engine_tp
-            part = Slice(dim, rank() % engine_tp * share, share) if engine_tp > 1 else None
+            part = ShardSlice(dim, rank() % engine_tp * share, share) if engine_tp > 1 else None
             local = list(shape)
             local[dim] = share
             self.slices[name] = torch.full(local, float("nan"), dtype=dtype), part
