@@ -33,10 +33,14 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for_rows(runs: Runs, name: str, count: int, process: object, limit_s: float = 900) -> None:
-    """Until ``count`` steps are in the run's metrics."""
-    deadline = time.monotonic() + limit_s * slowness()
-    while len([row for row in rows(runs.folder / name) if row["step"]]) < count:
+def wait_for_rows(runs: Runs, name: str, count: int, process: object, checkpoints: int = 0) -> None:
+    """Until ``count`` steps are in the run's metrics and it has that many checkpoints."""
+    deadline = time.monotonic() + 900 * slowness()
+    run = runs.folder / name
+    while (
+        len([row for row in rows(run) if row["step"]]) < count
+        or len(list((run / "checkpoints").glob("step_*"))) < checkpoints
+    ):
         assert time.monotonic() < deadline, runs.log(name)
         assert process.poll() is None, runs.log(name)  # type: ignore[attr-defined]
         time.sleep(0.05)
@@ -74,8 +78,9 @@ def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_sam
     moments = random.Random(seed)
     for kill in range(3):
         process = runs.start("killed")
-        wait_for_rows(runs, "killed", moments.randint(kill, kill + 1), process)
-        time.sleep(moments.uniform(0, 2.0))
+        last = kill == 2  # one checkpoint is to be damaged, and one to be left
+        wait_for_rows(runs, "killed", moments.randint(kill, kill + 1), process, checkpoints=2 if last else 0)
+        time.sleep(moments.uniform(0, 0.3 if last else 2.0))
         runs.kill("killed")
         process.wait()
     run = runs.folder / "killed"
