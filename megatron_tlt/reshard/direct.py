@@ -138,7 +138,8 @@ class DirectSync(WeightSync):
         held = _Views.of(self._source())
         with failing_together():
             needed = _Views.of(self._needs())
-        prepared = self._prepare(held, needed)
+            self._check_unchanged(held, needed)
+        prepared = self._prepared = self._prepared or self._prepare(held, needed)
         self._target.begin_update(self._part)
         trailer = TRAILER_BYTES if verify else 0
         with torch.no_grad():
@@ -190,15 +191,13 @@ class DirectSync(WeightSync):
     def _where(self) -> str:
         return "{} to engines {}".format(*self._layouts)
 
-    def _prepare(self, held: _Views, needed: _Views) -> _Prepared:
-        found = self._prepared
-        if found is None:
-            found = self._prepared = self._make(held, needed)
-        elif (found.held, found.needed) != (held.spans, needed.spans):
+    def _check_unchanged(self, held: _Views, needed: _Views) -> None:
+        before = self._prepared
+        if before is not None and (before.held, before.needed) != (held.spans, needed.spans):
             raise RunError(f"rank {rank()}: the layout of the weights changed between synchronizations ({self._where})")
-        return found
 
-    def _make(self, held: _Views, needed: _Views) -> _Prepared:
+    def _prepare(self, held: _Views, needed: _Views) -> _Prepared:
+        """Plans, from what all ranks say of themselves; an error is the same one on all of them."""
         mine = _Description(node_index(), held.described(), needed.described())
         ranks = all_gather_data(mine, _Description)
         actor = _dtypes((row.held for row in ranks), "actor")
