@@ -14,12 +14,21 @@ from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, closure_needed, probe
 
-NAME_KEY = "actor.optimizer.optimizer"
-ARGUMENTS_KEY = "actor.optimizer_arguments"
+
+@dataclass(frozen=True)
+class OptimizerKeys:
+    """Where a config names an optimizer, its arguments and its weight decay, for errors."""
+
+    name: str
+    arguments: str
+    weight_decay: str
+
+
+ACTOR_KEYS = OptimizerKeys("actor.optimizer.optimizer", "actor.optimizer_arguments", "actor.optimizer.weight_decay")
 _SCHEDULED = ("lr", "weight_decay")
 
 
-def load_class(path: str) -> type[Optimizer]:
+def load_class(path: str, keys: OptimizerKeys = ACTOR_KEYS) -> type[Optimizer]:
     """The optimizer class at ``package.module.Class``.
 
     Raises:
@@ -29,13 +38,13 @@ def load_class(path: str) -> type[Optimizer]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{NAME_KEY}: found {path!r}; {module_name!r} cannot be imported: {error}") from error
+        raise ConfigError(f"{keys.name}: found {path!r}; {module_name!r} cannot be imported: {error}") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
         kinds = (name for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, Optimizer))
         what = f"no class {class_name!r} in {module_name}" if found is None else "not a torch.optim.Optimizer class"
         near = closest(class_name, (name for name in kinds if name != "Optimizer"))
-        raise ConfigError(f"{NAME_KEY}: found {path!r}; {what}; {near}")
+        raise ConfigError(f"{keys.name}: found {path!r}; {what}; {near}")
     return found
 
 
@@ -65,22 +74,47 @@ def _build(cls: type[Optimizer], arguments: dict[str, Any], parameters: Any, lr:
     return cls(parameters, **{k: v for k, v in scheduled.items() if anything or k in known}, **arguments)
 
 
-def _check_arguments(path: str, cls: type[Optimizer], arguments: dict[str, Any], weight_decay: float) -> None:
+def _check_arguments(
+    path: str, cls: type[Optimizer], arguments: dict[str, Any], weight_decay: float, keys: OptimizerKeys
+) -> None:
     known, anything = _constructor(cls)
     if not anything:
         allowed = known.difference(_SCHEDULED)
         for key in arguments:
             if key not in allowed:
-                raise ConfigError(f"{ARGUMENTS_KEY}.{key}: {path} does not take it; {closest(key, allowed)}")
+                raise ConfigError(f"{keys.arguments}.{key}: {path} does not take it; {closest(key, allowed)}")
         if "lr" not in known:
-            raise ConfigError(f"{NAME_KEY}: {path} takes no lr; allowed: a class whose rate a schedule can set")
+            raise ConfigError(f"{keys.name}: {path} takes no lr; allowed: a class whose rate a schedule can set")
         if weight_decay and "weight_decay" not in known:
-            raise ConfigError(f"actor.optimizer.weight_decay: found {weight_decay}; {path} takes none; allowed: 0")
+            raise ConfigError(f"{keys.weight_decay}: found {weight_decay}; {path} takes none; allowed: 0")
     try:
         # One dimension is refused by some classes, a matrix by none.
         _build(cls, arguments, [torch.nn.Parameter(torch.zeros(2, 2))], 0.1, 0.0)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{ARGUMENTS_KEY}: {path} refuses {arguments}: {error}") from error
+        raise ConfigError(f"{keys.arguments}: {path} refuses {arguments}: {error}") from error
+
+
+def plain_optimizer(
+    path: str,
+    arguments: dict[str, Any],
+    parameters: list[torch.nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    keys: OptimizerKeys,
+) -> Optimizer:
+    """The class at ``path`` over whole parameters, which need not be element-wise.
+
+    Raises:
+        ConfigError: no such class; an argument that it does not take, or a value that it refuses; it takes no learning
+            rate, or no weight decay where that is not 0; its step needs a closure.
+    """
+    cls = load_class(path, keys)
+    _check_arguments(path, cls, arguments, weight_decay, keys)
+    if closure_needed(cls):
+        raise ConfigError(
+            f"{keys.name}: {path} needs a closure that computes the loss again; allowed: one that does not"
+        )
+    return _build(cls, arguments, parameters, lr, weight_decay)
 
 
 def choose_optimizer(
@@ -99,14 +133,14 @@ def choose_optimizer(
             rate, or no weight decay where that is not 0; it is not element-wise, with the reason.
     """
     cls = load_class(path)
-    _check_arguments(path, cls, arguments, weight_decay)
+    _check_arguments(path, cls, arguments, weight_decay, ACTOR_KEYS)
     try:
         if closure_needed(cls):
             raise NotElementWise("its step needs a closure that computes the loss again")
         layout = probe(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.01), device)
     except NotElementWise as reason:
         raise ConfigError(
-            f"{NAME_KEY}: {path} cannot run under the distributed optimizer: {reason}; "
+            f"{ACTOR_KEYS.name}: {path} cannot run under the distributed optimizer: {reason}; "
             "allowed: adam, sgd, or an element-wise class such as torch.optim.RAdam"
         ) from reason
     return OptimizerChoice(cls, dict(arguments), layout)

@@ -1,0 +1,181 @@
+"""One response as the drafter learns from it, and its form as bytes: safetensors with a checked header.
+
+The header holds a CRC of everything behind it. The sizes in it catch a file that was cut off; the sum catches one whose
+bytes never reached the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from megatron_tlt.drafter.losses import TargetTop
+from megatron_tlt.errors import ConfigError
+
+MAX_KEY_CHARACTERS = 200
+# An entry counts with its tensors and so much for the rest of its file.
+OVERHEAD_BYTES = 4096
+
+_MAGIC = b"TLTDRAFT"
+_PREFIX = struct.Struct("<8sII")  # magic, CRC-32 of the rest, bytes of the description
+
+
+class DamagedEntry(Exception):
+    """The bytes are not those of a whole entry; says what is wrong with them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A prompt with one response, T tokens in all, and what the target made of them.
+
+    Attributes:
+        key: its name, unique within a run (step, problem, sample); adding it again replaces it.
+        step: the RL step that it was sampled in.
+        token_ids: (T), int32.
+        prompt_length: tokens before the response.
+        hidden: (T, F) in bfloat16 (or float32): row t is the target's hidden state(s) at token t; F is H or 3 H.
+        reward: the response's.
+        top: the target's distribution behind every token, (T, k) and (T), if stored.
+    """
+
+    key: str
+    step: int
+    token_ids: torch.Tensor
+    prompt_length: int
+    hidden: torch.Tensor
+    reward: float
+    top: TargetTop | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        shapes = {"token_ids": self.token_ids.shape == (length,), "hidden": self.hidden.shape[:-1] == (length,)}
+        if self.top is not None:
+            k = self.top.token_ids.shape[-1]
+            shapes["top.token_ids"] = self.top.token_ids.shape == (length, k)
+            shapes["top.log_probs"] = self.top.log_probs.shape == (length, k)
+            shapes["top.tail_log_prob"] = self.top.tail_log_prob.shape == (length,)
+        wrong = [
+            f"{name} does not have one row for each of {length} tokens" for name, right in shapes.items() if not right
+        ]
+        if not 0 < self.prompt_length <= length:
+            wrong.append(f"prompt_length is {self.prompt_length}; allowed: 1 to {length}")
+        if not math.isfinite(self.reward):
+            wrong.append(f"reward is {self.reward}; allowed: a finite number")
+        if not 0 < len(self.key) <= MAX_KEY_CHARACTERS:
+            wrong.append(f"the key has {len(self.key)} characters; allowed: 1 to {MAX_KEY_CHARACTERS}")
+        if wrong:
+            raise ConfigError("\n".join(f"drafter entry {self.key[:MAX_KEY_CHARACTERS]!r}: {line}" for line in wrong))
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.token_ids)
+
+    @property
+    def num_drafted(self) -> int:
+        """Response tokens that a first draft step can be asked for: all but the response's first."""
+        return max(0, self.length - self.prompt_length - 1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them by name."""
+        found = {"token_ids": self.token_ids, "hidden": self.hidden}
+        if self.top is not None:
+            found["top.token_ids"] = self.top.token_ids
+            found["top.log_probs"] = self.top.log_probs
+            found["top.tail_log_prob"] = self.top.tail_log_prob
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """What it counts for in memory and on disk; its file is never larger."""
+        return sum(tensor.nbytes for tensor in self.tensors().values()) + OVERHEAD_BYTES
+
+
+@dataclass(frozen=True)
+class Description:
+    """What can be known of an entry without its tensors; ``nbytes`` as :attr:`Entry.nbytes`."""
+
+    key: str
+    step: int
+    length: int
+    prompt_length: int
+    reward: float
+    nbytes: int
+
+
+def describe(entry: Entry) -> Description:
+    """The entry's description."""
+    return Description(entry.key, entry.step, entry.length, entry.prompt_length, entry.reward, entry.nbytes)
+
+
+def to_bytes(entry: Entry) -> bytes:
+    """The content of its file."""
+    description = json.dumps(describe(entry).__dict__).encode()
+    body = description + save({name: tensor.contiguous().cpu() for name, tensor in entry.tensors().items()})
+    return _PREFIX.pack(_MAGIC, zlib.crc32(body), len(description)) + body
+
+
+def _described(data: Any, size: int) -> tuple[Description, int, int]:
+    """(description, CRC-32, where the tensors begin); ``data`` are the first bytes of ``size``."""
+    try:
+        magic, crc, length = _PREFIX.unpack_from(data)
+        if magic != _MAGIC:
+            raise DamagedEntry("it does not begin as a drafter entry")
+        fields = json.loads(bytes(data[_PREFIX.size : _PREFIX.size + length]))
+        description = Description(**fields)
+    except (struct.error, ValueError, TypeError) as error:
+        raise DamagedEntry(f"its header cannot be read: {error}") from error
+    if not isinstance(description.nbytes, int) or size > description.nbytes:
+        raise DamagedEntry(f"it has {size} bytes, its header allows {description.nbytes}")
+    return description, crc, _PREFIX.size + length
+
+
+def read_description(path: Path) -> Description:
+    """The description in a file, whose tensors are not looked at.
+
+    Raises:
+        DamagedEntry: it cannot be read, or is no entry.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _described(file.read(OVERHEAD_BYTES), path.stat().st_size)[0]
+    except OSError as error:
+        raise DamagedEntry(f"it cannot be read: {error}") from error
+
+
+def read_entry(path: Path) -> Entry:
+    """The entry in a file, checked over its whole length through a memory map.
+
+    Raises:
+        DamagedEntry: it cannot be read, was cut off, or any byte of it is another than was written.
+    """
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            description, crc, start = _described(data, len(data))
+            with memoryview(data) as view, view[_PREFIX.size :] as body:
+                if zlib.crc32(body) != crc:
+                    raise DamagedEntry("its bytes are not those that were written")
+            tensors = load(data[start:])
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DamagedEntry(f"it cannot be read: {error}") from error
+    names = ("top.token_ids", "top.log_probs", "top.tail_log_prob")
+    top = TargetTop(*(tensors[name] for name in names)) if names[0] in tensors else None
+    return Entry(
+        description.key,
+        description.step,
+        tensors["token_ids"],
+        description.prompt_length,
+        tensors["hidden"],
+        description.reward,
+        top,
+    )

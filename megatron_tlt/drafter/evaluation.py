@@ -1,0 +1,96 @@
+"""How many drafts in a row a target would accept greedily, on sequences that it has already made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_tlt.config.schema import DrafterLossConfig
+from megatron_tlt.drafter.entry import Entry
+from megatron_tlt.drafter.model import DraftModel, project
+from megatron_tlt.drafter.packing import build_packs
+
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Greedy acceptance over chains of drafts, one from every place of a response where drafting could begin.
+
+    Attributes:
+        chains: how many.
+        accepted_per_depth: of them, the share that is still right at each depth (1, 2, ..., K).
+    """
+
+    chains: int
+    accepted_per_depth: tuple[float, ...]
+
+    @property
+    def mean_accepted(self) -> float:
+        """Drafts accepted per chain."""
+        return sum(self.accepted_per_depth)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification: the accepted drafts and the target's own next token."""
+        return 1.0 + self.mean_accepted
+
+
+def _argmax(model: DraftModel, head_input_TH: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row, (T); logits of some rows at a time."""
+    return torch.cat([project(rows, model.head_VH).argmax(-1) for rows in head_input_TH.split(_CHUNK_ROWS)])
+
+
+@torch.no_grad()
+def greedy_chains(
+    model: DraftModel, token_ids_T: torch.Tensor, hidden_TF: torch.Tensor, lengths: Sequence[int], depth: int
+) -> torch.Tensor:
+    """What the drafter proposes at every position, each going on from its own drafts: (T, depth) token ids.
+
+    ``token_ids_T[t]`` is the token behind the one that ``hidden_TF[t]`` belongs to, as vLLM's drafter is fed.
+    """
+    features, context = model.start(hidden_TF, lengths)
+    tokens = token_ids_T
+    drafts = []
+    for _ in range(depth):
+        head_input, features = model(tokens, features, context)
+        tokens = _argmax(model, head_input)
+        drafts.append(tokens)
+    return torch.stack(drafts, dim=1)
+
+
+@torch.no_grad()
+def teacher_forced_acceptance(model: DraftModel, entries: Sequence[Entry], depth: int, max_tokens: int) -> Acceptance:
+    """The expected greedy acceptance of chains of ``depth`` drafts on held-out entries.
+
+    A chain's draft counts while it and all before it are the sequence's next tokens. Chains near the end of a sequence
+    have fewer tokens to be right about, as when decoding.
+
+    Args:
+        model: the drafter.
+        entries: held-out sequences with their hidden states.
+        depth: drafts per chain (K).
+        max_tokens: of a pack.
+
+    Raises:
+        ConfigError: entries that do not fit the drafter, or are longer than ``max_tokens``.
+    """
+    device = next(model.parameters()).device
+    right = torch.zeros(depth, dtype=torch.float64, device=device)
+    chains = 0
+    for on_host, _ in build_packs(entries, max_tokens, DrafterLossConfig(), model.feature_size):
+        pack = on_host.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            drafts = greedy_chains(model, pack.inputs(0), pack.hidden_SF[pack.anchors_T], pack.lengths, depth)
+        alive = torch.zeros(len(drafts), dtype=torch.bool, device=device)
+        alive[pack.rows(0)] = True
+        chains += int(alive.sum())
+        for step in range(depth):
+            within = torch.zeros_like(alive)
+            within[pack.rows(step)] = True
+            alive = alive & within & (drafts[:, step] == pack.drafted(step))
+            right[step] += alive.sum()
+    shares = (right / max(1, chains)).tolist()
+    return Acceptance(chains, tuple(shares))

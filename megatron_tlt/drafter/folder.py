@@ -1,0 +1,226 @@
+"""Drafters in the folders that stock vLLM loads: written, read, and made from the target's last layer.
+
+``config.json`` describes a one-layer Llama; ``model.safetensors`` holds the trainable tensors and nothing of the
+target's, whose embedding (and LM head, for EAGLE) vLLM then shares with the drafter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from transformers import LlamaConfig, PretrainedConfig
+
+from megatron_tlt.drafter.eagle import Eagle
+from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
+from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.families import family_of, head_dim, rope_parameters
+from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
+from megatron_tlt.platform.files import atomic_write_bytes
+
+MODELS: dict[Kind, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3}
+ARCHITECTURES: dict[Kind, str] = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
+WEIGHTS = "model.safetensors"
+_TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+# Not part of the Llama form, or not drafted with here: whoever wrote them meant another model.
+_FOREIGN = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_LAYER_WEIGHTS = (
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "post_attention_layernorm.weight",
+)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """The layers EAGLE-3 taps unless told otherwise: low, middle, high (2, n / 2, n - 3), spread out in small models.
+
+    Raises:
+        ConfigError: the target has fewer than two layers, so that no three taps differ.
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    if taps[0] < taps[1] < taps[2]:
+        return taps
+    if num_layers < NUM_TAPS - 1:
+        raise ConfigError(f"the target has {num_layers} layers; EAGLE-3 taps {NUM_TAPS}, allowed: at least 2 layers")
+    return tuple(range(NUM_TAPS)) if num_layers < NUM_TAPS + 1 else (1, num_layers // 2, num_layers - 1)
+
+
+def taps_of(config: PretrainedConfig) -> tuple[int, ...]:
+    """The tapped layers of an EAGLE-3 config; empty for EAGLE."""
+    return tuple((getattr(config, "eagle_config", None) or {}).get(_TAPS_KEY, ()))
+
+
+def draft_config(target: PretrainedConfig, kind: Kind, taps: Sequence[int] | None = None) -> LlamaConfig:
+    """The config of a drafter for a target: its sizes, epsilon and rotary positions, in one dense Llama layer.
+
+    Args:
+        target: the target's config.
+        kind: EAGLE or EAGLE-3.
+        taps: the layers that EAGLE-3 taps (see :class:`~megatron_tlt.drafter.eagle3.Eagle3`), ascending.
+
+    Raises:
+        ConfigError: a target of another family, or taps that it has not.
+    """
+    family_of(target, "target")
+    config = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=head_dim(target),
+        hidden_act="silu",
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=rope_parameters(target),
+        tie_word_embeddings=False,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        pad_token_id=None,
+    )
+    config.architectures = [ARCHITECTURES[kind]]
+    if kind == "eagle3":
+        taps = default_taps(target.num_hidden_layers) if taps is None else tuple(taps)
+        inside = all(0 <= tap <= target.num_hidden_layers for tap in taps)
+        if len(set(taps)) != NUM_TAPS or list(taps) != sorted(taps) or not inside:
+            raise ConfigError(
+                f"EAGLE-3 taps layers {tuple(taps)}; allowed: {NUM_TAPS} different ones, ascending, "
+                f"from 0 to {target.num_hidden_layers}"
+            )
+        config.draft_vocab_size = target.vocab_size
+        config.eagle_config = {"use_aux_hidden_state": True, _TAPS_KEY: list(taps)}
+    return config
+
+
+def build_drafter(config: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
+    """An untrained drafter in float32 with whatever weights torch draws."""
+    return MODELS[kind](config, shared)
+
+
+def _target_layer(weights: SafetensorsFolder, num_layers: int) -> dict[str, torch.Tensor]:
+    """What the target's last layer has of a dense Llama layer, in float32."""
+    at = f"model.layers.{num_layers - 1}."
+    names = [*_LAYER_WEIGHTS, "input_layernorm.weight"]
+    return {name: weights.read(at + name).float() for name in names if at + name in weights}
+
+
+def _first_weights(model: DraftModel, layer: dict[str, torch.Tensor], norm: torch.Tensor, std: float) -> dict[str, Any]:
+    """A drafter's first weights: the features pass through ``fc`` into what was the target's last layer.
+
+    Half of ``fc`` (and of EAGLE-3's projections) has no counterpart in the target and is drawn from N(0, std); so are the
+    MLP's gate and up projections where the target has experts instead, with a down projection of zeros.
+    """
+    hidden = int(model.config.hidden_size)
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tail = name.removeprefix("midlayer.").removeprefix("layers.0.")
+        if tail in layer and parameter.shape == layer[tail].shape:
+            found[name] = layer[tail]
+        elif tail == "hidden_norm.weight":
+            found[name] = layer["input_layernorm.weight"]
+        elif tail == "norm.weight":
+            found[name] = norm
+        elif tail == "lm_head.weight":
+            found[name] = model.shared.head.float()
+        elif tail == "mlp.down_proj.weight":
+            found[name] = torch.zeros_like(parameter)
+        elif parameter.ndim == 1:
+            found[name] = torch.ones_like(parameter)
+        else:
+            drawn = torch.empty(parameter.shape).normal_(0.0, std)
+            if tail == "fc.weight":
+                drawn[:, -hidden:] += torch.eye(hidden)
+            elif tail in layer:  # a projection over [embedding; feature]
+                drawn[:, -hidden:] = layer[tail]
+            found[name] = drawn
+    # The norm of EAGLE-3's embedding half has no counterpart, though one of that name and shape is in the layer.
+    if "midlayer.input_layernorm.weight" in found:
+        found["midlayer.input_layernorm.weight"] = torch.ones(hidden)
+    return found
+
+
+def drafter_from_target(
+    target: Path, kind: Kind, seed: int, taps: Sequence[int] | None = None, shared: SharedWeights | None = None
+) -> DraftModel:
+    """A drafter that starts from the last layer of the Hugging Face folder ``target``, in float32.
+
+    ``shared`` are the target's embedding and head where they are at hand already. The same seed gives the same weights.
+
+    Raises:
+        ConfigError: the folder cannot be read, or holds no model that is supported.
+    """
+    target_config, weights = read_hf_config(target), SafetensorsFolder(target)
+    shared = shared or SharedWeights.from_folder(target)
+    model = build_drafter(draft_config(target_config, kind, taps), kind, shared)
+    layer = _target_layer(weights, target_config.num_hidden_layers)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        std = float(getattr(target_config, "initializer_range", 0.02))
+        model.load_state_dict(_first_weights(model, layer, weights.read("model.norm.weight").float(), std))
+    return model
+
+
+def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Writes ``config.json`` and ``model.safetensors``; the weights are wholly new or wholly old, config first.
+
+    Raises:
+        RunError: the disk is full or the folder cannot be written.
+    """
+    config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    atomic_write_bytes(folder / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    atomic_write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+
+
+def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]:
+    """What in a drafter's config does not fit the target, one line each; sizes of layers may be its own."""
+    keys = ("hidden_size", "vocab_size", "num_hidden_layers", "architectures")
+    wrong = [
+        f"{key} is {found!r}; the target asks for {allowed!r}"
+        for key in keys
+        if (found := getattr(own, key, None)) != (allowed := getattr(expected, key))
+    ]
+    reduced = getattr(own, "draft_vocab_size", None)
+    if reduced not in (None, expected.vocab_size):
+        wrong.append(f"draft_vocab_size is {reduced}; allowed: the target's whole vocabulary, {expected.vocab_size}")
+    if rope_parameters(own) != rope_parameters(expected):
+        wrong.append(f"rope_parameters are {rope_parameters(own)}; the target's are {rope_parameters(expected)}")
+    wrong += [f"{key} is {getattr(own, key)!r}; allowed: false" for key in _FOREIGN if getattr(own, key, False)]
+    return wrong
+
+
+def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
+    """The drafter in ``folder``, in float32, for a target.
+
+    An embedding in the folder (and, for EAGLE, an LM head) is passed over: the target's are used.
+
+    Raises:
+        ConfigError: it cannot be read, or is for another target: the hidden size (both are named), the vocabulary, the
+            tapped layers, an option that the layer has not, a tensor that is missing or has another shape.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"drafter folder {folder}: no config.json in it")
+    try:
+        own = LlamaConfig(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    config = draft_config(target, kind, (taps_of(own) or None) if kind == "eagle3" else None)
+    if wrong := _differences(own, config):
+        raise ConfigError("\n".join(f"{file}: {line}" for line in wrong))
+    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
+        setattr(config, key, getattr(own, key))
+    model = build_drafter(config, kind, shared)
+    weights = SafetensorsFolder(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in shapes.items():
+        if weights.shape(name) != shape:
+            raise ConfigError(f"{folder}: tensor {name!r} has shape {weights.shape(name)}; allowed: {shape}")
+    model.load_state_dict({name: weights.read(name).float() for name in shapes})
+    return model

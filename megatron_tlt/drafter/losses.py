@@ -1,0 +1,158 @@
+"""The drafter's losses, per token and as sums over a pack; every token's loss is that of one draft.
+
+Shapes: R rows (drafts whose prediction lies in a response), H hidden size, V vocabulary, M categories compared: all of
+the vocabulary, or the target's top k and one for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megatron_tlt.config.schema import DrafterLossConfig
+from megatron_tlt.drafter.model import project
+
+DistributionLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(target's log-probs (R, M), drafter's log-probs (R, M)) -> losses (R)."""
+
+
+def _weighted(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``sum p * values`` where p > 0: categories that the target excludes have values of infinity."""
+    return torch.where(p > 0, p * values.masked_fill(p == 0, 0.0), 0.0).sum(-1)
+
+
+def cross_entropy(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tensor:
+    """EAGLE (2401.15077, section 4.1): ``-sum p log q``."""
+    return -_weighted(log_p_RM.exp(), log_q_RM)
+
+
+def kl_divergence(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tensor:
+    """NexSpec (2510.26475): ``KL(p || q) = sum p (log p - log q)``."""
+    p = log_p_RM.exp()
+    return _weighted(p, log_p_RM.masked_fill(p == 0, 0.0)) - _weighted(p, log_q_RM)
+
+
+def total_variation(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tensor:
+    """``1/2 sum |p - q|``: the probability that a draft sampled from q is rejected (Bebop, 2606.12370)."""
+    return 0.5 * (log_p_RM.exp() - log_q_RM.exp()).abs().sum(-1)
+
+
+LOSSES: dict[str, DistributionLoss] = {"eagle": cross_entropy, "kl": kl_divergence, "tv": total_variation}
+"""By ``drafter.loss.name``."""
+
+
+@dataclass(frozen=True)
+class TargetTop:
+    """The target's distribution over its most likely tokens: log-probs and ids (R, k), the log of all others' (R).
+
+    A tail of probability 0 is minus infinity.
+    """
+
+    token_ids: torch.Tensor
+    log_probs: torch.Tensor
+    tail_log_prob: torch.Tensor
+
+    def rows(self, low: int, high: int) -> TargetTop:
+        return TargetTop(self.token_ids[low:high], self.log_probs[low:high], self.tail_log_prob[low:high])
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts and what the target made of the same places.
+
+    Attributes:
+        head_input_RH: what the LM head reads.
+        features_RH: the feature handed to the next step.
+        weights_R: weight of each row's loss.
+        target_hidden_RH: the target's hidden state that the feature predicts (EAGLE), or None.
+        top: the target's distribution; None where it is the LM head over ``target_hidden_RH``.
+    """
+
+    head_input_RH: torch.Tensor
+    features_RH: torch.Tensor
+    weights_R: torch.Tensor
+    target_hidden_RH: torch.Tensor | None
+    top: TargetTop | None
+
+
+def compared_log_probs(logits_RV: torch.Tensor, top: TargetTop) -> tuple[torch.Tensor, torch.Tensor]:
+    """(target's, drafter's) log-probs over the top k and the rest, each (R, k + 1); the rest's never by subtraction."""
+    total = logits_RV.logsumexp(-1, keepdim=True)
+    rest = logits_RV.scatter(-1, top.token_ids, float("-inf")).logsumexp(-1, keepdim=True)
+    log_q = torch.cat([logits_RV.gather(-1, top.token_ids), rest], dim=-1) - total
+    return torch.cat([top.log_probs, top.tail_log_prob[:, None]], dim=-1), log_q
+
+
+def _chunk_loss(
+    distribution_loss: DistributionLoss,
+    head_input_RH: torch.Tensor,
+    head_VH: torch.Tensor,
+    target_hidden_RH: torch.Tensor | None,
+    target_head_VH: torch.Tensor,
+    top: TargetTop | None,
+) -> torch.Tensor:
+    """Losses of some rows, (R); nothing of width V outlives this call."""
+    logits_RV = project(head_input_RH, head_VH)
+    if top is not None:
+        return distribution_loss(*compared_log_probs(logits_RV, top))
+    assert target_hidden_RH is not None
+    with torch.no_grad():
+        log_p_RV = project(target_hidden_RH, target_head_VH).log_softmax(-1)
+    return distribution_loss(log_p_RV, logits_RV.log_softmax(-1))
+
+
+def draft_loss(
+    config: DrafterLossConfig,
+    regression_weight: float,
+    drafted: Drafted,
+    head_VH: torch.Tensor,
+    target_head_VH: torch.Tensor,
+    chunk_rows: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The weighted sum of all rows' losses, and sums to be logged (unweighted by ``weights_R``).
+
+    ``regression_weight * SmoothL1(feature, target's hidden) + distribution_weight * loss(p, q)`` (TLT, 2511.16665). The
+    head runs over ``chunk_rows`` rows at a time and again for the backward pass, so (R, V) is never held.
+    """
+    rows = len(drafted.weights_R)
+    loss = drafted.head_input_RH.new_zeros((), dtype=torch.float32)
+    distribution_sum, regression_sum = loss.detach(), loss.detach()
+    for low in range(0, rows, chunk_rows):
+        high = min(low + chunk_rows, rows)
+        target_R = None if drafted.target_hidden_RH is None else drafted.target_hidden_RH[low:high]
+        losses_R = checkpoint(
+            _chunk_loss,
+            LOSSES[config.name],
+            drafted.head_input_RH[low:high],
+            head_VH,
+            target_R,
+            target_head_VH,
+            None if drafted.top is None else drafted.top.rows(low, high),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        loss = loss + config.distribution_weight * (losses_R * drafted.weights_R[low:high]).sum()
+        distribution_sum = distribution_sum + losses_R.detach().sum()
+    if regression_weight:
+        assert drafted.target_hidden_RH is not None
+        errors_R = F.smooth_l1_loss(
+            drafted.features_RH.float(), drafted.target_hidden_RH.float(), reduction="none"
+        ).mean(-1)
+        loss = loss + regression_weight * (errors_R * drafted.weights_R).sum()
+        regression_sum = errors_R.detach().sum()
+    return loss, {"distribution_loss": distribution_sum, "regression_loss": regression_sum}
+
+
+def reward_weight(config: DrafterLossConfig, reward: float) -> float:
+    """The weight of a response's tokens: 1, or its reward normalised to 0..1 and clipped (NexSpec, 2510.26475).
+
+    The bounds are the configuration's and not the batch's, so that a response weighs the same on any number of ranks.
+    """
+    if not config.reward_weighting:
+        return 1.0
+    normalised = (reward - config.reward_low) / (config.reward_high - config.reward_low)
+    return min(1.0, max(config.reward_floor, normalised))

@@ -1,0 +1,102 @@
+"""What EAGLE and EAGLE-3 have in common: a draft step, and the target's tensors that they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_tlt.drafter.layers import UnrolledContext
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Kind = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The target's token embedding and LM head, both (V, H): used, never trained, never saved with a drafter."""
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> SharedWeights:
+        """Read from a Hugging Face folder in its dtype; a tied head is the embedding itself.
+
+        Raises:
+            ConfigError: the folder or one of the two tensors cannot be read.
+        """
+        weights = SafetensorsFolder(folder)
+        embedding = weights.read("model.embed_tokens.weight")
+        tied = bool(read_hf_config(folder).tie_word_embeddings)
+        return cls(embedding, embedding if tied else weights.read("lm_head.weight"))
+
+    def to(self, device: torch.device) -> SharedWeights:
+        """The same on ``device``; still one tensor where they are tied."""
+        embedding = self.embedding.detach().to(device)
+        return SharedWeights(embedding, embedding if self.head is self.embedding else self.head.detach().to(device))
+
+
+def project(hidden_TH: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:
+    """Logits in float32, multiplied in the head's dtype: (T, V)."""
+    return F.linear(hidden_TH.to(head_VH.dtype), head_VH).float()
+
+
+class DraftModel(nn.Module, ABC):
+    """A drafter over packed sequences.
+
+    Position t takes token x_{t+1} and the target's hidden state h_t, has rotary position t and predicts h_{t+1} and with
+    it x_{t+2}; unrolled step j takes x_{t+1+j} and the drafter's own feature of step j - 1, and predicts x_{t+2+j}.
+    That is vLLM's alignment: token ids are shifted by one against the target's positions and hidden states.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, config: PretrainedConfig, shared: SharedWeights) -> None:
+        super().__init__()
+        self.config = config
+        self.shared = shared
+        expected = (config.vocab_size, config.hidden_size)
+        for name, tensor in (("embedding", shared.embedding), ("LM head", shared.head)):
+            if tuple(tensor.shape) != expected:
+                raise ConfigError(
+                    f"the target's {name} is {tuple(tensor.shape)}; the drafter's config asks for {expected}"
+                )
+
+    @property
+    @abstractmethod
+    def feature_size(self) -> int:
+        """Width of the hidden states it takes: H, or 3 H of three layers."""
+
+    @property
+    @abstractmethod
+    def head_VH(self) -> torch.Tensor:
+        """The LM head behind :meth:`forward`."""
+
+    @abstractmethod
+    def combine(self, hidden_TF: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states (T, feature size) as step 0's features (T, H)."""
+
+    @abstractmethod
+    def forward(
+        self, token_ids_T: torch.Tensor, features_TH: torch.Tensor, context: UnrolledContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft step: (what the LM head reads, features of the next step), each (T, H)."""
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """(T, H) in float32."""
+        return F.embedding(token_ids_T, self.shared.embedding).float()
+
+    def start(self, hidden_TF: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, UnrolledContext]:
+        """Step 0's features and the context of a pack of sequences of ``lengths``."""
+        return self.combine(hidden_TF.float()), UnrolledContext(lengths, hidden_TF.device)

@@ -1,0 +1,146 @@
+"""Entries laid one behind another without padding, with what every unrolled draft step needs.
+
+Shapes: S tokens of all sequences of a pack, T draft positions of all of them (two fewer per sequence), F feature size.
+Position a of a sequence drafts x_{a+2+j} in step j, from x_{a+1+j} and, in step 0, from h_a.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_tlt.config.schema import DrafterLossConfig
+from megatron_tlt.data.packing import plan_packs, sequence_cost
+from megatron_tlt.drafter.entry import Entry
+from megatron_tlt.drafter.losses import TargetTop, reward_weight
+from megatron_tlt.errors import ConfigError
+
+# Attention's share of a draft layer's work per pair of tokens: only balances packs of like size.
+_ATTENTION_SHARE = 1e-4
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some entries, packed.
+
+    Attributes:
+        lengths: draft positions of each sequence.
+        token_ids_S: all tokens.
+        hidden_SF: the target's hidden states at them.
+        weights_T: weight of each draft position's loss.
+        anchors_T: the token at which each draft position stands (its h), as an index into S.
+        last_T: the last token of its sequence, likewise.
+        first_T: the first token of its sequence from which a response token is drafted, likewise.
+        top: the target's distribution behind every token; None where the entries store none.
+    """
+
+    lengths: list[int]
+    token_ids_S: torch.Tensor
+    hidden_SF: torch.Tensor
+    weights_T: torch.Tensor
+    anchors_T: torch.Tensor
+    last_T: torch.Tensor
+    first_T: torch.Tensor
+    top: TargetTop | None
+
+    def to(self, device: torch.device) -> Pack:
+        """The same on ``device``."""
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        top = None
+        if self.top is not None:
+            top = TargetTop(*(x.to(device) for x in (self.top.token_ids, self.top.log_probs, self.top.tail_log_prob)))
+        return Pack(lengths=self.lengths, top=top, **moved)
+
+    def inputs(self, step: int) -> torch.Tensor:
+        """The token each draft position reads in a step, (T); beyond the end of a sequence it does not matter which."""
+        return self.token_ids_S[torch.minimum(self.anchors_T + 1 + step, self.last_T)]
+
+    def drafted(self, step: int) -> torch.Tensor:
+        """The token each draft position is asked for in a step, (T); valid at :meth:`rows`."""
+        return self.token_ids_S[torch.minimum(self.anchors_T + 2 + step, self.last_T)]
+
+    def rows(self, step: int) -> torch.Tensor:
+        """The draft positions whose token of a step is in the response, ascending; indices into T.
+
+        The response's first token is the target's own in any case: drafts begin behind it.
+        """
+        inside = (self.anchors_T >= self.first_T) & (self.anchors_T + 2 + step <= self.last_T)
+        return inside.nonzero()[:, 0]
+
+
+def _concatenated_top(entries: Sequence[Entry]) -> TargetTop | None:
+    tops = [entry.top for entry in entries if entry.top is not None]
+    if not tops:
+        return None
+    return TargetTop(
+        torch.cat([top.token_ids.long() for top in tops]),
+        torch.cat([top.log_probs.float() for top in tops]),
+        torch.cat([top.tail_log_prob.float() for top in tops]),
+    )
+
+
+def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
+    """Packs entries, which all store a distribution of one size or all none."""
+    starts = [sum(entry.length for entry in entries[:i]) for i in range(len(entries))]
+    lengths = [entry.length - 2 for entry in entries]
+    pairs = list(zip(starts, entries, strict=True))
+
+    def per_position(values: list[float] | list[int]) -> torch.Tensor:
+        return torch.tensor(values).repeat_interleave(torch.tensor(lengths))
+
+    return Pack(
+        lengths=lengths,
+        token_ids_S=torch.cat([entry.token_ids.long() for entry in entries]),
+        hidden_SF=torch.cat([entry.hidden for entry in entries]),
+        weights_T=per_position([reward_weight(loss, entry.reward) for entry in entries]).float(),
+        anchors_T=torch.cat([start + torch.arange(entry.length - 2) for start, entry in pairs]),
+        last_T=per_position([start + entry.length - 1 for start, entry in pairs]),
+        first_T=per_position([start + entry.prompt_length - 1 for start, entry in pairs]),
+        top=_concatenated_top(entries),
+    )
+
+
+def build_packs(
+    entries: Sequence[Entry], max_tokens: int, loss: DrafterLossConfig, feature_size: int
+) -> list[tuple[Pack, list[Entry]]]:
+    """Few packs of at most ``max_tokens`` tokens and nearly equal work, each with its entries.
+
+    Entries from which nothing can be drafted are left out.
+
+    Raises:
+        ConfigError: an entry is longer than that, or its hidden states have another width than ``feature_size``.
+    """
+    for entry in entries:
+        if entry.hidden.shape[1] != feature_size:
+            raise ConfigError(
+                f"drafter entry {entry.key!r} has hidden states of width {entry.hidden.shape[1]}; "
+                f"the drafter takes {feature_size}"
+            )
+    groups: dict[int, list[Entry]] = {}
+    for entry in (entry for entry in entries if entry.num_drafted):
+        groups.setdefault(0 if entry.top is None else entry.top.token_ids.shape[1], []).append(entry)
+    packs = []
+    for _, group in sorted(groups.items()):
+        lengths = [entry.length for entry in group]
+        costs = [sequence_cost(length, _ATTENTION_SHARE) for length in lengths]
+        for members in plan_packs(lengths, costs, max_tokens):
+            chosen = [group[i] for i in members]
+            packs.append((build_pack(chosen, loss), chosen))
+    return packs
+
+
+def uniform_noise(entries: Sequence[Entry], width: float, seed: int, version: int) -> torch.Tensor:
+    """Noise in ``-width .. width`` on the features of a pack, (T, F); drawn per entry, whatever it is packed with."""
+    drawn = []
+    for entry in entries:
+        digest = hashlib.blake2b(f"{seed}/{version}/{entry.key}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        drawn.append((torch.rand(entry.length - 2, entry.hidden.shape[1], generator=generator) * 2.0 - 1.0) * width)
+    return torch.cat(drawn)

@@ -1,0 +1,113 @@
+"""What a drafter's training is made of, as plain tensors and numbers; nothing of the target's is in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.platform.collectives import broadcast_data
+
+Number = int | float | bool
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The trainable tensors, the optimizer's state, and the version that they are.
+
+    ``parameters`` by name; ``optimizer`` by ``NAME/ENTRY`` (``fc.weight/exp_avg``), what it keeps as numbers in
+    ``numbers`` under the same names, its groups' own numbers (rate, decay) under ``/ENTRY``. Tensors are the live ones
+    where the trainer gave them: copy what has to stay.
+    """
+
+    version: int
+    parameters: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    numbers: dict[str, Number]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors under one kind of names, for a file."""
+        named = {f"parameters/{name}": tensor for name, tensor in self.parameters.items()}
+        return named | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
+
+    @classmethod
+    def from_tensors(cls, version: int, tensors: dict[str, torch.Tensor], numbers: dict[str, Number]) -> TrainerState:
+        """The way back from :meth:`tensors`."""
+
+        def below(folder: str) -> dict[str, torch.Tensor]:
+            return {name.removeprefix(folder): x for name, x in tensors.items() if name.startswith(folder)}
+
+        return cls(version, below("parameters/"), below("optimizer/"), numbers)
+
+
+def capture_optimizer(
+    optimizer: Optimizer, named: dict[str, torch.nn.Parameter]
+) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+    """The optimizer's tensors and numbers; it has one group.
+
+    Raises:
+        ConfigError: it keeps something else, which could not be saved.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Number] = {}
+    for name, parameter in named.items():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{entry}"] = value
+            elif isinstance(value, (bool, int, float)):
+                numbers[f"{name}/{entry}"] = value
+            else:
+                kind = type(value).__name__
+                raise ConfigError(f"drafter.optimizer keeps {entry!r} as {kind}; allowed: tensors and numbers")
+    for entry, value in optimizer.param_groups[0].items():
+        if isinstance(value, (bool, int, float)):
+            numbers[f"/{entry}"] = value
+    return tensors, numbers
+
+
+def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter], state: TrainerState) -> None:
+    """Puts a captured state into an optimizer of the same class over parameters of the same names."""
+    slots: dict[int, dict[str, torch.Tensor | Number]] = {}
+    index = {name: i for i, name in enumerate(named)}
+    own: dict[str, torch.Tensor | Number] = {**state.optimizer, **state.numbers}
+    group = optimizer.state_dict()["param_groups"][0]
+    for key, value in own.items():
+        name, _, entry = key.rpartition("/")
+        if name:
+            slots.setdefault(index[name], {})[entry] = value.clone() if isinstance(value, torch.Tensor) else value
+        else:
+            group[entry] = value
+    optimizer.load_state_dict({"state": slots, "param_groups": [group]})
+
+
+def broadcast_state(
+    state: TrainerState, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> TrainerState:
+    """Global rank ``source``'s state on every rank of ``group``; a rank may have missed any number of sessions.
+
+    Raises:
+        RunError: a rank's drafter has other parameters.
+    """
+    mine = dist.get_rank() == source
+    header = {
+        "version": state.version,
+        "numbers": state.numbers,
+        "tensors": {name: (list(x.shape), str(x.dtype)) for name, x in state.tensors().items()},
+    }
+    header = broadcast_data(header, dict, source, group)
+    parameters = {name.removeprefix("parameters/") for name in header["tensors"] if name.startswith("parameters/")}
+    if parameters != set(state.parameters):
+        differing = sorted(parameters.symmetric_difference(state.parameters))
+        raise RunError(f"drafters differ between ranks: only some have {', '.join(differing[:5])}")
+    received: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in header["tensors"].items():
+        if mine:
+            tensor = state.tensors()[name].detach().to(device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        dist.broadcast(tensor, source, group=group)
+        received[name] = tensor
+    return TrainerState.from_tensors(header["version"], received, header["numbers"])

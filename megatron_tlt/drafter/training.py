@@ -1,0 +1,289 @@
+"""Training of the drafter: on packed sequences, data-parallel over the ranks of a group, until told to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.config.schema import DrafterConfig
+from megatron_tlt.drafter.buffer import DataBuffer
+from megatron_tlt.drafter.entry import Entry
+from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss
+from megatron_tlt.drafter.model import DraftModel
+from megatron_tlt.drafter.packing import Pack, build_packs, uniform_noise
+from megatron_tlt.drafter.state import TrainerState, broadcast_state, capture_optimizer, restore_optimizer
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.optim.choice import OptimizerKeys, plain_optimizer
+
+Outcome = Literal["trained", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"]
+SessionOutcome = Literal[
+    "completed", "stopped", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"
+]
+_KEYS = OptimizerKeys("drafter.optimizer", "drafter.optimizer_arguments", "drafter.weight_decay")
+_SUMS = ("loss", "distribution_loss", "regression_loss", "tokens", "drafts", "sequences")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """How a step ended, and its metrics over all ranks (losses per draft; empty where nothing was trained)."""
+
+    outcome: Outcome
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """How a session ended, its number of steps, and the metrics of the last one."""
+
+    outcome: SessionOutcome
+    steps: int
+    metrics: dict[str, float]
+
+
+class DrafterTrainer:
+    """A drafter, its optimizer and its version, which grows by one with every step.
+
+    Args:
+        model: on the device to train on, in float32; on CUDA it computes in bfloat16.
+        config: how to train.
+        seed: of the noise on features.
+        group: the ranks that train together, each on entries of its own; None trains alone. All of them call every
+            method together.
+
+    Raises:
+        ConfigError: a drafter of another kind than the config's, or an optimizer that cannot be built.
+    """
+
+    def __init__(
+        self, model: DraftModel, config: DrafterConfig, seed: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if model.kind != config.kind:
+            raise ConfigError(f"drafter.kind is {config.kind}; the drafter that was given is {model.kind}")
+        self.model, self.config, self.group = model, config, group
+        self.version = 0
+        self._seed = seed
+        self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._optimizer = plain_optimizer(
+            config.optimizer,
+            config.optimizer_arguments,
+            list(self._named.values()),
+            config.lr,
+            config.weight_decay,
+            _KEYS,
+        )
+        self._device = next(iter(self._named.values())).device
+        self._failure: Outcome | None = None
+
+    @property
+    def state(self) -> TrainerState:
+        """The trainable tensors and the optimizer's state, live: copy what has to stay.
+
+        Raises:
+            ConfigError: the optimizer keeps what is neither tensor nor number.
+        """
+        tensors, numbers = capture_optimizer(self._optimizer, self._named)
+        return TrainerState(
+            self.version, {name: parameter.detach() for name, parameter in self._named.items()}, tensors, numbers
+        )
+
+    def load_state(self, state: TrainerState) -> None:
+        """Goes on from a state, bit for bit.
+
+        Raises:
+            RunError: it is of another drafter; the first tensor that differs is named.
+        """
+        for name, parameter in self._named.items():
+            found = state.parameters.get(name)
+            if found is None or found.shape != parameter.shape:
+                shape = "missing" if found is None else tuple(found.shape)
+                raise RunError(f"drafter state: {name} is {shape}; the drafter has {tuple(parameter.shape)}")
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                parameter.copy_(state.parameters[name])
+        restore_optimizer(self._optimizer, self._named, state)
+        self.version = state.version
+        self._failure = None
+
+    def synchronize(self, source: int) -> None:
+        """Gives all ranks of the group global rank ``source``'s state, so that there is one drafter, not one per rank."""
+        if self.group is not None:
+            self.load_state(broadcast_state(self.state, source, self._device, self.group))
+
+    def train_step(self, entries: Sequence[Entry]) -> StepResult:
+        """One optimizer step on the entries of all ranks; a rank may have none.
+
+        The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What is
+        not finite stops training by name on all ranks; parameters are then those of the last good step.
+
+        Raises:
+            ConfigError: entries that do not fit the drafter.
+            RunError: an earlier step ended with something that is not finite; load a state to go on.
+        """
+        if self._failure is not None:
+            raise RunError(f"drafter training stopped with {self._failure}; load a state to go on")
+        self._optimizer.zero_grad(set_to_none=False)
+        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
+        packs = build_packs(entries, self.config.max_tokens_per_micro_batch, self.config.loss, self.model.feature_size)
+        for pack, members in packs:
+            loss, pack_sums = self._forward(pack.to(self._device), members)
+            loss.backward()
+            sums += pack_sums
+        self._reduce(sums)
+        totals = dict(zip(_SUMS, sums.tolist(), strict=True))
+        if not totals["tokens"]:
+            return StepResult("no_tokens", {})
+        if not math.isfinite(totals["loss"]):
+            return self._fail("non_finite_loss")
+        gradients = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
+        torch._foreach_div_(gradients, totals["tokens"])
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            return self._fail("non_finite_gradient")
+        if self.config.clip_grad and norm > self.config.clip_grad:
+            torch._foreach_mul_(gradients, self.config.clip_grad / norm)
+        if not self._update():
+            return self._fail("non_finite_update")
+        return StepResult("trained", self._metrics(totals, norm))
+
+    def _metrics(self, totals: dict[str, float], norm: float) -> dict[str, float]:
+        per_draft = {name: totals[name] / totals["drafts"] for name in ("distribution_loss", "regression_loss")}
+        return {
+            "loss": totals["loss"] / totals["tokens"],
+            **per_draft,
+            "grad_norm": norm,
+            "lr": float(self._optimizer.param_groups[0]["lr"]),
+            "drafts": totals["drafts"],
+            "sequences": totals["sequences"],
+            "version": float(self.version),
+        }
+
+    def _fail(self, outcome: Outcome) -> StepResult:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._failure = outcome
+        return StepResult(outcome, {})
+
+    def _update(self) -> bool:
+        """Steps the optimizer; False, with the parameters of before, where what comes out is not finite."""
+        parameters = list(self._named.values())
+        before = [parameter.detach().clone() for parameter in parameters]
+        warmup = self.config.warmup_steps
+        rate = self.config.lr * (min(1.0, (self.version + 1) / warmup) if warmup else 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        with torch.no_grad():
+            finite = torch.stack([parameter.isfinite().all() for parameter in parameters]).all()
+            if bool(finite):
+                self.version += 1
+                return True
+            torch._foreach_copy_(parameters, before)
+        return False
+
+    def _reduce(self, sums: torch.Tensor) -> None:
+        """Sums gradients and sums over the ranks; the order of gradients is the same everywhere."""
+        for parameter in self._named.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.group is None:
+            return
+        handles = [
+            dist.all_reduce(tensor, group=self.group, async_op=True)
+            for tensor in (sums, *(parameter.grad for parameter in self._named.values()))
+        ]
+        for handle in handles:
+            handle.wait()
+
+    def _forward(self, pack: Pack, members: Sequence[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of a pack's losses over all unrolled steps, and the sums that are logged (in the order of _SUMS)."""
+        config = self.config
+        hidden_TF = pack.hidden_SF[pack.anchors_T].float()
+        if config.feature_noise:
+            hidden_TF = hidden_TF + uniform_noise(members, config.feature_noise, self._seed, self.version).to(hidden_TF)
+        total = torch.zeros((), device=self._device)
+        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            features, context = self.model.start(hidden_TF, pack.lengths)
+            for step in range(config.steps):
+                head_input, features = self.model(pack.inputs(step), features, context)
+                rows, decay = pack.rows(step), config.unroll_decay**step
+                loss, logged = draft_loss(
+                    config.loss,
+                    config.regression_weight,
+                    self._drafted(pack, step, rows, head_input, features),
+                    self.model.head_VH,
+                    self.model.shared.head,
+                    config.logit_chunk_tokens,
+                )
+                total = total + decay * loss
+                count = float(len(rows))
+                sums += torch.stack(
+                    [
+                        decay * loss.detach().double(),
+                        logged["distribution_loss"].double(),
+                        logged["regression_loss"].double(),
+                        *torch.tensor([decay * count, count, 0.0], dtype=torch.float64, device=self._device),
+                    ]
+                )
+        sums[_SUMS.index("sequences")] = len(members)
+        return total, sums
+
+    def _drafted(
+        self, pack: Pack, step: int, rows: torch.Tensor, head_input: torch.Tensor, features: torch.Tensor
+    ) -> Drafted:
+        """The drafts of a step beside the target's state one token on, whose distribution is that of the drafted."""
+        beside = pack.anchors_T[rows] + 1 + step
+        hidden = pack.hidden_SF[beside] if self.config.kind == "eagle" else None
+        top = None
+        if pack.top is not None:
+            stored = pack.top
+            top = TargetTop(stored.token_ids[beside], stored.log_probs[beside], stored.tail_log_prob[beside])
+        elif self.config.kind == "eagle3":
+            top = self._sampled(pack.drafted(step)[rows])
+        return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, top)
+
+    def _sampled(self, token_ids: torch.Tensor) -> TargetTop:
+        """Where no distribution is stored and none can be computed, the response itself: a sample of it.
+
+        Cross entropy and KL divergence against it are unbiased (but for a constant); total variation is not.
+        """
+        if self.config.loss.name == "tv":
+            raise ConfigError("drafter.loss.name is 'tv'; EAGLE-3 entries without top log-probs allow: eagle, kl")
+        zeros = torch.zeros(len(token_ids), device=token_ids.device)
+        return TargetTop(token_ids[:, None], zeros[:, None], torch.full_like(zeros, -math.inf))
+
+
+def train_session(
+    trainer: DrafterTrainer,
+    buffer: DataBuffer,
+    step: int,
+    entries_per_step: int,
+    max_steps: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> SessionResult:
+    """Trains on a buffer until ``max_steps`` are done, a rank is told to stop, or a step ends otherwise than well.
+
+    ``step`` is the RL step. All ranks of the trainer's group call this together, each with a buffer of its own, and end
+    it together: between two steps each asks ``should_stop``, and one is enough.
+    """
+    metrics: dict[str, float] = {}
+    for done in range(max_steps):
+        if _any_rank(trainer, should_stop()):
+            return SessionResult("stopped", done, metrics)
+        result = trainer.train_step(buffer.sample(entries_per_step, step, trainer.version))
+        if result.outcome != "trained":
+            return SessionResult(result.outcome, done, metrics)
+        metrics = result.metrics
+    return SessionResult("completed", max_steps, metrics)
+
+
+def _any_rank(trainer: DrafterTrainer, flag: bool) -> bool:
+    if trainer.group is None:
+        return flag
+    told = torch.tensor([float(flag)], device=next(trainer.model.parameters()).device)
+    dist.all_reduce(told, group=trainer.group)
+    return bool(told.item() > 0)
