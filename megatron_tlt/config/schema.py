@@ -227,8 +227,8 @@ class DrafterBufferConfig(Section):
     """The online data buffer of one rank.
 
     What it holds takes at most ``disk_bytes`` in files, of which up to ``memory_bytes`` is in memory too; 0 means
-    memory alone, which does not survive the process. Responses are dropped once they are more than ``max_age`` steps old.
-    ``earlier_fraction`` of a batch is drawn from earlier steps, with weight proportional to length.
+    memory alone, which does not survive the process. Responses are dropped once they are more than ``max_age`` steps
+    old. ``earlier_fraction`` of a batch is drawn from earlier steps, with weight proportional to length.
     """
 
     memory_bytes: PositiveInt = 1 << 30

@@ -113,8 +113,8 @@ def _target_layer(weights: SafetensorsFolder, num_layers: int) -> dict[str, torc
 def _first_weights(model: DraftModel, layer: dict[str, torch.Tensor], norm: torch.Tensor, std: float) -> dict[str, Any]:
     """A drafter's first weights: the features pass through ``fc`` into what was the target's last layer.
 
-    Half of ``fc`` (and of EAGLE-3's projections) has no counterpart in the target and is drawn from N(0, std); so are the
-    MLP's gate and up projections where the target has experts instead, with a down projection of zeros.
+    Half of ``fc`` (and of EAGLE-3's projections) has no counterpart in the target and is drawn from N(0, std); so are
+    the MLP's gate and up projections where the target has experts instead, with a down projection of zeros.
     """
     hidden = int(model.config.hidden_size)
     found: dict[str, torch.Tensor] = {}

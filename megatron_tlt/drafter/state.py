@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ def broadcast_state(
         RunError: a rank's drafter has other parameters.
     """
     mine = dist.get_rank() == source
-    header = {
+    header: dict[str, Any] = {
         "version": state.version,
         "numbers": state.numbers,
         "tensors": {name: (list(x.shape), str(x.dtype)) for name, x in state.tensors().items()},

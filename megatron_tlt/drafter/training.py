@@ -110,15 +110,15 @@ class DrafterTrainer:
         self._failure = None
 
     def synchronize(self, source: int) -> None:
-        """Gives all ranks of the group global rank ``source``'s state, so that there is one drafter, not one per rank."""
+        """Gives all ranks of the group global rank ``source``'s state: there is one drafter, not one per rank."""
         if self.group is not None:
             self.load_state(broadcast_state(self.state, source, self._device, self.group))
 
     def train_step(self, entries: Sequence[Entry]) -> StepResult:
         """One optimizer step on the entries of all ranks; a rank may have none.
 
-        The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What is
-        not finite stops training by name on all ranks; parameters are then those of the last good step.
+        The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What
+        is not finite stops training by name on all ranks; parameters are then those of the last good step.
 
         Raises:
             ConfigError: entries that do not fit the drafter.
