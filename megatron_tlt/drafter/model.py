@@ -57,7 +57,8 @@ class DraftModel(nn.Module, ABC):
 
     Position t takes token x_{t+1} and the target's hidden state h_t, has rotary position t and predicts h_{t+1} and
     with it x_{t+2}; unrolled step j takes x_{t+1+j} and the drafter's own feature of step j - 1, has rotary position
-    t + j and predicts x_{t+2+j}. That is vLLM's alignment: token ids are shifted by one against the target's positions and hidden states.
+    t + j and predicts x_{t+2+j}. That is vLLM's alignment: token ids are shifted by one against the target's positions
+    and hidden states.
     """
 
     kind: ClassVar[Kind]

@@ -1,0 +1,63 @@
+"""Tiny targets of several families, and entries whose hidden states come from transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatron_tlt.drafter.entry import Entry
+from megatron_tlt.drafter.losses import TargetTop
+from megatron_tlt.drafter.model import Kind
+from megatron_tlt.models.tiny import write_tiny_model
+
+TAPS = (1, 2, 3)
+VOCAB = 64
+
+
+def write_target(name: str, folder: Path) -> Path:
+    """Four layers, heads of 32 or more (vLLM's CPU attention needs that)."""
+    return write_tiny_model(name, folder, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+
+
+def load_target(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, token_ids: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """(T, H) behind the final norm, or (T, 3 H) of the tapped layers, of one sequence (T)."""
+    states = model(token_ids[None].long(), output_hidden_states=True).hidden_states
+    return states[-1][0] if kind == "eagle" else torch.cat([states[tap][0] for tap in TAPS], dim=-1)
+
+
+@torch.no_grad()
+def top_of(model: PreTrainedModel, token_ids: torch.Tensor, k: int) -> TargetTop:
+    """The target's distribution behind every token, as its top k and the rest."""
+    log_probs = model(token_ids[None].long()).logits[0].log_softmax(-1)
+    top = log_probs.topk(k, dim=-1)
+    rest = log_probs.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
+    return TargetTop(top.indices.int(), top.values, rest)
+
+
+def random_entry(
+    model: PreTrainedModel, kind: Kind, length: int, prompt_length: int, seed: int, k: int = 0, step: int = 0
+) -> Entry:
+    """A random sequence with the target's real hidden states (and distributions, for k above 0), in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, VOCAB, (length,), generator=generator, dtype=torch.int32)
+    hidden = hidden_states(model, token_ids, kind)
+    top = top_of(model, token_ids, k) if k else None
+    return Entry(f"{step}/{seed}", step, token_ids, prompt_length, hidden, float(seed % 3) / 2, top)
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target("qwen2-untied", tmp_path_factory.mktemp("target") / "qwen2")
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: Path) -> PreTrainedModel:
+    return load_target(target_folder)

@@ -1,0 +1,161 @@
+"""Drafter folders: real vLLM loads them and drafts what our model drafts; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.drafter.evaluation import greedy_chains
+from megatron_tlt.drafter.folder import default_taps, draft_config, drafter_from_target, load_drafter, save_drafter
+from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.hf_folder import read_hf_config
+from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
+from tests.helpers.launch import run_python
+
+from .conftest import TAPS, VOCAB, hidden_states, load_target, write_target
+
+WORKER = Path(__file__).parent / "workers" / "vllm_drafts.py"
+KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
+
+
+def scattered(model: DraftModel) -> DraftModel:
+    """Weights at which every part of the model matters: norms away from 1, fc and MLP all but passed through."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(5)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("eagle", "qwen2-tied"), ("eagle3", "llama-llama3-tied"), ("eagle", "llama-linear"), ("eagle3", "qwen3-tied")],
+)
+def test_vllm_drafts_what_our_model_drafts(kind: Kind, name: str, tmp_path: Path) -> None:
+    target_folder = write_target(name, tmp_path / "target")
+    model = scattered(drafter_from_target(target_folder, kind, seed=3))
+    save_drafter(model, tmp_path / "drafter")
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in (5, 19, 40)]
+    out = tmp_path / "out.json"
+    run_python(
+        WORKER, [str(target_folder), str(tmp_path / "drafter"), kind, json.dumps(prompts), str(out)], timeout_s=300
+    )
+    found = json.loads(out.read_text())
+
+    assert [row["response"] for row in found["drafted"]] == [row["response"] for row in found["plain"]]
+    target = load_target(target_folder)
+    compared, distinct = 0, set()
+    for row in found["drafted"]:
+        tokens = torch.tensor(row["prompt"] + row["response"])
+        hidden = hidden_states(target, tokens, kind)
+        chains = greedy_chains(model, tokens[1:], hidden[:-1], [len(tokens) - 1], depth=2)
+        for record in row["records"]:
+            # behind the response's end vLLM drafts from tokens that are cut off afterwards
+            if record["position"] + 1 < len(tokens):
+                assert record["next"] == tokens[record["position"] + 1]
+                assert record["drafts"] == chains[record["position"]].tolist(), (record, row)
+                compared += 1
+                distinct.add(tuple(record["drafts"]))
+    assert compared >= 30
+    assert len(distinct) >= 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_family_starts_from_its_last_layer_and_comes_back(name: str, kind: Kind, tmp_path: Path) -> None:
+    target = write_tiny_model(name, tmp_path / "target", num_hidden_layers=3)
+    model = drafter_from_target(target, kind, seed=1)
+    again = drafter_from_target(target, kind, seed=1).state_dict()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
+    save_drafter(model, tmp_path / "drafter")
+    saved = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert not [key for key in saved if "embed_tokens" in key or (kind == "eagle" and "lm_head" in key)]
+
+    shared = SharedWeights.from_folder(target)
+    loaded = load_drafter(tmp_path / "drafter", read_hf_config(target), kind, shared)
+    assert all(torch.equal(tensor, saved[key]) for key, tensor in loaded.state_dict().items())
+    assert loaded.config.to_dict() == model.config.to_dict()
+    last = load_file(target / "model.safetensors")
+    at = "midlayer" if kind == "eagle3" else "layers.0"
+    query = saved[f"{at}.self_attn.q_proj.weight"][:, -64:]
+    assert torch.equal(query, last["model.layers.2.self_attn.q_proj.weight"])
+    assert shared.head is shared.embedding or not torch.equal(shared.head, shared.embedding)
+
+
+def changed(folder: Path, **options: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_of_another_size_is_refused_with_both(kind: Kind, target_folder: Path, tmp_path: Path) -> None:
+    other = write_tiny_model("qwen2-untied", tmp_path / "other", num_hidden_layers=4, hidden_size=128)
+    save_drafter(drafter_from_target(other, kind, seed=1), tmp_path / "drafter")
+    with pytest.raises(ConfigError, match="hidden_size is 128; the target asks for 64"):
+        load_drafter(
+            tmp_path / "drafter", read_hf_config(target_folder), kind, SharedWeights.from_folder(target_folder)
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("vocab_size", 32, "vocab_size is 32; the target asks for 64"),
+        ("draft_vocab_size", 32, "draft_vocab_size is 32; allowed: the target's whole vocabulary, 64"),
+        ("attention_bias", True, "attention_bias is True; allowed: false"),
+        ("norm_before_residual", True, "norm_before_residual is True; allowed: false"),
+        ("architectures", ["LlamaForCausalLM"], "architectures is .*'LlamaForCausalLM'.*LlamaForCausalLMEagle3"),
+        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "taps layers .*from 0 to 4"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 7.0}, "rope_parameters are .*7.0.*the target's"),
+        ("intermediate_size", 96, r"midlayer.mlp.gate_proj.weight' has shape \(128, 64\); allowed: \(96, 64\)"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_refused(
+    option: str, value: Any, message: str, target_folder: Path, tmp_path: Path
+) -> None:
+    save_drafter(drafter_from_target(target_folder, "eagle3", seed=1), tmp_path)
+    changed(tmp_path, **{option: value})
+    with pytest.raises(ConfigError, match=message):
+        load_drafter(tmp_path, read_hf_config(target_folder), "eagle3", SharedWeights.from_folder(target_folder))
+
+
+def test_a_missing_tensor_and_a_missing_folder_are_named(target_folder: Path, tmp_path: Path) -> None:
+    config, shared = read_hf_config(target_folder), SharedWeights.from_folder(target_folder)
+    save_drafter(drafter_from_target(target_folder, "eagle", seed=1), tmp_path)
+    with pytest.raises(ConfigError, match="architectures"):
+        load_drafter(tmp_path, config, "eagle3", shared)
+    with pytest.raises(ConfigError, match="no config.json"):
+        load_drafter(tmp_path / "nowhere", config, "eagle", shared)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["layers.0.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no tensor 'layers\.0\.mlp\.up_proj\.weight'"):
+        load_drafter(tmp_path, config, "eagle", shared)
+
+
+def test_taps(target_folder: Path) -> None:
+    assert [default_taps(n) for n in (64, 28, 6, 4, 3, 2)] == [
+        (2, 32, 61),
+        (2, 14, 25),
+        (1, 3, 5),
+        TAPS,
+        (0, 1, 2),
+        (0, 1, 2),
+    ]
+    for taps in ((1, 1, 2), (3, 2, 1), (1, 2), (1, 2, 5)):
+        with pytest.raises(ConfigError, match="EAGLE-3 taps layers"):
+            draft_config(read_hf_config(target_folder), "eagle3", taps)
+    with pytest.raises(ConfigError, match="the target has 1 layers"):
+        default_taps(1)
