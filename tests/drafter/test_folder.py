@@ -136,7 +136,7 @@ def test_a_missing_tensor_and_a_missing_folder_are_named(target_folder: Path, tm
     save_drafter(drafter_from_target(target_folder, "eagle", seed=1), tmp_path)
     with pytest.raises(ConfigError, match="architectures"):
         load_drafter(tmp_path, config, "eagle3", shared)
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         load_drafter(tmp_path / "nowhere", config, "eagle", shared)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["layers.0.mlp.up_proj.weight"]

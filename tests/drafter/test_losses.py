@@ -43,7 +43,8 @@ def test_each_loss_is_its_formula_over_the_top_and_the_rest(name: str, k: int) -
         ids = log_p[row].topk(k).indices.tolist()
         others = [i for i in range(VOCAB) if i not in ids]
         p, q = (
-            [float(x[row, i].exp()) for i in ids] + [sum(float(x[row, i].exp()) for i in others)] for x in (log_p, log_q)
+            [float(x[row, i].exp()) for i in ids] + [sum(float(x[row, i].exp()) for i in others)]
+            for x in (log_p, log_q)
         )
         assert float(found[row]) == pytest.approx(direct(name, p, q), abs=1e-9)
     dense = LOSSES[name](log_p, log_q)
@@ -70,7 +71,7 @@ def test_a_target_that_is_certain_gives_finite_losses_and_gradients(name: str) -
     losses = LOSSES[name](*compared_log_probs(logits, certain))
     losses.sum().backward()
     assert losses.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()
-    assert float(losses[0]) == pytest.approx(0.0, abs=1e-6)
+    assert losses[0].item() == pytest.approx(0.0, abs=1e-6)
 
 
 def drafted(with_top: bool) -> Drafted:
@@ -102,8 +103,26 @@ def test_the_whole_loss_in_chunks_of_any_size(with_top: bool) -> None:
         loss, logged = draft_loss(config, 0.3, again, head, target_head, chunk)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(loss, again.head_input_RH)[0], gradient)
-        assert float(logged["distribution_loss"]) == pytest.approx(float(divergence.sum()), rel=1e-5)
-        assert float(logged["regression_loss"]) == pytest.approx(float(smooth.sum()), rel=1e-5)
+        assert float(logged["distribution_loss"]) == pytest.approx(divergence.sum().item(), rel=1e-5)
+        assert float(logged["regression_loss"]) == pytest.approx(smooth.sum().item(), rel=1e-5)
+
+
+def test_logits_of_all_rows_are_never_held() -> None:
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    rows, vocab = 64, 1000
+    hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+    batch = Drafted(hidden, hidden, torch.ones(rows), torch.randn(rows, HIDDEN), None)
+    head = torch.randn(vocab, HIDDEN)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, _ = draft_loss(DrafterLossConfig(), 0.5, batch, head, head, 4)
+    assert max(kept) <= head.numel()  # the largest thing kept is the head itself, not (rows, vocab)
+    loss.backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
 
 
 def test_reward_weights_are_normalised_and_clipped() -> None:

@@ -1,0 +1,256 @@
+"""The data buffer: its bounds and books, what survives, what is never loaded, how it samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.config.schema import DrafterBufferConfig
+from megatron_tlt.drafter.buffer import DataBuffer
+from megatron_tlt.drafter.entry import OVERHEAD_BYTES, DamagedEntry, Entry, read_entry, to_bytes
+from megatron_tlt.drafter.losses import TargetTop
+from megatron_tlt.errors import ConfigError, RunError
+from tests.helpers.launch import REPOSITORY
+
+from .workers.buffer_writer import numbered
+
+WORKER = Path(__file__).parent / "workers" / "buffer_writer.py"
+WIDTH = 64
+
+
+def entry(key: str, length: int, step: int = 0, prompt_length: int = 1, k: int = 0) -> Entry:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{key}/{length}".encode()))
+    tokens = torch.randint(0, 99, (length,), generator=generator, dtype=torch.int32)
+    top = None
+    if k:
+        log_probs = torch.randn(length, 50, generator=generator).log_softmax(-1)
+        chosen = log_probs.topk(k, dim=-1)
+        rest = log_probs.scatter(-1, chosen.indices, float("-inf")).logsumexp(-1)
+        top = TargetTop(chosen.indices.int(), chosen.values, rest)
+    hidden = torch.randn(length, WIDTH, generator=generator).bfloat16()
+    return Entry(key, step, tokens, prompt_length, hidden, length / 7, top)
+
+
+def same(a: Entry, b: Entry) -> bool:
+    tensors, others = a.tensors(), b.tensors()
+    facts = [(x.key, x.step, x.prompt_length, x.reward) for x in (a, b)]
+    return (
+        facts[0] == facts[1]
+        and tensors.keys() == others.keys()
+        and all(t.dtype == others[n].dtype and torch.equal(t, others[n]) for n, t in tensors.items())
+    )
+
+
+def size(length: int) -> int:
+    return entry("x", length).nbytes
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
+
+
+def books(buffer: DataBuffer) -> bool:
+    counts = buffer.counts
+    gone = counts.replaced + sum(counts.dropped.values())
+    return counts.found + counts.added == len(buffer) + gone
+
+
+operation = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 12), st.integers(2, 60), st.integers(0, 3)),
+    st.tuples(st.just("flush")),
+    st.tuples(st.just("reopen")),
+    st.tuples(st.just("rewind"), st.integers(0, 5)),
+    st.tuples(st.just("sample"), st.integers(1, 8), st.integers(0, 9)),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    operations=st.lists(operation, max_size=40),
+    memory=st.integers(6000, 40000),
+    disk=st.one_of(st.just(0), st.integers(6000, 60000)),
+    max_age=st.integers(0, 3),
+)
+def test_bounds_hold_books_add_up_and_samples_were_stored(
+    tmp_path_factory: pytest.TempPathFactory,
+    operations: list[tuple[object, ...]],
+    memory: int,
+    disk: int,
+    max_age: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("buffer")
+    config = DrafterBufferConfig(memory_bytes=memory, disk_bytes=disk, max_age=max_age)
+    buffer = DataBuffer(folder, config, seed=1)
+    latest: dict[str, Entry] = {}
+    step = 0
+    for name, *values in operations:
+        if name == "add":
+            number, length, ahead = (int(str(value)) for value in values)
+            step += ahead // 3
+            new = entry(str(number), length, step)
+            latest[new.key] = new
+            assert buffer.add(new) == (new.key in buffer)
+        elif name == "flush":
+            assert buffer.flush() == ([item.key for item in buffer.descriptions] if disk else [])
+        elif name == "reopen" and disk:
+            acknowledged = buffer.flush()
+            buffer = DataBuffer(folder, config, seed=1)
+            assert [item.key for item in buffer.descriptions] == acknowledged
+        elif name == "rewind":
+            step = min(step, int(str(values[0])))
+            buffer.rewind(step)
+        elif name == "sample":
+            count, draw = (int(str(value)) for value in values)
+            found = buffer.sample(count, step, draw)
+            assert len(found) == min(count, len(buffer)) == len({item.key for item in found})
+            assert all(same(item, latest[item.key]) for item in found)
+        assert books(buffer)
+        assert buffer.nbytes <= buffer.capacity and buffer.memory_nbytes <= memory
+        assert disk_bytes(folder) <= disk
+        assert all(step - max_age <= item.step <= step for item in buffer.descriptions)
+
+
+def test_a_killed_process_loses_nothing_it_acknowledged_and_no_torn_file_is_loaded(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(WORKER), str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    acknowledged = 0
+    while acknowledged < 60:
+        acknowledged = int(process.stdout.readline().split()[1])
+    process.send_signal(signal.SIGKILL)
+    rest = process.stdout.read().splitlines()
+    acknowledged = max([acknowledged, *(int(line.split()[1]) for line in rest if line.count(b" ") == 1)])
+    assert process.wait() == -signal.SIGKILL
+
+    (tmp_path / f".{'0' * 32}.entry.tmp-1-1").write_bytes(b"half of an entry")
+    buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=1 << 20, disk_bytes=1 << 30), seed=0)
+    assert not list(tmp_path.glob(".*"))
+    for i in range(acknowledged):
+        found = buffer.get(f"0/{i}")
+        assert found is not None and same(found, numbered(i))
+    assert all(same(numbered(int(d.key[2:])), buffer.get(d.key) or numbered(0)) for d in buffer.descriptions)
+    assert buffer.counts.dropped["damaged"] == 0
+
+
+def test_every_way_to_damage_a_file_is_noticed(tmp_path: Path) -> None:
+    whole = to_bytes(entry("a", 20, k=3))
+    file = tmp_path / "e"
+    for at in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
+        file.write_bytes(whole[:at])
+        with pytest.raises(DamagedEntry):
+            read_entry(file)
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(DamagedEntry):
+            read_entry(file)
+    file.write_bytes(whole)
+    assert same(read_entry(file), entry("a", 20, k=3))
+    assert len(whole) <= entry("a", 20, k=3).nbytes
+
+
+def test_a_damaged_entry_is_dropped_counted_and_replaced_in_the_sample(tmp_path: Path) -> None:
+    config = DrafterBufferConfig(memory_bytes=1, disk_bytes=1 << 20)
+    buffer = DataBuffer(tmp_path, config, seed=0)
+    for i in range(6):
+        assert buffer.add(entry(str(i), 20))
+    assert buffer.memory_nbytes == 0
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 6
+    for file, cut in zip(files[:2], (-1, -700), strict=True):
+        file.write_bytes(file.read_bytes()[:cut])
+    assert len(buffer.sample(4, 0, 0)) == 4
+    assert len(buffer.sample(6, 0, 1)) == 4
+    assert buffer.counts.dropped["damaged"] == 2 and len(buffer) == 4 and books(buffer)
+    files[2].write_bytes(b"")
+    again = DataBuffer(tmp_path, config, seed=0)
+    assert (again.counts.found, len(again), again.counts.dropped["damaged"]) == (4, 3, 1) and books(again)
+
+
+def test_replacing_an_acknowledged_entry_leaves_one_of_the_two(tmp_path: Path) -> None:
+    config = DrafterBufferConfig(memory_bytes=1 << 20, disk_bytes=1 << 20)
+    buffer = DataBuffer(tmp_path, config, seed=0)
+    buffer.add(entry("a", 20))
+    buffer.flush()
+    buffer.add(entry("a", 30))  # not flushed
+    found = DataBuffer(tmp_path, config, seed=0).get("a")
+    assert found is not None and same(found, entry("a", 30))
+
+
+def test_long_responses_of_earlier_steps_stay_and_the_shortest_go(tmp_path: Path) -> None:
+    room = size(60) + size(50) + size(20) + size(10) + size(12)
+    buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=room, disk_bytes=0), seed=0)
+    for length in (10, 60, 20, 50):
+        buffer.add(entry(f"0/{length}", length, step=0))
+    for length in (11, 12, 13, 14, 15):
+        buffer.add(entry(f"1/{length}", length, step=1))
+    kept = {item.key for item in buffer.descriptions}
+    assert {"0/60", "1/15"} <= kept and "0/10" not in kept
+    assert buffer.counts.dropped["capacity"] == 9 - len(kept)
+    assert not list(tmp_path.iterdir())  # without a disk nothing is written
+
+
+def test_sampling_is_deterministic_one_step_off_and_by_length(tmp_path: Path) -> None:
+    config = DrafterBufferConfig(memory_bytes=1 << 20, disk_bytes=1 << 20, earlier_fraction=0.25)
+    buffer = DataBuffer(tmp_path, config, seed=3)
+    lengths = {f"0/{i}": 10 * (1 + i) for i in range(6)}
+    for key, length in lengths.items():
+        buffer.add(entry(key, length, step=0))
+    for i in range(8):
+        buffer.add(entry(f"1/{i}", 5, step=1))
+    drawn: Counter[str] = Counter()
+    draws = 3000
+    for draw in range(draws):
+        keys = [item.key for item in buffer.sample(4, 1, draw)]
+        assert sorted(key[0] for key in keys) == ["0", "1", "1", "1"]
+        drawn.update(keys)
+    for key, length in lengths.items():
+        assert drawn[key] / draws == pytest.approx(length / sum(lengths.values()), abs=0.03)
+    assert all(drawn[f"1/{i}"] / draws == pytest.approx(3 / 8, abs=0.03) for i in range(8))
+
+    buffer.flush()
+    again = DataBuffer(tmp_path, config, seed=3)  # from files, in another order
+    for draw in range(20):
+        assert [e.key for e in again.sample(4, 1, draw)] == [e.key for e in buffer.sample(4, 1, draw)]
+    other = DataBuffer(tmp_path, config, seed=4)
+    assert any([e.key for e in other.sample(4, 1, d)] != [e.key for e in buffer.sample(4, 1, d)] for d in range(5))
+    assert len(buffer.sample(13, 1, 0)) == 13  # either side fills up for the other
+    assert {e.step for e in buffer.sample(6, 0, 0)} == {0}
+
+
+def test_what_cannot_be_drafted_or_held_is_counted(tmp_path: Path) -> None:
+    buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=6000, disk_bytes=0), seed=0)
+    assert not buffer.add(entry("short", 5, prompt_length=4))
+    assert not buffer.add(entry("large", 2000))
+    assert buffer.add(entry("fits", 5, prompt_length=3))
+    assert buffer.counts.dropped["too_short"] == buffer.counts.dropped["too_large"] == 1 and books(buffer)
+
+
+def test_a_full_disk_is_an_error_that_keeps_what_was_written(tiny_disk: Path) -> None:
+    config = DrafterBufferConfig(memory_bytes=1, disk_bytes=1 << 20)
+    buffer = DataBuffer(tiny_disk, config, seed=0)
+    with pytest.raises(RunError, match="disk full"):
+        for i in range(200):
+            buffer.add(entry(str(i), 60))
+    again = DataBuffer(tiny_disk, config, seed=0)
+    assert len(again) >= 10 and again.counts.dropped["damaged"] == 0
+    assert all(same(again.get(item.key) or entry("", 3), entry(item.key, 60)) for item in again.descriptions)
+
+
+def test_wrong_entries_are_refused_by_name() -> None:
+    good = entry("a", 6)
+    with pytest.raises(ConfigError, match="hidden does not have one row for each of 6 tokens"):
+        Entry("a", 0, good.token_ids, 1, good.hidden[:-1], 0.0)
+    with pytest.raises(ConfigError, match="prompt_length is 7; allowed: 1 to 6"):
+        Entry("a", 0, good.token_ids, 7, good.hidden, 0.0)
+    with pytest.raises(ConfigError, match="reward is nan"):
+        Entry("a", 0, good.token_ids, 1, good.hidden, float("nan"))
+    assert good.nbytes == 6 * (4 + 2 * WIDTH) + OVERHEAD_BYTES
