@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from megatron_tlt.drafter.layers import DraftLayer, UnrolledContext, rms_norm
+from megatron_tlt.drafter.layers import DraftLayer, DraftNorm, UnrolledContext
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class Eagle3Layer(DraftLayer):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
-        self.input_layernorm = rms_norm(config)
-        self.hidden_norm = rms_norm(config)
+        self.input_layernorm = DraftNorm(config)
+        self.hidden_norm = DraftNorm(config)
 
 
 class Eagle3(DraftModel):
@@ -38,7 +38,7 @@ class Eagle3(DraftModel):
         super().__init__(config, shared)
         self.fc = nn.Linear(NUM_TAPS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = rms_norm(config)
+        self.norm = DraftNorm(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property

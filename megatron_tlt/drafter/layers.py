@@ -6,6 +6,7 @@ width of a head. Parameters are named so that a model's ``state_dict`` has the n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -70,13 +71,9 @@ class UnrolledContext:
         repeats = q_TND.shape[1] // k_TGD.shape[1]
         self.keys.append(k_TGD.repeat_interleave(repeats, dim=1))
         self.values.append(v_TGD.repeat_interleave(repeats, dim=1))
-        starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-        parts = [
-            self._attend_one(q_TND, start, start + length)
-            for start, length in zip(starts, self.lengths, strict=True)
-            if length
-        ]
-        return torch.cat(parts) if parts else q_TND
+        ends = itertools.accumulate(self.lengths)
+        parts = [self._attend_one(q_TND, end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+        return torch.cat(parts)
 
     def _attend_one(self, q_TND: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """One sequence by itself: nothing outside ``start .. stop`` is ever multiplied with it."""
@@ -141,7 +138,7 @@ class DraftLayer(nn.Module):
     def __init__(self, config: PretrainedConfig, input_size: int) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, input_size)
-        self.post_attention_layernorm = rms_norm(config)
+        self.post_attention_layernorm = DraftNorm(config)
         self.mlp = DraftMlp(config)
 
     def run(self, x_TI: torch.Tensor, residual_TH: torch.Tensor, context: UnrolledContext) -> torch.Tensor:
@@ -150,6 +147,11 @@ class DraftLayer(nn.Module):
         return residual_TH + self.mlp(self.post_attention_layernorm(residual_TH))
 
 
-def rms_norm(config: PretrainedConfig) -> nn.RMSNorm:
-    """RMSNorm over H with the target's epsilon."""
-    return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+class DraftNorm(nn.RMSNorm):
+    """RMSNorm over H with the target's epsilon, computed in float32 whatever the stream's dtype is."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_TH.float()).to(x_TH.dtype)

@@ -7,6 +7,7 @@ Position a of a sequence drafts x_{a+2+j} in step j, from x_{a+1+j} and, in step
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ def _concatenated_top(entries: Sequence[Entry]) -> TargetTop | None:
 
 def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
     """Packs entries, which all store a distribution of one size or all none."""
-    starts = [sum(entry.length for entry in entries[:i]) for i in range(len(entries))]
+    starts = itertools.accumulate((entry.length for entry in entries[:-1]), initial=0)
     lengths = [entry.length - 2 for entry in entries]
     pairs = list(zip(starts, entries, strict=True))
 

@@ -25,7 +25,7 @@ SessionOutcome = Literal[
     "completed", "stopped", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"
 ]
 _KEYS = OptimizerKeys("drafter.optimizer", "drafter.optimizer_arguments", "drafter.weight_decay")
-_SUMS = ("loss", "distribution_loss", "regression_loss", "tokens", "drafts", "sequences")
+_SUMS = ("loss", "distribution_loss", "regression_loss", "tokens", "drafts", "sequences", "failed_ranks")
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,25 @@ class DrafterTrainer:
 
         Raises:
             ConfigError: entries that do not fit the drafter.
-            RunError: an earlier step ended with something that is not finite; load a state to go on.
+            RunError: an earlier step ended with something that is not finite (load a state to go on), or another rank
+                raised something.
         """
         if self._failure is not None:
             raise RunError(f"drafter training stopped with {self._failure}; load a state to go on")
         self._optimizer.zero_grad(set_to_none=False)
-        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
-        packs = build_packs(entries, self.config.max_tokens_per_micro_batch, self.config.loss, self.model.feature_size)
-        for pack, members in packs:
-            loss, pack_sums = self._forward(pack.to(self._device), members)
-            loss.backward()
-            sums += pack_sums
+        error: Exception | None = None
+        try:
+            sums = self._accumulate(entries)
+        except Exception as caught:  # whatever it is: the other ranks wait for this one's gradients
+            error = caught
+            sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
+            sums[_SUMS.index("failed_ranks")] = 1.0
         self._reduce(sums)
         totals = dict(zip(_SUMS, sums.tolist(), strict=True))
+        if error is not None:
+            raise error
+        if totals["failed_ranks"]:
+            raise RunError("drafter training failed on another rank of its group, whose own error says why")
         if not totals["tokens"]:
             return StepResult("no_tokens", {})
         if not math.isfinite(totals["loss"]):
@@ -149,6 +155,17 @@ class DrafterTrainer:
         if not self._update():
             return self._fail("non_finite_update")
         return StepResult("trained", self._metrics(totals, norm))
+
+    def _accumulate(self, entries: Sequence[Entry]) -> torch.Tensor:
+        """Adds the gradients of this rank's entries up; the sums of _SUMS."""
+        config = self.config
+        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
+        packs = build_packs(entries, config.max_tokens_per_micro_batch, config.loss, self.model.feature_size)
+        for pack, members in packs:
+            loss, pack_sums = self._forward(pack.to(self._device), members)
+            loss.backward()
+            sums += pack_sums
+        return sums
 
     def _metrics(self, totals: dict[str, float], norm: float) -> dict[str, float]:
         per_draft = {name: totals[name] / totals["drafts"] for name in ("distribution_loss", "regression_loss")}
@@ -220,16 +237,12 @@ class DrafterTrainer:
                     config.logit_chunk_tokens,
                 )
                 total = total + decay * loss
-                count = float(len(rows))
-                sums += torch.stack(
-                    [
-                        decay * loss.detach().double(),
-                        logged["distribution_loss"].double(),
-                        logged["regression_loss"].double(),
-                        *torch.tensor([decay * count, count, 0.0], dtype=torch.float64, device=self._device),
-                    ]
-                )
-        sums[_SUMS.index("sequences")] = len(members)
+                sums[0] += decay * loss.detach()
+                sums[1] += logged["distribution_loss"]
+                sums[2] += logged["regression_loss"]
+                sums[3] += decay * len(rows)
+                sums[4] += len(rows)
+        sums[5] = len(members)
         return total, sums
 
     def _drafted(

@@ -16,6 +16,7 @@ from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.folder import drafter_from_target
 from megatron_tlt.drafter.training import DrafterTrainer, train_session
+from megatron_tlt.errors import TltError
 from tests.drafter.conftest import load_target, random_entry
 
 CONFIG = DrafterConfig(
@@ -54,6 +55,12 @@ def main(target: str, out: str) -> None:
     session = train_session(trainer, buffer, 0, 2, 10, should_stop=lambda: next(asked))
     version = trainer.version
     good = {name: tensor.clone() for name, tensor in trainer.state.parameters.items()}
+    narrow = Entry("narrow", 0, torch.arange(9, dtype=torch.int32), 2, torch.zeros(9, 32), 0.0)
+    try:
+        trainer.train_step(every[0] if rank == 0 else [every[0][0], narrow])
+        raised = ""
+    except TltError as error:
+        raised = f"{type(error).__name__}: {error}"
     broken = every[0][0]
     if rank == 1:
         broken = Entry("nan", 0, broken.token_ids, broken.prompt_length, broken.hidden * float("nan"), 0.0)
@@ -64,6 +71,7 @@ def main(target: str, out: str) -> None:
     record = {
         "metrics": [result.metrics for result in results],
         "session": [session.outcome, session.steps, version],
+        "raised": raised,
         "failed": [failed.outcome, kept],
     }
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(record))
