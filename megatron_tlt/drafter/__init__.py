@@ -1,1 +1,31 @@
 """The learned drafter: models, losses, data buffer, training and evaluation; knows neither vLLM nor Megatron."""
+
+from megatron_tlt.drafter.buffer import DataBuffer
+from megatron_tlt.drafter.entry import Entry
+from megatron_tlt.drafter.evaluation import Acceptance, greedy_chains, teacher_forced_acceptance
+from megatron_tlt.drafter.folder import drafter_from_target, first_drafter, load_drafter, save_drafter, taps_of
+from megatron_tlt.drafter.losses import TargetTop
+from megatron_tlt.drafter.model import DraftModel, SharedWeights
+from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.training import DrafterTrainer, SessionResult, StepResult, train_session
+
+__all__ = [
+    "Acceptance",
+    "DataBuffer",
+    "DraftModel",
+    "DrafterTrainer",
+    "Entry",
+    "SessionResult",
+    "SharedWeights",
+    "StepResult",
+    "TargetTop",
+    "TrainerState",
+    "drafter_from_target",
+    "first_drafter",
+    "greedy_chains",
+    "load_drafter",
+    "save_drafter",
+    "taps_of",
+    "teacher_forced_acceptance",
+    "train_session",
+]

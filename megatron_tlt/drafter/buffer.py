@@ -179,7 +179,7 @@ class DataBuffer:
     def _drop(self, stored: _Stored, reason: str) -> None:
         self._forget(stored)
         self.counts.dropped[reason] += 1
-        if stored.on_disk:
+        if self._config.disk_bytes:
             self._path(stored.description.key).unlink(missing_ok=True)
 
     def _expire(self) -> None:

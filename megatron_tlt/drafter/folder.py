@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save
 from transformers import LlamaConfig, PretrainedConfig
 
+from megatron_tlt.config.schema import DrafterConfig
 from megatron_tlt.drafter.eagle import Eagle
 from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
@@ -223,4 +224,18 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
         if weights.shape(name) != shape:
             raise ConfigError(f"{folder}: tensor {name!r} has shape {weights.shape(name)}; allowed: {shape}")
     model.load_state_dict({name: weights.read(name).float() for name in shapes})
+    return model
+
+
+def first_drafter(config: DrafterConfig, target: Path, seed: int) -> DraftModel:
+    """The drafter that a config starts from: the one in its folder, or one made from the target's last layer.
+
+    Raises:
+        ConfigError: as :func:`load_drafter` and :func:`drafter_from_target` do, or ``taps`` are not the folder's.
+    """
+    if config.path is None:
+        return drafter_from_target(target, config.kind, seed, config.taps)
+    model = load_drafter(config.path, read_hf_config(target), config.kind, SharedWeights.from_folder(target))
+    if config.taps is not None and tuple(config.taps) != taps_of(model.config):
+        raise ConfigError(f"drafter.taps is {config.taps}; {config.path} was made for {list(taps_of(model.config))}")
     return model

@@ -66,13 +66,19 @@ class DraftModel(nn.Module, ABC):
     def __init__(self, config: PretrainedConfig, shared: SharedWeights) -> None:
         super().__init__()
         self.config = config
-        self.shared = shared
-        expected = (config.vocab_size, config.hidden_size)
+        self.share(shared)
+
+    def share(self, shared: SharedWeights) -> None:
+        """Takes the target's embedding and head of now: the target goes on being trained.
+
+        Raises:
+            ConfigError: they have another shape than the drafter's.
+        """
+        expected = (self.config.vocab_size, self.config.hidden_size)
         for name, tensor in (("embedding", shared.embedding), ("LM head", shared.head)):
             if tuple(tensor.shape) != expected:
-                raise ConfigError(
-                    f"the target's {name} is {tuple(tensor.shape)}; the drafter's config asks for {expected}"
-                )
+                raise ConfigError(f"the target's {name} is {tuple(tensor.shape)}; the drafter asks for {expected}")
+        self.shared = shared
 
     @property
     @abstractmethod

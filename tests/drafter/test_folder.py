@@ -10,8 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.config.schema import DrafterConfig
 from megatron_tlt.drafter.evaluation import greedy_chains
-from megatron_tlt.drafter.folder import default_taps, draft_config, drafter_from_target, load_drafter, save_drafter
+from megatron_tlt.drafter.folder import (
+    default_taps,
+    draft_config,
+    drafter_from_target,
+    first_drafter,
+    load_drafter,
+    save_drafter,
+    taps_of,
+)
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import read_hf_config
@@ -92,6 +101,22 @@ def test_every_family_starts_from_its_last_layer_and_comes_back(name: str, kind:
     query = saved[f"{at}.self_attn.q_proj.weight"][:, -64:]
     assert torch.equal(query, last["model.layers.2.self_attn.q_proj.weight"])
     assert shared.head is shared.embedding or not torch.equal(shared.head, shared.embedding)
+
+
+def test_a_config_starts_from_its_folder_or_from_the_target(target_folder: Path, tmp_path: Path) -> None:
+    fresh = first_drafter(DrafterConfig(kind="eagle3", taps=[0, 2, 4]), target_folder, seed=1)
+    assert taps_of(fresh.config) == (0, 2, 4)
+    save_drafter(scattered(fresh), tmp_path, torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    config = DrafterConfig(kind="eagle3", path=tmp_path)
+    loaded = first_drafter(config, target_folder, seed=1)
+    assert taps_of(loaded.config) == (0, 2, 4)
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.bfloat16().float()), name
+    with pytest.raises(ConfigError, match=r"drafter.taps is \[1, 2, 3\]; .* was made for \[0, 2, 4\]"):
+        first_drafter(config.model_copy(update={"taps": [1, 2, 3]}), target_folder, seed=1)
+    with pytest.raises(ConfigError, match=r"the target's embedding is \(64, 32\); the drafter asks for \(64, 64\)"):
+        loaded.share(SharedWeights(torch.zeros(64, 32), torch.zeros(64, 32)))
 
 
 def changed(folder: Path, **options: Any) -> None:
