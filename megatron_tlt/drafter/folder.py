@@ -100,8 +100,9 @@ def draft_config(target: PretrainedConfig, kind: Kind, taps: Sequence[int] | Non
 
 
 def build_drafter(config: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
-    """An untrained drafter in float32 with whatever weights torch draws."""
-    return MODELS[kind](config, shared)
+    """An untrained drafter in float32, with weights that mean nothing; torch's random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        return MODELS[kind](config, shared)
 
 
 def _target_layer(weights: SafetensorsFolder, num_layers: int) -> dict[str, torch.Tensor]:

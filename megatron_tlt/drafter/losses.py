@@ -37,7 +37,10 @@ def kl_divergence(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tenso
 
 
 def total_variation(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tensor:
-    """``1/2 sum |p - q|``: the probability that a draft sampled from q is rejected (Bebop, 2606.12370)."""
+    """``1/2 sum |p - q|``: the probability that a draft sampled from q is rejected (Bebop, 2606.12370).
+
+    Its gradient vanishes where the two hardly overlap: it is for a drafter that another loss has warmed up.
+    """
     return 0.5 * (log_p_RM.exp() - log_q_RM.exp()).abs().sum(-1)
 
 

@@ -84,7 +84,9 @@ def test_vllm_drafts_what_our_model_drafts(kind: Kind, name: str, tmp_path: Path
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_every_family_starts_from_its_last_layer_and_comes_back(name: str, kind: Kind, tmp_path: Path) -> None:
     target = write_tiny_model(name, tmp_path / "target", num_hidden_layers=3)
+    random_state = torch.get_rng_state()
     model = drafter_from_target(target, kind, seed=1)
+    assert torch.equal(torch.get_rng_state(), random_state)
     again = drafter_from_target(target, kind, seed=1).state_dict()
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
     save_drafter(model, tmp_path / "drafter")
