@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,8 +124,13 @@ def _sum_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def export_weights(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under its Hugging Face name, whole, on every rank; a collective over the model-parallel groups."""
+def export_weights(
+    weights: WeightMap, chunks: Sequence[GPTModel], names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight (or those of ``names``) under its Hugging Face name, whole, on every rank.
+
+    A collective over the model-parallel groups. A name that the model lacks, as a tied head is, is passed over.
+    """
     held: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
     for shard in shards(weights, chunks):
         for piece in shard.pieces:
@@ -136,6 +141,8 @@ def export_weights(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[t
     dense_group = parallel_state.get_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     for name, shape in weights.shapes.items():
+        if names is not None and name not in names:
+            continue
         group = expert_group if weights.is_expert_tensor(name) else dense_group
         parts = held.get(name, [])
         full = torch.zeros(shape, dtype=some.dtype, device=some.device)

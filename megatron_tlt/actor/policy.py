@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,10 @@ class Policy:
         self.synchronize_parameters()
         return held_spans(self.model.weights, self.model.chunks)
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank; to be exhausted by all ranks together."""
+    def export_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight (or those of ``names``) under its Hugging Face name, whole, on every rank.
+
+        To be exhausted by all ranks together.
+        """
         self.synchronize_parameters()
-        return export_weights(self.model.weights, self.model.chunks)
+        return export_weights(self.model.weights, self.model.chunks, names)

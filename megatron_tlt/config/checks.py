@@ -141,7 +141,23 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
 
 
 def _drafter(config: TltConfig) -> Iterator[str]:
-    yield from drafter_problems(config.speculation)
+    speculation, drafter = config.speculation, config.drafter
+    if drafter is None:
+        yield from drafter_problems(speculation)
+        return
+    if not speculation.enabled or speculation.drafter != drafter.kind:
+        found = speculation.drafter if speculation.enabled else "none"
+        yield f"speculation.drafter: found {found}; allowed where one is trained: drafter.kind, {drafter.kind}"
+    if speculation.path is not None:
+        yield f"speculation.path: found {speculation.path}; a drafter that is trained starts from drafter.path"
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if drafter.max_tokens_per_micro_batch < longest:
+        yield (
+            f"drafter.max_tokens_per_micro_batch: found {drafter.max_tokens_per_micro_batch}; allowed: at least "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+        )
+    if drafter.kind == "eagle3" and drafter.loss.name == "tv":
+        yield "drafter.loss.name: found tv; allowed with eagle3, which learns from sampled tokens: eagle, kl"
 
 
 def _optimizer(config: TltConfig) -> Iterator[str]:

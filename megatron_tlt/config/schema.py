@@ -238,7 +238,8 @@ class DrafterBufferConfig(Section):
 
 
 class DrafterConfig(Section):
-    """The learned drafter and its training.
+    """The learned drafter and its training: ``session_steps`` steps in every RL step, each on ``entries_per_step``
+    responses per rank.
 
     ``path`` starts it from a folder, else from the target's last layer. ``unroll_steps`` drafts are trained behind one
     another (1 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.
@@ -256,6 +257,8 @@ class DrafterConfig(Section):
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0
     clip_grad: NonNegativeFloat = 1.0
+    session_steps: PositiveInt = 20
+    entries_per_step: PositiveInt = 16
     max_tokens_per_micro_batch: PositiveInt = 8192
     logit_chunk_tokens: PositiveInt = 1024
     unroll_steps: PositiveInt | None = None
@@ -371,6 +374,7 @@ class TltConfig(Section):
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    drafter: DrafterConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()

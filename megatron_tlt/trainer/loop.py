@@ -32,6 +32,7 @@ from megatron_tlt.rollout.types import SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
+from megatron_tlt.trainer.drafting import Drafting
 from megatron_tlt.trainer.evaluation import Evaluation
 from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
 from megatron_tlt.trainer.export import save_hf_folder
@@ -87,7 +88,13 @@ class Run:
             self._reference.memory.offload()
         # the first reshard brings the weights
         rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
-        self._engine = VllmEngine(self._side_files, rollout, config.speculation, config.run.seed)
+        self._drafting = Drafting(config, source, self._folder) if config.drafter is not None else None
+        speculation = config.speculation
+        if self._drafting is not None:
+            speculation = speculation.model_copy(update={"path": self._drafting.first_folder})
+        self._engine = VllmEngine(self._side_files, rollout, speculation, config.run.seed)
+        if self._drafting is not None:
+            self._drafting.attach(self._engine)
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
         self._collector = ExperienceCollector(
             self._engine,
@@ -109,11 +116,12 @@ class Run:
             policy_sync(config, self._policy, self._engine),
             self._timeline,
             self._sampling(config.rollout.sampling.temperature, config.rollout.sampling.top_p),
+            self._drafting,
         )
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
-            [RngState(self._policy.layout)],
+            [RngState(self._policy.layout), *([self._drafting] if self._drafting is not None else [])],
             side_files=self._side_files,
             in_background=config.trainer.async_save,
         )

@@ -22,6 +22,8 @@ from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.types import DraftStats, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import ProblemMixture
+from megatron_tlt.trainer.acceptance import acceptance_metrics
+from megatron_tlt.trainer.drafting import Drafting
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
 
 
@@ -43,6 +45,7 @@ class TrainingStep:
 
     Args:
         reference: a frozen copy of the first policy; needed only with a KL coefficient.
+        drafting: the drafter that is trained, if any.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class TrainingStep:
         weight_sync: WeightSync,
         timeline: Timeline,
         sampling: SamplingSpec,
+        drafting: Drafting | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -66,6 +70,7 @@ class TrainingStep:
         self._weight_sync = weight_sync
         self._timeline = timeline
         self._sampling = sampling
+        self._drafting = drafting
         self._loss = ClippedPolicyLoss(config.algorithm)
 
     def run(
@@ -87,6 +92,7 @@ class TrainingStep:
         scored = self._rollout(step, result, on_phase, on_response)
         samples = self._log_probs(step, scored, result, on_phase)
         self._update(step, samples, result, on_phase)
+        self._train_drafter(step, result, on_phase)
         on_updated(result)
         self.reshard(step + 1, result, on_phase)
         result.metrics["time/total"] = time.perf_counter() - began
@@ -114,6 +120,8 @@ class TrainingStep:
         config = self._config
         count, group = config.trainer.prompts_per_step, config.algorithm.group_size
         on_phase("rollout", None)
+        if self._drafting is not None:
+            self._drafting.check(self._engine)
         problems = [self._problems.problem(step * count + i) for i in range(count)]
         scored, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response
@@ -146,6 +154,7 @@ class TrainingStep:
                 "speculation/acceptance_length": drafts.acceptance_length,
                 "speculation/draft_tokens": float(drafts.num_draft_tokens),
                 "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
+                **acceptance_metrics([s.response for s in scored]),
             }
         )
         return scored
@@ -231,6 +240,13 @@ class TrainingStep:
             if name != "tokens":
                 result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows]))
 
+    def _train_drafter(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
+        if self._drafting is None:
+            return
+        on_phase("drafter", None)
+        with self._timed("drafter", result):
+            result.metrics.update(self._drafting.train(step, self._policy))
+
     def take_device_back(self) -> None:
         """Engines give up the device's memory, and the actor's comes back."""
         self._engine.sleep(level=2)
@@ -251,8 +267,12 @@ class TrainingStep:
             began = time.perf_counter()
             self._engine.wake_up(["weights"])
             woken = time.perf_counter()
-            result.reshard = self._weight_sync.sync(version=version, verify=bool(every) and version % every == 0)
-            self._engine.restore_drafter()
+            verify = bool(every) and version % every == 0
+            result.reshard = self._weight_sync.sync(version=version, verify=verify)
+            if self._drafting is not None:
+                self._drafting.synchronize(verify)
+            else:
+                self._engine.restore_drafter()
             self._policy.memory.offload()
             offloaded = time.perf_counter()
             self._engine.wake_up(["kv_cache"])

@@ -1,0 +1,33 @@
+"""What became of a step's drafts, by position and by how long the responses were; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tlt.rollout.types import DraftStats, Response
+
+CLASSES = ("short", "medium", "long")
+
+
+def length_classes(lengths: Sequence[int]) -> list[str]:
+    """The class of each response: which third of the step's responses it is in, by length; equal lengths share one."""
+    ranked = sorted(lengths)
+    count = len(ranked)
+    bounds = [ranked[count * third // 3 - 1] if count * third // 3 else 0 for third in (1, 2)]
+    return [CLASSES[sum(length > bound for bound in bounds)] for length in lengths]
+
+
+def acceptance_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Shares of drafts accepted at each position, and acceptance lengths by class of response length."""
+    total = sum((response.draft for response in responses), DraftStats())
+    metrics = {
+        f"speculation/accepted_at_{position}": accepted / total.num_drafts
+        for position, accepted in enumerate(total.accepted_per_position, start=1)
+        if total.num_drafts
+    }
+    classes = length_classes([len(response.token_ids) for response in responses])
+    for name in CLASSES:
+        drafts = [response.draft for response, found in zip(responses, classes, strict=True) if found == name]
+        if drafts:
+            metrics[f"speculation/acceptance_length_{name}"] = sum(drafts, DraftStats()).acceptance_length
+    return metrics

@@ -1,0 +1,186 @@
+"""The learned drafter of a run: its data, its training, and its way into the engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.config.schema import DrafterConfig, TltConfig
+from megatron_tlt.drafter import (
+    DataBuffer,
+    DrafterTrainer,
+    Entry,
+    SessionResult,
+    SharedWeights,
+    TrainerState,
+    first_drafter,
+    save_drafter,
+    taps_of,
+    train_session,
+)
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.device import barrier, current_device, log_once, rank, world_size
+from megatron_tlt.reshard.interface import SyncReport, WeightSync
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.synchronization import drafter_sync
+
+_TENSORS, _NUMBERS = "drafter.safetensors", "drafter.json"
+
+
+class Drafting:
+    """One drafter, the same on every rank; all ranks call every method together.
+
+    Args:
+        config: of the run; its ``drafter`` section is there.
+        target: the Hugging Face folder that the policy starts from.
+        folder: of the run: the first drafter and each rank's data go below ``drafter/``.
+    """
+
+    name = "drafter"
+
+    def __init__(self, config: TltConfig, target: Path, folder: Path) -> None:
+        assert config.drafter is not None
+        self._config: DrafterConfig = config.drafter
+        self._run = config
+        self._first = folder / "drafter" / "first"
+        self._step = 0
+        model = first_drafter(self._config, target, config.run.seed)
+        if rank() == 0:
+            save_drafter(model, self._first, _engine_dtype(config))
+        barrier()
+        self.taps: tuple[int, ...] = taps_of(model.config)
+        group = dist.group.WORLD if world_size() > 1 else None
+        model = model.to(current_device().torch_device)
+        self._trainer = DrafterTrainer(model, self._config, config.run.seed, group)
+        self._good = _copied(self._trainer.state)
+        self._buffer = DataBuffer(
+            folder / "drafter" / f"data-{rank():05d}", self._config.buffer, config.run.seed + rank()
+        )
+        self._sync: WeightSync | None = None
+
+    @property
+    def first_folder(self) -> Path:
+        """What engines start with."""
+        return self._first
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the drafter has seen."""
+        return self._trainer.version
+
+    def attach(self, engine: VllmEngine) -> None:
+        """Names the engine that this rank's drafter goes to."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._trainer.model.state_dict().items()}
+        self._sync = drafter_sync(self._run, self._tensors, shapes, engine)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._trainer.model.state_dict()
+
+    def check(self, engine: VllmEngine) -> None:
+        """Refuses a rollout with another drafter than the newest.
+
+        Raises:
+            RunError: this rank's engine holds another version.
+        """
+        found = engine.versions["drafter"]
+        if found != self.version:
+            raise RunError(f"rank {rank()}: the engine's drafter has version {found}; the newest is {self.version}")
+
+    def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None:
+        """Takes in the hidden states of a step's responses: of those that this rank got, by index, (T, F)."""
+        self._step = step
+        for index, hidden in states.items():
+            one = scored[index]
+            tokens = (*one.response.prompt_token_ids, *one.response.token_ids)
+            length = min(len(tokens), len(hidden))
+            entry = Entry(
+                key=f"{step}/{one.problem}/{one.sample}",
+                step=step,
+                token_ids=torch.tensor(tokens[:length], dtype=torch.int32),
+                prompt_length=len(one.response.prompt_token_ids),
+                hidden=hidden[:length],
+                reward=one.reward.value,
+            )
+            self._buffer.add(entry)
+
+    def train(self, step: int, policy: Policy) -> dict[str, float]:
+        """A session on what the buffers hold; one that ends badly leaves the last good drafter.
+
+        Returns:
+            Metrics of the session.
+        """
+        self._trainer.model.share(self._shared(policy))
+        result = train_session(
+            self._trainer, self._buffer, step, self._config.entries_per_step, self._config.session_steps
+        )
+        if result.outcome.startswith("non_finite"):
+            log_once(
+                f"warning: the drafter's session of step {step + 1} ended with {result.outcome}; "
+                f"version {self._good.version} stays"
+            )
+            self._trainer.load_state(self._good)
+        else:
+            self._good = _copied(self._trainer.state)
+        return self._metrics(result)
+
+    def _shared(self, policy: Policy) -> SharedWeights:
+        whole = dict(policy.export_weights(("model.embed_tokens.weight", "lm_head.weight")))
+        embedding = whole["model.embed_tokens.weight"]
+        return SharedWeights(embedding, whole.get("lm_head.weight", embedding))
+
+    def _metrics(self, result: SessionResult) -> dict[str, float]:
+        counts = self._buffer.counts
+        return {
+            "drafter/version": float(self.version),
+            "drafter/steps": float(result.steps),
+            "drafter/failed": float(result.outcome.startswith("non_finite")),
+            "drafter/entries": float(len(self._buffer)),
+            "drafter/buffer_mib": self._buffer.nbytes / 2**20,
+            "drafter/dropped": float(sum(counts.dropped.values())),
+            **{f"drafter/{name}": value for name, value in result.metrics.items()},
+        }
+
+    def synchronize(self, verify: bool) -> SyncReport:
+        """Brings the newest drafter into every engine.
+
+        Raises:
+            RunError: an engine does not hold what was sent.
+        """
+        assert self._sync is not None
+        return self._sync.sync(version=self.version, verify=verify)
+
+    def save(self, folder: Path) -> None:
+        """This rank's part of a checkpoint: rank 0 writes the drafter, every rank makes its data last."""
+        self._buffer.flush()
+        if rank() == 0:
+            state = self._trainer.state
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors().items()}
+            save_file(tensors, folder / _TENSORS)
+            numbers = {"version": state.version, "numbers": state.numbers, "step": self._step}
+            (folder / _NUMBERS).write_text(json.dumps(numbers), encoding="utf-8")
+
+    def load(self, folders: Sequence[Path]) -> None:
+        """Goes on from a checkpoint; responses sampled after it are sampled again."""
+        numbers = json.loads((folders[0] / _NUMBERS).read_text(encoding="utf-8"))
+        tensors = load_file(folders[0] / _TENSORS, device=str(current_device().torch_device))
+        self._trainer.load_state(TrainerState.from_tensors(numbers["version"], tensors, numbers["numbers"]))
+        self._good = _copied(self._trainer.state)
+        self._step = int(numbers["step"])
+        self._buffer.rewind(self._step)
+
+
+def _copied(state: TrainerState) -> TrainerState:
+    tensors = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+    return TrainerState.from_tensors(state.version, tensors, dict(state.numbers))
+
+
+def _engine_dtype(config: TltConfig) -> torch.dtype:
+    names = {"float32": torch.float32, "float16": torch.float16, "half": torch.float16}
+    return names.get(str(config.rollout.vllm.get("dtype")), torch.bfloat16)
