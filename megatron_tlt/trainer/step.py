@@ -179,7 +179,11 @@ class TrainingStep:
         ]
         temperature = self._temperature
         with self._timed("log_probs", result):
-            old = self._policy.log_probs(samples, temperature)
+            if self._drafting is None:
+                old = self._policy.log_probs(samples, temperature)
+            else:
+                old, states = self._policy.log_probs_and_states(samples, temperature, taps=self._drafting.taps)
+                self._drafting.add(step, scored, states)
             reference = None
             if self._reference:
                 self._reference.memory.reload()

@@ -1,0 +1,74 @@
+"""A drafter that is trained in a run: newest in every engine, harmless when it fails, the same after a kill."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_tlt.observe.metrics import read_metrics
+from tests.trainer.conftest import Runs
+from tests.trainer.test_run import wait_for_rows, weights
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SESSION = 5
+OVERRIDES = (
+    "trainer.steps=3",
+    f"drafter.session_steps={SESSION}",
+    "drafter.entries_per_step=4",
+    "speculation.num_speculative_tokens=2",
+)
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    return [row for row in read_metrics(run / "metrics.jsonl") if row["step"]]
+
+
+def drafter(run: Path) -> Path:
+    newest = max((run / "checkpoints").glob("step_*"))
+    return newest / "drafter" / "rank_00000" / "drafter.safetensors"
+
+
+def of_kind(kind: str) -> tuple[str, str]:
+    return f"drafter.kind={kind}", f"speculation.drafter={kind}"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_every_step_trains_it_and_the_next_rollout_has_it(runs: Runs, kind: str) -> None:
+    runs.train(kind, *OVERRIDES, *of_kind(kind), "drafter.lr=1e-3")
+    rows = steps(runs.folder / kind)
+    # a rollout with an older version would have ended the run
+    assert [row["drafter/version"] for row in rows] == [SESSION, 2 * SESSION, 3 * SESSION]
+    assert rows[-1]["drafter/loss"] < rows[0]["drafter/loss"]
+    assert all(row["drafter/entries"] > 0 and row["drafter/failed"] == 0 for row in rows)
+    assert all(0 <= row["speculation/accepted_at_1"] <= 1 for row in rows)
+    assert all(row["speculation/acceptance_length_long"] >= 1 for row in rows)
+
+
+def test_a_session_that_is_not_finite_keeps_the_last_good_drafter_and_the_run_goes_on(runs: Runs) -> None:
+    log = runs.train("diverged", *OVERRIDES, *of_kind("eagle"), "drafter.lr=1e38", "drafter.clip_grad=0")
+    rows = steps(runs.folder / "diverged")
+    assert len(rows) == 3
+    assert [row["drafter/failed"] for row in rows] == [1, 1, 1]
+    assert [row["drafter/version"] for row in rows] == [0, 0, 0]
+    assert "ended with non_finite" in log + (runs.folder / "diverged" / "logs" / "workers.log").read_text()
+    first = load_file(runs.folder / "diverged" / "drafter" / "first" / "model.safetensors")
+    kept = load_file(drafter(runs.folder / "diverged"))
+    assert all(kept[f"parameters/{name}"].equal(tensor) for name, tensor in first.items())
+
+
+def test_killed_and_started_again_it_ends_with_the_same_bits(runs: Runs) -> None:
+    runs.train("whole", *OVERRIDES, *of_kind("eagle"))
+    process = runs.start("cut", *OVERRIDES, *of_kind("eagle"))
+    wait_for_rows(runs, "cut", 1, process, checkpoints=1)
+    time.sleep(0.2)
+    runs.kill("cut")
+    process.wait()
+    runs.train("cut", *OVERRIDES, *of_kind("eagle"))
+    assert weights(runs.folder / "cut") == weights(runs.folder / "whole")
+    whole, cut = (load_file(drafter(runs.folder / name)) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(whole[name].equal(cut[name]) for name in whole)
