@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 
 # Name to module; a module has ``add_arguments(parser)`` (optional) and ``run(arguments) -> BenchmarkResult``.
-_NAMES = ("checkpoint", "conversion", "families", "layouts", "packing", "reshard", "speculation")
+_NAMES = ("checkpoint", "conversion", "drafter", "families", "layouts", "packing", "reshard", "speculation")
 BENCHMARKS = {name: f"megatron_tlt.bench.{name}" for name in _NAMES}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,20 @@ from megatron_tlt.trainer.synchronization import drafter_sync
 _TENSORS, _NUMBERS = "drafter.safetensors", "drafter.json"
 
 
+class LearnsWhileTraining(Protocol):
+    """What a training step asks of a drafter that is trained; every call is made by all ranks together."""
+
+    taps: tuple[int, ...]
+
+    def check(self, engine: VllmEngine) -> None: ...
+
+    def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None: ...
+
+    def train(self, step: int, policy: Policy) -> dict[str, float]: ...
+
+    def synchronize(self, verify: bool) -> SyncReport | None: ...
+
+
 class Drafting:
     """One drafter, the same on every rank; all ranks call every method together.
 
@@ -54,7 +69,7 @@ class Drafting:
         model = first_drafter(self._config, target, config.run.seed)
         if rank() == 0:
             save_drafter(model, self._first, _engine_dtype(config))
-        barrier()
+        barrier()  # engines of all ranks read it
         self.taps: tuple[int, ...] = taps_of(model.config)
         group = dist.group.WORLD if world_size() > 1 else None
         model = model.to(current_device().torch_device)
@@ -155,6 +170,12 @@ class Drafting:
         """
         assert self._sync is not None
         return self._sync.sync(version=self.version, verify=verify)
+
+    def write(self, folder: Path) -> None:
+        """Writes the newest drafter, by rank 0, as a folder that stock vLLM loads."""
+        if rank() == 0:
+            save_drafter(self._trainer.model, folder, _engine_dtype(self._run))
+        barrier()
 
     def save(self, folder: Path) -> None:
         """This rank's part of a checkpoint: rank 0 writes the drafter, every rank makes its data last."""

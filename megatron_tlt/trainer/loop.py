@@ -164,6 +164,8 @@ class Run:
                 raise Interrupted(self._stop.signum or signal.SIGTERM, self._state.step) from None
             with self._timeline.span("export"):
                 save_hf_folder(self._policy, self._side_files, self._folder / "hf")
+                if self._drafting is not None:
+                    self._drafting.write(self._folder / "drafter" / "newest")
             record.finish(self._state, self._policy.layout)
         self._engine.shutdown()
 

@@ -23,7 +23,7 @@ from megatron_tlt.rollout.types import DraftStats, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.trainer.acceptance import acceptance_metrics
-from megatron_tlt.trainer.drafting import Drafting
+from megatron_tlt.trainer.drafting import LearnsWhileTraining
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
 
 
@@ -59,7 +59,7 @@ class TrainingStep:
         weight_sync: WeightSync,
         timeline: Timeline,
         sampling: SamplingSpec,
-        drafting: Drafting | None = None,
+        drafting: LearnsWhileTraining | None = None,
     ) -> None:
         self._config = config
         self._policy = policy

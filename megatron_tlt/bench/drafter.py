@@ -1,0 +1,73 @@
+"""Acceptance in the real engine while the policy moves: n-grams, a drafter that stays as it was, ones that adapt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.models.recipe import model_folder
+from megatron_tlt.observe.benchmark import BenchmarkResult
+from megatron_tlt.observe.environment import describe_environment
+
+# EAGLE-3 learns from sampled tokens, against which total variation says nothing.
+LOSSES = {"eagle": ("eagle", "kl", "tv"), "eagle3": ("eagle", "kl")}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(LOSSES), default=sorted(LOSSES), help="of drafters")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="one whole run each")
+    parser.add_argument("--steps", type=int, default=10, help="of reinforcement learning")
+    parser.add_argument("--session-steps", type=int, default=30, help="drafter steps in each of them")
+    parser.add_argument("--warm-steps", type=int, default=300, help="drafter steps before the first")
+    parser.add_argument("--warm-problems", type=int, default=192, help="responses that these learn from")
+    parser.add_argument("--drafts", type=int, default=3, help="draft tokens per step (K)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of the drafters")
+    parser.add_argument("--problems", type=int, default=64, help="held-out problems, one sampled response each")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
+
+
+def _run(arguments: argparse.Namespace, folder: Path, kind: str, seed: int) -> list[dict[str, float]]:
+    given: dict[str, Any] = {
+        "config": str(arguments.config),
+        "model": str(folder),
+        "kind": kind,
+        "losses": LOSSES[kind],
+        "seed": seed,
+        **{
+            key: getattr(arguments, key)
+            for key in ("steps", "session_steps", "warm_steps", "warm_problems", "drafts", "lr", "problems")
+        },
+    }
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work, "out.json")
+        run_worker(f"{kind}, seed {seed}", "drafter", [json.dumps(given), work, str(out)], 1, arguments.timeout)
+        rows: list[dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per drafter, seed and RL step; targets by drafter and loss, over the seeds.
+
+    Raises:
+        ConfigError: the model is not there yet.
+    """
+    result = BenchmarkResult(environment=describe_environment(), name="drafter")
+    folder = arguments.model or model_folder(load_config(arguments.config, []))
+    for kind in arguments.kinds:
+        runs = [_run(arguments, folder, kind, seed) for seed in arguments.seeds]
+        for seed, rows in zip(arguments.seeds, runs, strict=True):
+            result.rows += [{"kind": kind, "seed": seed, **row} for row in rows]
+        for loss in LOSSES[kind]:
+            ends = [rows[-1][loss] / rows[-1]["frozen"] for rows in runs]
+            lowest = min(row[loss] / row["frozen"] for rows in runs for row in rows)
+            result.target(f"{kind}, {loss}: adapted over frozen at the end", statistics.median(ends), ">=", 1.3)
+            result.target(f"{kind}, {loss}: adapted over frozen, lowest on the way", lowest, ">=", 0.97)
+    return result

@@ -1,0 +1,196 @@
+"""A policy that moves under reinforcement learning, and what drafters are accepted of it after every step.
+
+One process: the policy, an engine that drafts by n-grams (and decodes the training rollouts), and one that drafts with
+a head, whose weights are those of the frozen drafter or of one that is trained, by turns.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.types import TrainingSample
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.tokenizer import encode_prompt, load_tokenizer
+from megatron_tlt.models.hf_folder import side_files_of
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.device import initialize_distributed, prepare, seed_everything
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.processes import die_with_parent
+from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.rewards.verifiers import verifiers_of
+from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.trainer.drafting import Drafting
+from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse, request_seed
+from megatron_tlt.trainer.step import TrainingStep
+from megatron_tlt.trainer.synchronization import drafter_sync, policy_sync
+
+
+class _Together:
+    """Several drafters that learn from the same steps; which one an engine holds is for the measurement to say."""
+
+    def __init__(self, drafters: Mapping[str, Drafting]) -> None:
+        self._drafters = drafters
+        self.taps = next(iter(drafters.values())).taps
+
+    def check(self, engine: VllmEngine) -> None:
+        """The rollout's engine drafts by n-grams."""
+
+    def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None:
+        for drafter in self._drafters.values():
+            drafter.add(step, scored, states)
+
+    def train(self, step: int, policy: Policy) -> dict[str, float]:
+        found = {name: drafter.train(step, policy) for name, drafter in self._drafters.items()}
+        return {f"{name}/{key}": value for name, metrics in found.items() for key, value in metrics.items()}
+
+    def synchronize(self, verify: bool) -> None:
+        """See above."""
+
+
+class _Bench:
+    def __init__(self, given: dict[str, Any], work: Path) -> None:
+        self._given, self._work = given, work
+        self._config = config = self._variant("eagle")
+        self._folder = Path(given["model"])
+        seed_everything(config.run.seed, config.run.deterministic)
+        self._tokenizer = load_tokenizer(side_files_of(self._folder))
+        self._policy = Policy(self._folder, config.actor, config.run.seed, total_steps=given["steps"])
+        self._rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
+        ngram = config.speculation.model_copy(update={"drafter": "ngram"})
+        self._ngram = VllmEngine(self._folder, self._rollout, ngram, config.run.seed)
+        self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
+        self._collector = ExperienceCollector(
+            self._ngram,
+            self._tokenizer,
+            self._pool,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+            tensor_parallel_size=1,
+            timeline=Timeline(0),
+        )
+        self._sampling = SamplingSpec(
+            temperature=config.rollout.sampling.temperature,
+            max_tokens=config.rollout.max_response_tokens,
+            stop_token_ids=(self._tokenizer.eos_id,),
+        )
+        self._to_ngram = policy_sync(config, self._policy, self._ngram)
+        problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(given["problems"])
+        self._requests = [
+            Request(str(i), tuple(encode_prompt(self._tokenizer, p)), self._sampling, request_seed("bench", i))
+            for i, p in enumerate(problems)
+        ]
+
+    def _variant(self, loss: str, **drafter: Any) -> TltConfig:
+        given = self._given
+        overrides = {
+            "launcher.nproc_per_node": 1,
+            "run.seed": given["seed"],
+            "run.dir": self._work,
+            "trainer.steps": given["steps"],
+            "speculation.drafter": given["kind"],
+            "speculation.num_speculative_tokens": given["drafts"],
+            "drafter.kind": given["kind"],
+            "drafter.loss.name": loss,
+            "drafter.lr": given["lr"],
+            "drafter.session_steps": given["session_steps"],
+            **{f"drafter.{key}": value for key, value in drafter.items()},
+        }
+        return load_config(given["config"], [f"{key}={value}" for key, value in overrides.items()])
+
+    def warm_head(self) -> Path:
+        """A head trained offline on responses of the first policy."""
+        config = self._variant("eagle", session_steps=self._given["warm_steps"])
+        warm = Drafting(config, self._folder, self._work / "warm")
+        self._to_ngram.sync(version=0, verify=False)
+        problems = build_sources(config.tasks, "train", config.run.seed + 1)
+        batch = [problems.problem(i) for i in range(self._given["warm_problems"])]
+        scored, _ = self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm"))
+        samples = [
+            TrainingSample(s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids))
+            for s in scored
+        ]
+        _, states = self._policy.log_probs_and_states(samples, taps=warm.taps)
+        warm.add(0, scored, states)
+        warm.train(0, self._policy)
+        warm.write(self._work / "head")
+        return self._work / "head"
+
+    def run(self) -> list[dict[str, float]]:
+        """A row after every step, the first before any: acceptance lengths by drafter."""
+        given = self._given
+        with self._pool:
+            head = self.warm_head()
+            drafters = {
+                loss: Drafting(self._variant(loss, path=head), self._folder, self._work / loss)
+                for loss in given["losses"]
+            }
+            speculation = self._config.speculation.model_copy(update={"path": head})
+            engine = VllmEngine(self._folder, self._rollout, speculation, self._config.run.seed)
+            to_engine = policy_sync(self._config, self._policy, engine)
+            for drafter in drafters.values():
+                drafter.attach(engine)
+            frozen = load_file(head / "model.safetensors")
+            shapes = {name: tuple(tensor.shape) for name, tensor in frozen.items()}
+            restore = drafter_sync(self._config, lambda: frozen, shapes, engine)
+            step = TrainingStep(
+                self._config,
+                self._policy,
+                None,
+                self._ngram,
+                self._collector,
+                build_sources(self._config.tasks, "train", self._config.run.seed),
+                self._to_ngram,
+                Timeline(0),
+                self._sampling,
+                _Together(drafters),
+            )
+            rows = []
+            for number in range(given["steps"] + 1):
+                row: dict[str, float] = {"step": number}
+                if number:
+                    result = step.run(number - 1, _ignore, _ignore, _ignore)
+                    row["reward"] = result.metrics["reward/mean"]
+                    row["length"] = result.metrics["length/mean"]
+                row["ngram"] = self._measure(self._ngram)
+                to_engine.sync(version=number, verify=False)
+                restore.sync(version=0, verify=False)
+                row["frozen"] = self._measure(engine)
+                for loss, drafter in drafters.items():
+                    drafter.synchronize(verify=False)
+                    row[loss] = self._measure(engine)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+        return rows
+
+    def _measure(self, engine: VllmEngine) -> float:
+        """Tokens per decode step on the held-out problems, in the engine itself."""
+        responses = engine.generate(self._requests)
+        return sum((response.draft for response in responses), DraftStats()).acceptance_length
+
+
+def _ignore(*_: object) -> None:
+    """Nobody is shown the progress."""
+
+
+def main(given_json: str, work: str, out: str) -> None:
+    die_with_parent(signal.SIGKILL)
+    prepare()
+    initialize_distributed(600)
+    rows = _Bench(json.loads(given_json), Path(work)).run()
+    atomic_write_text(Path(out), json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
