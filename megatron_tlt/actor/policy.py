@@ -14,11 +14,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_tlt.actor.batches import BatchShape, MicroBatch, form_micro_batches, plan_shares
 from megatron_tlt.actor.context import gather_context
+from megatron_tlt.actor.hidden_states import StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
+from megatron_tlt.actor.megatron_taps import holders, tap_hidden_states
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
@@ -169,8 +171,53 @@ class Policy:
     @torch.no_grad()
     def log_probs(self, samples: Sequence[TrainingSample], temperature: float = 1.0) -> list[TokenScores]:
         """Scores every response token of ``samples`` (the same list on every rank); the same answer on every rank."""
-        self.synchronize_parameters()
+        return self._score(self.micro_batches(samples), len(samples), temperature)
+
+    @torch.no_grad()
+    def log_probs_and_states(
+        self,
+        samples: Sequence[TrainingSample],
+        temperature: float = 1.0,
+        *,
+        taps: Sequence[int],
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> tuple[list[TokenScores], dict[int, torch.Tensor]]:
+        """What :meth:`log_probs` gives, to the bit, and the hidden states of the same pass, as a drafter learns from.
+
+        Args:
+            samples: the same list on every rank.
+            temperature: of the log-probs.
+            taps: layers i whose input is taken, before any norm: transformers' ``hidden_states[i]`` for i below the
+                number of layers, the stream before the final norm for i equal to it. Without any (EAGLE), the output
+                of the final norm.
+            dtype: of the states.
+
+        Returns:
+            The scores of all samples, and the states of this rank's, by their index in ``samples``: (T, H) for a
+            sample of T tokens, or (T, len(taps) * H) tap by tap in the order given; on the host. Each sample's are on
+            exactly one rank of the world: those of a data-parallel rank are shared out over its model-parallel ranks
+            by tokens. The last row is zeros: the last token predicts nothing, so the pass leaves it out, and nothing
+            that trains or evaluates drafters reads it.
+
+        Raises:
+            ConfigError: a tap that the model has not.
+        """
         batches = self.micro_batches(samples)
+        with tap_hidden_states(self.model, taps, dtype) as tapped:
+            scores = self._score(batches, len(samples), temperature)
+        exchange = StateExchange(
+            batches,
+            tapped,
+            holders(tapped),
+            num_taps=max(1, len(taps)),
+            hidden_size=self.model.config.hidden_size,
+            dtype=dtype,
+        )
+        return scores, exchange.run()
+
+    def _score(self, batches: list[MicroBatch], num_samples: int, temperature: float) -> list[TokenScores]:
+        """One pass over this data-parallel rank's micro-batches; the scores of all ``num_samples`` of all ranks."""
+        self.synchronize_parameters()
         for chunk in self.model.ddp_chunks:
             chunk.eval()
 
@@ -195,7 +242,7 @@ class Policy:
         )
         everyone = all_gather_data(local, kind, parallel_state.get_data_parallel_group())
         scores = {index: TokenScores(tuple(p), tuple(h)) for rows in everyone for index, p, h in rows}
-        return [scores[i] for i in range(len(samples))]
+        return [scores[i] for i in range(num_samples)]
 
     def update(self, samples: Sequence[TrainingSample], loss: Loss, temperature: float = 1.0) -> dict[str, float]:
         """One optimizer step on ``samples`` (the same list on every rank).

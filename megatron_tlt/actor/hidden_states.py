@@ -1,0 +1,171 @@
+"""Hidden states of a pass, from the ranks that saw parts of them to the one rank that gets all of a sample's.
+
+The samples of a data-parallel rank are shared out over its tensor-, pipeline- and context-parallel ranks, each of which
+has seen some positions at some taps. States go from the one to the other rank point to point, micro-batch by
+micro-batch. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k taps of H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.actor.batches import MicroBatch
+from megatron_tlt.actor.context import context_positions
+from megatron_tlt.data.packing import balance
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.device import current_device
+
+TappedStates = dict[int, list[torch.Tensor | None]]
+"""By tap (its place in the list of taps) a rank's states of each micro-batch, (S, R, H) on the host."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A rank of the world, its places in the parallel dimensions, and which taps lie on it."""
+
+    data: int
+    context: int
+    tensor: int
+    rank: int
+    columns: list[int]
+
+
+class _Piece(NamedTuple):
+    """What a holder kept of one sample: ``kept_N`` of the row ``row`` are its ``tokens_N``."""
+
+    sample: int
+    row: int
+    kept_N: torch.Tensor
+    tokens_N: torch.Tensor
+
+
+def part_of(count: int, rank: int, size: int) -> slice:
+    """The part of ``count`` consecutive positions that a tensor-parallel rank keeps; equal ones where they divide."""
+    return slice(rank * count // size, (rank + 1) * count // size)
+
+
+def share_out(batches: Sequence[MicroBatch], ranks: int) -> dict[int, int]:
+    """For each sample of the micro-batches which of ``ranks`` gets its states, so that all get about as many."""
+    rows = {
+        index: stop for batch in batches for index, (_, stop) in zip(batch.indices, batch.response_spans, strict=True)
+    }
+    samples = sorted(rows)
+    shares = balance([rows[sample] for sample in samples], ranks)
+    return {samples[i]: owner for owner, share in enumerate(shares) for i in share}
+
+
+def _kept_positions(batch: MicroBatch, holder: Holder, context_size: int, tensor_size: int) -> torch.Tensor:
+    """The positions of a micro-batch's rows that ``holder`` kept, (S)."""
+    if context_size == 1:
+        seen = torch.arange(batch.tokens_RT.shape[1])
+    else:
+        seen = torch.tensor(context_positions(batch.cu_seqlens, holder.context, context_size))
+    return seen[part_of(len(seen), holder.tensor, tensor_size)]
+
+
+class StateExchange:
+    """Puts the states of one pass together.
+
+    Args:
+        batches: of this data-parallel rank.
+        tapped: what this rank kept of them; emptied on the way.
+        holders: the ranks that ``batches`` passed through, this one among them.
+        num_taps: k.
+        hidden_size: H.
+        dtype: of the states.
+
+    Raises:
+        RunError: a tap did not see every micro-batch.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[MicroBatch],
+        tapped: TappedStates,
+        holders: Sequence[Holder],
+        *,
+        num_taps: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        for column, calls in tapped.items():
+            if len(calls) != len(batches):
+                raise RunError(f"tap {column} saw {len(calls)} micro-batches; allowed: each of {len(batches)} once")
+        self._batches, self._tapped, self._holders = batches, tapped, holders
+        self._features, self._hidden_size, self._dtype = num_taps * hidden_size, hidden_size, dtype
+        self._sizes = (1 + max(holder.context for holder in holders), 1 + max(holder.tensor for holder in holders))
+        self._owners = share_out(batches, len(holders))
+        self._own = [holder.rank for holder in holders].index(dist.get_rank())
+        self._device = current_device().torch_device
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def run(self) -> dict[int, torch.Tensor]:
+        """The states of this rank's samples by index, (T, k * H) each; called by all holders together."""
+        for number, batch in enumerate(self._batches):
+            for sample, (_, stop) in zip(batch.indices, batch.response_spans, strict=True):
+                if self._owners[sample] == self._own:
+                    self._whole[sample] = torch.zeros(stop + 1, self._features, dtype=self._dtype)
+            self._exchange(number, batch)
+            for calls in self._tapped.values():
+                calls[number] = None
+        return self._whole
+
+    def _exchange(self, number: int, batch: MicroBatch) -> None:
+        """One micro-batch: a message from each rank to each other one that gets something from it."""
+        kept = [_kept_positions(batch, holder, *self._sizes) for holder in self._holders]
+        operations, arriving = [], []
+        for at, holder in enumerate(self._holders):
+            if at == self._own:
+                continue
+            if outgoing := self._pieces(batch, self._own, kept[self._own], owner=at):
+                data = self._packed(number, outgoing).to(self._device)
+                operations.append(dist.P2POp(dist.isend, data, holder.rank))
+            if incoming := self._pieces(batch, at, kept[at], owner=self._own):
+                rows = sum(len(piece.kept_N) for piece in incoming) * len(holder.columns)
+                data = torch.empty(rows, self._hidden_size, dtype=self._dtype, device=self._device)
+                operations.append(dist.P2POp(dist.irecv, data, holder.rank))
+                arriving.append((holder, incoming, data))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        if staying := self._pieces(batch, self._own, kept[self._own], owner=self._own):
+            self._unpack(self._holders[self._own], staying, self._packed(number, staying))
+        for work in works:
+            work.wait()
+        for holder, incoming, data in arriving:
+            self._unpack(holder, incoming, data.cpu())
+
+    def _pieces(self, batch: MicroBatch, at: int, kept_S: torch.Tensor, owner: int) -> list[_Piece]:
+        """What holder ``at`` has for the holder ``owner``."""
+        pieces = []
+        for i, (sample, (_, stop)) in enumerate(zip(batch.indices, batch.response_spans, strict=True)):
+            if self._owners[sample] == owner and self._holders[at].columns:
+                tokens = kept_S - (batch.cu_seqlens[i] if batch.packed else 0)
+                inside = ((tokens >= 0) & (tokens < stop)).nonzero()[:, 0]
+                if len(inside):
+                    pieces.append(_Piece(sample, 0 if batch.packed else i, inside, tokens[inside]))
+        return pieces
+
+    def _packed(self, number: int, pieces: Sequence[_Piece]) -> torch.Tensor:
+        """This rank's pieces, tap by tap in each, (sum of N times taps, H)."""
+        columns = self._holders[self._own].columns
+        rows = []
+        for piece in pieces:
+            for column in columns:
+                states_SRH = self._tapped[column][number]
+                assert states_SRH is not None
+                rows.append(states_SRH[piece.kept_N, piece.row])
+        return torch.cat(rows)
+
+    def _unpack(self, holder: Holder, pieces: Sequence[_Piece], data: torch.Tensor) -> None:
+        """Writes what ``_packed`` gave on ``holder`` where it belongs."""
+        start = 0
+        for piece in pieces:
+            for column in holder.columns:
+                rows = data[start : start + len(piece.tokens_N)]
+                features = slice(column * self._hidden_size, (column + 1) * self._hidden_size)
+                self._whole[piece.sample][piece.tokens_N, features] = rows
+                start += len(rows)

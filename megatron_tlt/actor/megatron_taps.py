@@ -1,0 +1,102 @@
+"""Hidden states taken out of Megatron's forward pass by hooks that stand only for that pass.
+
+On a rank of a stage the residual stream is (S, R, H): S positions of R rows, this context-parallel rank's and, under
+sequence parallelism, this tensor-parallel rank's part of them. Without sequence parallelism the tensor-parallel ranks
+see the same positions, and each keeps the part that it would have with it, so that the stage holds every state once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_tlt.actor.hidden_states import Holder, TappedStates, part_of
+from megatron_tlt.actor.megatron_model import MegatronModel
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.collectives import all_gather_data
+
+
+class _Recorder:
+    """Copies a tap's states to the host, call by call: a stage runs a chunk's micro-batches in their order."""
+
+    def __init__(self, sequence_parallel: bool, dtype: torch.dtype) -> None:
+        self.calls: list[torch.Tensor | None] = []
+        self._cut = not sequence_parallel
+        self._dtype = dtype
+
+    def _record(self, states_SRH: torch.Tensor) -> None:
+        if self._cut:
+            part = part_of(
+                states_SRH.shape[0],
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+            )
+            states_SRH = states_SRH[part]
+        # Always a copy: a schedule frees and reuses what a stage passes on.
+        host = torch.empty(states_SRH.shape, dtype=self._dtype, device="cpu")
+        self.calls.append(host.copy_(states_SRH.detach().to(self._dtype)))
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._record(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    def behind(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        self._record(output)
+
+
+def _tapped_module(chunk: GPTModel, tap: int, num_layers: int) -> Any:
+    """The module of a chunk that the stream enters at ``tap``, or None."""
+    if tap == num_layers:
+        return chunk.decoder.final_layernorm
+    return next((layer for layer in chunk.decoder.layers if layer.layer_number == tap + 1), None)
+
+
+@contextmanager
+def tap_hidden_states(model: MegatronModel, taps: Sequence[int], dtype: torch.dtype) -> Iterator[TappedStates]:
+    """What this rank sees of the tapped states while the block runs, which is one forward pass.
+
+    Args:
+        model: its layers, on whatever ranks.
+        taps: layers whose input, the residual stream before any norm, is taken: transformers' ``hidden_states[i]``
+            for i below the number of layers, and for i equal to it the stream before the final norm. Without any, the
+            output of the final norm is taken, which the LM head reads.
+        dtype: of the copies on the host.
+
+    Raises:
+        ConfigError: a tap that the model has not.
+    """
+    num_layers = model.config.num_layers
+    if wrong := [tap for tap in taps if not 0 <= tap <= num_layers]:
+        raise ConfigError(f"tapped layers {wrong}; allowed: 0 to {num_layers}")
+    recorders: dict[int, _Recorder] = {}
+    handles = []
+    try:
+        for chunk in model.chunks:
+            for column, tap in enumerate(taps or [num_layers]):
+                if (module := _tapped_module(chunk, tap, num_layers)) is None:
+                    continue
+                recorder = recorders[column] = _Recorder(model.config.sequence_parallel, dtype)
+                if taps:
+                    handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
+                else:
+                    handles.append(module.register_forward_hook(recorder.behind))
+        yield {column: recorder.calls for column, recorder in recorders.items()}
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def holders(tapped: TappedStates) -> list[Holder]:
+    """The ranks that this rank's samples pass through, in rank order; every rank of the world calls it."""
+    own = Holder(
+        data=parallel_state.get_data_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        rank=torch.distributed.get_rank(),
+        columns=sorted(tapped),
+    )
+    return [holder for holder in all_gather_data(own, Holder) if holder.data == own.data]
