@@ -37,6 +37,12 @@ def _states(model: torch.nn.Module, sample: TrainingSample) -> dict[str, torch.T
     return {"layers": torch.cat([*output.hidden_states[:-1], before_norm[0]], dim=-1)[0], "final": final}
 
 
+def only(ranks: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
+    """What exactly one rank has under a key."""
+    (found,) = [rank[key] for rank in ranks if key in rank]
+    return found
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_states_are_those_of_transformers_and_each_samples_are_on_one_rank(
     world: int, models: Path, tmp_path: Path
@@ -48,19 +54,19 @@ def test_states_are_those_of_transformers_and_each_samples_are_on_one_rank(
     ranks = [load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(world)]
     for name in LAYOUTS[world]:
         expected = expected_states(model_of(models, name))
-        for which, chosen in SAMPLES.items():
-            numbers = list(range(len(samples())))[chosen]
-            for kind in ("layers", "final"):
-                for index, number in enumerate(numbers):
-                    key = f"{name}/{which}/{kind}/{index}"
-                    (found,) = [rank[key] for rank in ranks if key in rank]
-                    want = expected[number][kind]
-                    assert found.shape == (len(want) + 1, want.shape[1]), key
-                    assert (found[:-1] - want).abs().max() <= 1e-5 * want.abs().max(), key
-                    assert not found[-1].any(), key
+        cases = [
+            (f"{name}/{which}/{kind}/{index}", states[kind])
+            for which, chosen in SAMPLES.items()
+            for index, states in enumerate(expected[chosen])
+            for kind in ("layers", "final")
+        ]
+        for key, want in cases:
+            found = only(ranks, key)
+            assert found.shape == (len(want) + 1, want.shape[1]), key
+            assert (found[:-1] - want).abs().max() <= 1e-5 * want.abs().max(), key
+            assert not found[-1].any(), key
         for index, states in enumerate(expected):
-            key = f"{name}/all/bf16/{index}"
-            (found,) = [rank[key] for rank in ranks if key in rank]
+            found = only(ranks, f"{name}/all/bf16/{index}")
             assert found.dtype == torch.bfloat16
             torch.testing.assert_close(found[:-1].float(), states["final"], rtol=2**-8, atol=1e-4)
         counts = [sum(key.startswith(f"{name}/all/final/") for key in rank) for rank in ranks]

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank, world_size
 from tests.actor.workers.layouts import CP2, EP2, PP2, TEMPERATURE, TP2SP, VP2, model_of, samples
 
@@ -70,6 +72,8 @@ def main(folder: str, out: str) -> None:
                 states |= {f"{name}/{which}/{kind}/{index}": tensor for index, tensor in found.items()}
         rounded = policy.log_probs_and_states(samples(), taps=())[1]
         states |= {f"{name}/all/bf16/{index}": tensor for index, tensor in rounded.items()}
+        with pytest.raises(ConfigError, match=r"tapped layers \[9\]; allowed: 0 to"):
+            policy.log_probs_and_states(samples(), taps=(1, 9))
         assert not any(m._forward_hooks or m._forward_pre_hooks for c in policy.model.chunks for m in c.modules()), name
     save_file(states, Path(out, f"rank{rank()}.safetensors"))
     Path(out, f"rank{rank()}.json").write_text(json.dumps(same_scores))
