@@ -36,13 +36,26 @@ def of_kind(kind: str) -> tuple[str, str]:
     return f"drafter.kind={kind}", f"speculation.drafter={kind}"
 
 
+@pytest.fixture(scope="module")
+def eagle(runs: Runs) -> Path:
+    """A run from start to end."""
+    runs.train("eagle", *OVERRIDES, *of_kind("eagle"))
+    return runs.folder / "eagle"
+
+
+@pytest.fixture(scope="module")
+def eagle3(runs: Runs) -> Path:
+    runs.train("eagle3", *OVERRIDES, *of_kind("eagle3"))
+    return runs.folder / "eagle3"
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_every_step_trains_it_and_the_next_rollout_has_it(runs: Runs, kind: str) -> None:
-    runs.train(kind, *OVERRIDES, *of_kind(kind))
-    rows = steps(runs.folder / kind)
+def test_every_step_trains_it_and_the_next_rollout_has_it(kind: str, request: pytest.FixtureRequest) -> None:
+    run: Path = request.getfixturevalue(kind)
+    rows = steps(run)
     # a rollout with an older version would have ended the run
     assert [row["drafter/version"] for row in rows] == [SESSION, 2 * SESSION, 3 * SESSION]
-    first, newest = (load_file(runs.folder / kind / "drafter" / at / "model.safetensors") for at in ("first", "newest"))
+    first, newest = (load_file(run / "drafter" / at / "model.safetensors") for at in ("first", "newest"))
     assert first.keys() == newest.keys()
     assert all(not newest[name].equal(tensor) and newest[name].isfinite().all() for name, tensor in first.items())
     assert all(row["drafter/entries"] > 0 and row["drafter/failed"] == 0 for row in rows)
@@ -62,16 +75,14 @@ def test_a_session_that_is_not_finite_keeps_the_last_good_drafter_and_the_run_go
     assert all(kept[f"parameters/{name}"].equal(tensor) for name, tensor in first.items())
 
 
-def test_killed_and_started_again_it_ends_with_the_same_bits(runs: Runs) -> None:
-    whole = runs.folder / "eagle"
-    assert (whole / "hf").is_dir(), "the run of the first test is the one to compare with"
+def test_killed_and_started_again_it_ends_with_the_same_bits(runs: Runs, eagle: Path) -> None:
     process = runs.start("cut", *OVERRIDES, *of_kind("eagle"))
     wait_for_rows(runs, "cut", 1, process, checkpoints=1)
     time.sleep(0.2)
     runs.kill("cut")
     process.wait()
     runs.train("cut", *OVERRIDES, *of_kind("eagle"))
-    assert weights(runs.folder / "cut") == weights(whole)
-    expected, found = (load_file(drafter(run)) for run in (whole, runs.folder / "cut"))
+    assert weights(runs.folder / "cut") == weights(eagle)
+    expected, found = (load_file(drafter(run)) for run in (eagle, runs.folder / "cut"))
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
