@@ -7,8 +7,19 @@ import importlib
 from pathlib import Path
 
 # Name to module; a module has ``add_arguments(parser)`` (optional) and ``run(arguments) -> BenchmarkResult``.
-_NAMES = ("checkpoint", "conversion", "drafter", "families", "layouts", "packing", "reshard", "speculation")
-BENCHMARKS = {name: f"megatron_tlt.bench.{name}" for name in _NAMES}
+_NAMES = (
+    "checkpoint",
+    "conversion",
+    "drafter",
+    "drafter-packing",
+    "export-drafter",
+    "families",
+    "layouts",
+    "packing",
+    "reshard",
+    "speculation",
+)
+BENCHMARKS = {name: f"megatron_tlt.bench.{name.replace('-', '_')}" for name in _NAMES}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,13 +1,17 @@
 """The learned drafter: models, losses, data buffer, training and evaluation; knows neither vLLM nor Megatron."""
 
 from megatron_tlt.drafter.buffer import DataBuffer
+from megatron_tlt.drafter.checkpoint import load_without_target, read_checkpoint, write_checkpoint
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.evaluation import Acceptance, greedy_chains, teacher_forced_acceptance
 from megatron_tlt.drafter.folder import drafter_from_target, first_drafter, load_drafter, save_drafter, taps_of
 from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.drafter.model import DraftModel, SharedWeights
+from megatron_tlt.drafter.pairs import Pair, read_pairs, write_pairs
 from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.target_states import TargetStates
 from megatron_tlt.drafter.training import DrafterTrainer, SessionResult, StepResult, train_session
+from megatron_tlt.drafter.warmup import WarmupPlan, WarmupReport, warm_up
 
 __all__ = [
     "Acceptance",
@@ -15,17 +19,27 @@ __all__ = [
     "DraftModel",
     "DrafterTrainer",
     "Entry",
+    "Pair",
     "SessionResult",
     "SharedWeights",
     "StepResult",
+    "TargetStates",
     "TargetTop",
     "TrainerState",
+    "WarmupPlan",
+    "WarmupReport",
     "drafter_from_target",
     "first_drafter",
     "greedy_chains",
     "load_drafter",
+    "load_without_target",
+    "read_checkpoint",
+    "read_pairs",
     "save_drafter",
     "taps_of",
     "teacher_forced_acceptance",
     "train_session",
+    "warm_up",
+    "write_checkpoint",
+    "write_pairs",
 ]

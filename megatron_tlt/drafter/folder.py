@@ -168,16 +168,30 @@ def drafter_from_target(
     return model
 
 
+def write_config(model: DraftModel, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the ``config.json`` of a drafter whose weights are stored in ``dtype``.
+
+    Raises:
+        RunError: the disk is full or the folder cannot be written.
+    """
+    config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    atomic_write_bytes(folder / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+
+
 def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes ``config.json`` and ``model.safetensors``; the weights are wholly new or wholly old, config first.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
-    config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    atomic_write_bytes(folder / "config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    write_config(model, folder, dtype)
     atomic_write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+
+
+def foreign_options(config: PretrainedConfig) -> list[str]:
+    """The options of a config that a drafter's layer has not, one line each."""
+    return [f"{key} is {getattr(config, key)!r}; allowed: false" for key in _FOREIGN if getattr(config, key, False)]
 
 
 def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]:
@@ -193,8 +207,7 @@ def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]
         wrong.append(f"draft_vocab_size is {reduced}; allowed: the target's whole vocabulary, {expected.vocab_size}")
     if rope_parameters(own) != rope_parameters(expected):
         wrong.append(f"rope_parameters are {rope_parameters(own)}; the target's are {rope_parameters(expected)}")
-    wrong += [f"{key} is {getattr(own, key)!r}; allowed: false" for key in _FOREIGN if getattr(own, key, False)]
-    return wrong
+    return wrong + foreign_options(own)
 
 
 def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:

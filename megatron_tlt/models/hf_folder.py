@@ -105,6 +105,11 @@ class SafetensorsFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, sorted."""
+        return sorted(self._files)
+
     def _slice(self, name: str) -> Any:
         """A tensor that is not read yet. Files stay open: reading the names of thousands of tensors takes a while."""
         if name not in self._files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,21 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def target(target_folder: Path) -> PreTrainedModel:
     return load_target(target_folder)
+
+
+@pytest.fixture(scope="session")
+def sharp_folder(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with logits four times as far apart, so that what it says next can be learned."""
+    sharp = copy.deepcopy(target)
+    with torch.no_grad():
+        sharp.lm_head.weight *= 4  # type: ignore[union-attr,operator]
+    folder = tmp_path_factory.mktemp("sharp")
+    sharp.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def responses(sharp_folder: Path) -> torch.Tensor:
+    """The target's greedy responses to random prompts of 6 tokens, (320, 46)."""
+    prompts = torch.randint(0, VOCAB, (320, 6), generator=torch.Generator().manual_seed(1))
+    return load_target(sharp_folder).generate(prompts, max_new_tokens=40, do_sample=False)  # type: ignore[operator]

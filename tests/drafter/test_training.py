@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron_tlt.drafter.training import DrafterTrainer, train_session
 from megatron_tlt.errors import ConfigError, RunError
 from tests.helpers.launch import run_torchrun
 
-from .conftest import VOCAB, hidden_states, load_target, random_entry, top_of
+from .conftest import hidden_states, load_target, random_entry, top_of
 
 WORKER = Path(__file__).parent / "workers" / "data_parallel.py"
 
@@ -128,24 +127,6 @@ def test_packed_gradients_are_the_padded_ones(
         # SGD at rate 1: the step is the gradient, and what it adds is rounded to the parameter's bits
         found = before[name] - parameter.detach()
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=max(2e-7, 2e-6 * scale), msg=name)
-
-
-@pytest.fixture(scope="module")
-def sharp_folder(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with logits four times as far apart, so that what it says next can be learned."""
-    sharp = copy.deepcopy(target)
-    with torch.no_grad():
-        sharp.lm_head.weight *= 4  # type: ignore[union-attr,operator]
-    folder = tmp_path_factory.mktemp("sharp")
-    sharp.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def responses(sharp_folder: Path) -> torch.Tensor:
-    """The target's greedy responses to random prompts of 6 tokens, (320, 46)."""
-    prompts = torch.randint(0, VOCAB, (320, 6), generator=torch.Generator().manual_seed(1))
-    return load_target(sharp_folder).generate(prompts, max_new_tokens=40, do_sample=False)  # type: ignore[operator]
 
 
 def entries_of(folder: Path, responses: torch.Tensor, kind: Kind, k: int) -> list[Entry]:

@@ -1,0 +1,201 @@
+"""A drafter that was warmed up and exported here, served by stock vLLM: is it as good there?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from megatron_tlt.bench import workers
+from megatron_tlt.cli import main
+from megatron_tlt.config.schema import DrafterConfig, RolloutConfig, SpeculationConfig
+from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
+from megatron_tlt.drafter.model import Kind
+from megatron_tlt.errors import RunError
+from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.observe.benchmark import BenchmarkResult
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.platform.device import initialize_distributed, prepare
+from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+
+VOCAB = 64
+PROMPT = 8
+RESPONSE = 64
+# Both engines get the same. Where a request comes within K tokens of it, vLLM stops drafting for the whole batch.
+MAX_MODEL_LEN = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
+    parser.add_argument("--target-steps", type=int, default=300, help="steps that the target is trained on the chain")
+    parser.add_argument("--steps", type=int, default=100, help="steps of the drafter's warm-up")
+    parser.add_argument("--prompts", type=int, default=64, help="greedy responses that are compared")
+    parser.add_argument("--depth", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for stock vLLM")
+
+
+def chain(count: int, length: int, seed: int) -> torch.Tensor:
+    """Sequences (count, length) whose next token is a table's, by the last token and the one before it modulo 4.
+
+    One token in ten is drawn evenly instead.
+    """
+    table = torch.randint(0, VOCAB, (VOCAB, 4), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (count, length), generator=generator)
+    kept = torch.rand(count, length, generator=generator) < 0.9
+    for t in range(2, length):
+        tokens[:, t] = torch.where(kept[:, t], table[tokens[:, t - 1], tokens[:, t - 2] % 4], tokens[:, t])
+    return tokens
+
+
+def write_chain_target(folder: Path, steps: int) -> float:
+    """A model of 0.2 million weights that was trained on the chain; returns its last loss."""
+    write_tiny_model("qwen2-untied", folder, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loss = torch.zeros(())
+    for step in range(steps):
+        tokens = chain(32, PROMPT + RESPONSE, seed=1 + step)
+        logits = model(tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return loss.item()
+
+
+@torch.no_grad()
+def _responses(target: Path, count: int) -> list[Pair]:
+    """Sampled by the target."""
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        rows = model.generate(chain(count, PROMPT, seed=10**6), max_new_tokens=RESPONSE, do_sample=True, top_k=0)
+    return [Pair(tuple(row[:PROMPT]), tuple(row[PROMPT:])) for row in rows.tolist()]
+
+
+def _warmed_up(target: Path, kind: Kind, pairs: list[Pair], folder: Path, steps: int) -> Path:
+    """The exported folder of a drafter that was warmed up in ``folder``."""
+    model = drafter_from_target(target, kind, seed=1)
+    states = TargetStates(target, kind, taps_of(model.config), torch.device("cpu"))
+    plan = WarmupPlan(steps=steps)
+    with Progress(0, steps, enabled=False) as progress:
+        report = warm_up(model, DrafterConfig(kind=kind, lr=1e-3), pairs, states, folder, plan, progress)
+    assert report is not None
+    exported = folder.with_name(f"{folder.name}-exported")
+    if main(["export-drafter", str(folder), str(exported)]):
+        raise RunError(f"tlt export-drafter {folder} failed")
+    return exported
+
+
+def _inside(target: Path, drafter: Path, kind: Kind, prompts: list[list[int]], depth: int) -> dict[str, Any]:
+    """In this package's engine; the same fields as from stock vLLM."""
+    options = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": MAX_MODEL_LEN}
+    rollout = RolloutConfig(max_prompt_tokens=PROMPT, max_response_tokens=RESPONSE, vllm=options)
+    speculation = SpeculationConfig(drafter=kind, path=drafter, num_speculative_tokens=depth)
+    engine = VllmEngine(target, rollout, speculation, seed=0)
+    greedy = SamplingSpec(temperature=0.0, max_tokens=RESPONSE)
+    responses = engine.generate([Request(str(i), tuple(ids), greedy, i) for i, ids in enumerate(prompts)])
+    engine.shutdown()
+    stats = sum((response.draft for response in responses), DraftStats())
+    tokens = [list(response.token_ids) for response in responses]
+    return {"tokens": tokens, "drafts": stats.num_drafts, "accepted": stats.num_accepted_tokens}
+
+
+def _outside(
+    target: Path, drafter: Path, kind: Kind, prompts: list[list[int]], depth: int, timeout_s: float
+) -> dict[str, Any]:
+    """In a Python that is not told where this project is, from a folder of its own.
+
+    Raises:
+        RunError: it failed, ran past ``timeout_s``, or imported this project all the same.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        away = Path(name)
+        worker = Path(shutil.copy(Path(workers.__file__).with_name("stock_vllm.py"), away))
+        (away / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
+        values = [
+            target.absolute(),
+            drafter.absolute(),
+            kind,
+            depth,
+            "prompts.json",
+            RESPONSE,
+            MAX_MODEL_LEN,
+            "out.json",
+        ]
+        # what this process has set for its own engine is nothing that a user of stock vLLM would have
+        own = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHDYNAMO_DISABLE")
+        environment = {key: value for key, value in os.environ.items() if key not in own}
+        command = [sys.executable, str(worker), *map(str, values)]
+        try:
+            done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"stock vLLM with {kind}: still running after {timeout_s} s") from error
+        if done.returncode:
+            end = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+            raise RunError(f"stock vLLM with {kind}: status {done.returncode}\n{end}")
+        found: dict[str, Any] = json.loads((away / "out.json").read_text(encoding="utf-8"))
+    if found["imported"]:
+        raise RunError(
+            f"stock vLLM with {kind}: it imported {', '.join(found['imported'][:5])}; allowed: nothing of it"
+        )
+    return found
+
+
+def acceptance_length(found: dict[str, Any]) -> float:
+    """Tokens per verification; a response's first token comes from its prompt, without one.
+
+    From drafts and tokens alone: engines count what was accepted behind a response's end differently.
+    """
+    tokens = sum(len(ids) - 1 for ids in found["tokens"])
+    return tokens / found["drafts"] if found["drafts"] else 1.0
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per kind of drafter: greedy responses to the same prompts in this package's engine and in stock vLLM."""
+    prepare()
+    initialize_distributed()
+    result = BenchmarkResult(environment=describe_environment(), name="export-drafter")
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        loss = write_chain_target(root / "target", arguments.target_steps)
+        pairs = _responses(root / "target", 200)
+        prompts = chain(arguments.prompts, PROMPT, seed=2 * 10**6).tolist()
+        for kind in arguments.kinds:
+            began = time.perf_counter()
+            drafter = _warmed_up(root / "target", kind, pairs, root / kind, arguments.steps)
+            report = json.loads((root / kind / "report.json").read_text(encoding="utf-8"))
+            seconds = time.perf_counter() - began
+            outside = _outside(root / "target", drafter, kind, prompts, arguments.depth, arguments.timeout)
+            inside = _inside(root / "target", drafter, kind, prompts, arguments.depth)
+            same = sum(a == b for a, b in zip(inside["tokens"], outside["tokens"], strict=True))
+            ratio = acceptance_length(outside) / acceptance_length(inside)
+            result.rows.append(
+                {
+                    "kind": kind,
+                    "target_loss": loss,
+                    "warm_up_s": seconds,
+                    "teacher_forced_before": report["history"][0]["acceptance_length"],
+                    "teacher_forced_after": report["history"][-1]["acceptance_length"],
+                    "acceptance_length_here": acceptance_length(inside),
+                    "acceptance_length_stock": acceptance_length(outside),
+                    "same_responses": f"{same} of {len(prompts)}",
+                }
+            )
+            result.target(f"acceptance_stock_over_here_minus_1_{kind}", abs(ratio - 1.0), "<=", 0.02)
+    return result

@@ -1,0 +1,265 @@
+"""Offline warm-up of a drafter on fixed responses, killed and resumed as often as need be.
+
+In its folder: ``warmup.json`` says what is warmed up on what, ``data`` holds the target's hidden states, ``training``
+the checkpoint, ``drafter`` (at the end) the folder that vLLM loads, ``report.json`` what was gained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.config.schema import DrafterBufferConfig, DrafterConfig
+from megatron_tlt.drafter.buffer import DataBuffer
+from megatron_tlt.drafter.checkpoint import STATE, read_checkpoint, write_checkpoint
+from megatron_tlt.drafter.entry import OVERHEAD_BYTES, Entry
+from megatron_tlt.drafter.evaluation import teacher_forced_acceptance
+from megatron_tlt.drafter.folder import save_drafter
+from megatron_tlt.drafter.model import DraftModel
+from megatron_tlt.drafter.pairs import Pair, digest_of
+from megatron_tlt.drafter.training import DrafterTrainer, train_session
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.platform.files import atomic_write_text
+
+DRAFTER, TRAINING, DATA, REPORT, ABOUT = "drafter", "training", "data", "report.json", "warmup.json"
+HiddenStates = Callable[[torch.Tensor], torch.Tensor]
+_BYTES_PER_FEATURE = 2  # bfloat16
+_IN_MEMORY = 1 << 30
+_FLUSH_EVERY = 32
+
+
+@dataclass(frozen=True)
+class WarmupPlan:
+    """How long, and how often what.
+
+    Attributes:
+        steps: optimizer steps in all; a warm-up that is done goes on where more are asked for.
+        entries_per_step: responses in each.
+        save_every: steps between checkpoints.
+        evaluate_every: steps between evaluations on the held-out responses.
+        held_out_every: each so-manieth response is held out.
+        depth: drafts in a row that are evaluated (K).
+        seed: of the draw of responses and of feature noise.
+    """
+
+    steps: int
+    entries_per_step: int = 16
+    save_every: int = 50
+    evaluate_every: int = 100
+    held_out_every: int = 10
+    depth: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        lowest = {"held_out_every": 2, "seed": 0}
+        wrong = [
+            f"warm-up: {name} is {value}; allowed: at least {lowest.get(name, 1)}"
+            for name, value in asdict(self).items()
+            if value < lowest.get(name, 1)
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """``history``: step, acceptance_length, accepted_per_depth and (behind step 0) the last step's loss."""
+
+    kind: str
+    depth: int
+    training_responses: int
+    held_out_responses: int
+    held_out_chains: int
+    history: list[dict[str, Any]]
+
+    @property
+    def line(self) -> str:
+        """The gain in a line."""
+        first, last = (f"{self.history[i]['acceptance_length']:.3f}" for i in (0, -1))
+        return (
+            f"acceptance length (K = {self.depth}, greedy, teacher-forced, on {self.held_out_responses} held-out "
+            f"responses): {first} at the start, {last} after {self.history[-1]['step']} steps"
+        )
+
+
+def check_same(folder: Path, about: dict[str, Any]) -> None:
+    """Notes what a folder's warm-up is about; later calls must agree with it.
+
+    Raises:
+        ConfigError: the folder holds another warm-up: each key that differs, with both values.
+    """
+    file = folder / ABOUT
+    if not file.is_file():
+        atomic_write_text(file, json.dumps(about, indent=2, sort_keys=True) + "\n")
+        return
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    about = json.loads(json.dumps(about))
+    wrong = [
+        f"{file}: {key} is {known.get(key)!r}; asked for now: {about.get(key)!r} (another warm-up needs another folder)"
+        for key in sorted(known.keys() | about.keys())
+        if known.get(key) != about.get(key)
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def warm_up(
+    model: DraftModel,
+    config: DrafterConfig,
+    pairs: Sequence[Pair],
+    hidden_states: HiddenStates,
+    folder: Path,
+    plan: WarmupPlan,
+    progress: Progress,
+    should_stop: Callable[[], bool] = lambda: False,
+    about: dict[str, Any] | None = None,
+) -> WarmupReport | None:
+    """Trains ``model`` in place; started again with the same arguments it goes on, and ends with the same bits.
+
+    Args:
+        model: the drafter to start from, on the device to train on.
+        config: how to train.
+        pairs: responses of the target; ``plan`` says which are held out.
+        hidden_states: of the target for a sequence, (T) -> (T, F); asked once for each, whose answer is kept.
+        folder: of this warm-up alone.
+        plan: how long, how often.
+        progress: where to show it.
+        should_stop: asked between steps; True saves and ends early.
+        about: what else must be the same when it is started again (the target), as plain data.
+
+    Returns:
+        The report, also in the folder; None where it was stopped.
+
+    Raises:
+        ConfigError: pairs that cannot be trained on, or another warm-up's folder.
+        RunError: training ended with something that is not finite, or the disk is full.
+    """
+    _check_pairs(pairs, model, config)
+    kept = {name: value for name, value in asdict(plan).items() if name not in ("steps", "save_every")}
+    own = {"plan": kept, "drafter": config.model_dump(mode="json"), "pairs": digest_of(pairs)}
+    check_same(folder, {**own, **(about or {})})
+    data = _cache(pairs, hidden_states, folder / DATA, model, plan, progress, should_stop)
+    if data is None:
+        return None
+    training, held_out_buffer = data
+    held_out = [entry for item in held_out_buffer.descriptions if (entry := held_out_buffer.get(item.key)) is not None]
+    if not len(training) or not held_out:
+        raise ConfigError(
+            f"warm-up: {len(training)} responses to train on and {len(held_out)} held out can be drafted from; "
+            "allowed: at least one of each (of three tokens or more)"
+        )
+    trainer = DrafterTrainer(model, config, plan.seed)
+    history: list[dict[str, Any]] = []
+    if (folder / TRAINING / STATE).is_file():
+        state, extra = read_checkpoint(folder / TRAINING)
+        trainer.load_state(state)
+        history = extra["history"]
+        progress.message(f"warm-up goes on behind step {trainer.version}")
+    if trainer.version > plan.steps:
+        raise ConfigError(f"warm-up: steps is {plan.steps}; {folder} is behind step {trainer.version} already")
+    if not _train(trainer, training, held_out, folder / TRAINING, plan, progress, should_stop, history):
+        return None
+    save_drafter(model, folder / DRAFTER)
+    chains = sum(entry.num_drafted for entry in held_out)
+    report = WarmupReport(model.kind, plan.depth, len(training), len(held_out), chains, history)
+    atomic_write_text(folder / REPORT, json.dumps(asdict(report) | {"line": report.line}, indent=2) + "\n")
+    return report
+
+
+def _check_pairs(pairs: Sequence[Pair], model: DraftModel, config: DrafterConfig) -> None:
+    allowed = min(config.max_tokens_per_micro_batch, int(model.config.max_position_embeddings))
+    wrong = [
+        f"warm-up: pair {i} has {pair.length} tokens; allowed: {allowed} (max_tokens_per_micro_batch and the target's "
+        "positions)"
+        for i, pair in enumerate(pairs)
+        if pair.length > allowed
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong[:10]))
+
+
+def _cache(
+    pairs: Sequence[Pair],
+    hidden_states: HiddenStates,
+    folder: Path,
+    model: DraftModel,
+    plan: WarmupPlan,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+) -> tuple[DataBuffer, DataBuffer] | None:
+    """The buffers of what is trained on and what is held out, with an entry for each pair; None where stopped."""
+    per_token = model.feature_size * _BYTES_PER_FEATURE + torch.int32.itemsize
+    size = sum(pair.length * per_token + OVERHEAD_BYTES for pair in pairs)
+    bounds = DrafterBufferConfig(memory_bytes=min(size, _IN_MEMORY), disk_bytes=size)
+    training, held_out = (DataBuffer(folder / name, bounds, plan.seed) for name in ("train", "held_out"))
+    progress.start("hidden states", len(pairs))
+    for i, pair in enumerate(pairs):
+        buffer = held_out if i % plan.held_out_every == plan.held_out_every - 1 else training
+        if f"0/{i}" not in buffer:
+            if should_stop():
+                break
+            tokens = torch.tensor(pair.prompt + pair.response, dtype=torch.int32)
+            hidden = hidden_states(tokens).bfloat16()
+            buffer.add(Entry(f"0/{i}", 0, tokens, len(pair.prompt), hidden, 1.0))
+        if i % _FLUSH_EVERY == 0:
+            training.flush()
+            held_out.flush()
+        progress.advance()
+    training.flush()
+    held_out.flush()
+    return None if should_stop() else (training, held_out)
+
+
+def _train(
+    trainer: DrafterTrainer,
+    training: DataBuffer,
+    held_out: Sequence[Entry],
+    folder: Path,
+    plan: WarmupPlan,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+    history: list[dict[str, Any]],
+) -> bool:
+    """Trains up to the plan's steps, saving and evaluating on the way; False where it was told to stop."""
+
+    def evaluate(loss: float | None) -> None:
+        found = teacher_forced_acceptance(
+            trainer.model, held_out, plan.depth, trainer.config.max_tokens_per_micro_batch
+        )
+        row = {"step": trainer.version, "acceptance_length": found.acceptance_length}
+        history.append({**row, "accepted_per_depth": list(found.accepted_per_depth), "loss": loss})
+        progress.step_done(trainer.version, {"speculation/acceptance_length": found.acceptance_length})
+
+    def between_steps() -> bool:
+        progress.advance()
+        return should_stop()
+
+    if not history:
+        evaluate(None)
+    # the row at the end of an earlier, shorter warm-up would not be there without that one
+    history[:] = [row for row in history if row["step"] % plan.evaluate_every == 0 or row["step"] == plan.steps]
+    progress.start("warm-up", plan.steps)
+    progress.advance(trainer.version)
+    while trainer.version < plan.steps:
+        version = trainer.version
+        stops = [every * (version // every + 1) for every in (plan.save_every, plan.evaluate_every)]
+        count = min(*stops, plan.steps) - version
+        session = train_session(trainer, training, 0, plan.entries_per_step, count, between_steps)
+        if session.outcome not in ("completed", "stopped"):
+            raise RunError(f"warm-up: training ended with {session.outcome} behind step {trainer.version}")
+        due = trainer.version % plan.evaluate_every == 0 or trainer.version == plan.steps
+        if session.outcome == "completed" and due:
+            evaluate(session.metrics["loss"])
+        write_checkpoint(folder, trainer.model, trainer.state, {"history": history})
+        if session.outcome == "stopped":
+            return False
+    return True
