@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import secrets
@@ -204,6 +205,19 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
     return {**chosen, "model": str(speculation.path), "draft_load_config": LoadConfig()}
 
 
+def _max_model_len(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig) -> int:
+    """The longest sequence, and behind a drafter model's as many positions as it drafts, where the model has them.
+
+    vLLM stops drafting for a whole batch as soon as one of its sequences leaves no room for drafts.
+    """
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if not speculation.enabled or speculation.path is None:
+        return longest
+    model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    positions = int(model.get("max_position_embeddings", longest))
+    return max(longest, min(positions, longest + speculation.num_speculative_tokens))
+
+
 def engine_args(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> dict[str, Any]:
     """Keyword arguments for vLLM's EngineArgs: what this room fixes, its defaults, then ``rollout.vllm``.
 
@@ -231,7 +245,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         "generation_config": "vllm",
         "async_scheduling": False,
         "speculative_config": speculative_config(speculation),
-        "max_model_len": rollout.max_prompt_tokens + rollout.max_response_tokens,
+        "max_model_len": _max_model_len(model_path, rollout, speculation),
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
