@@ -101,7 +101,7 @@ def test_switching_off_and_on(drafting: VllmEngine, expected: list[tuple[int, ..
 
 
 def test_up_to_the_longest_sequence(drafting: VllmEngine, plain_engine: VllmEngine) -> None:
-    """Where the next drafts would not fit in the model's length, vLLM drafts token 0 instead of asking the drafter."""
+    """Drafts go on up to the last token, though none fits behind the longest sequence itself."""
     spec = SamplingSpec(temperature=0.0, max_tokens=ROLLOUT.max_response_tokens)
     requests = [Request(f"l{i}", (*range(VOCAB), *range(i, VOCAB), *range(16 + i)), spec, seed=0) for i in range(3)]
     assert {len(request.prompt_token_ids) for request in requests} == {ROLLOUT.max_prompt_tokens}
