@@ -23,6 +23,8 @@ def main(config: TltConfig) -> None:
     if config.run.name == "fine":
         (folder / f"threads{rank}").write_text(os.environ["OMP_NUM_THREADS"])
     elif config.run.name == "bad" and rank == "1":
+        while not (folder / "ready0").exists():  # or the launcher would end rank 0 before it says who it is
+            time.sleep(0.05)
         raise ConfigError("tensor x: found 1; allowed: 2")
     elif config.run.name == "bug":
         raise ZeroDivisionError("a bug")
