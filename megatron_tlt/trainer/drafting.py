@@ -153,13 +153,13 @@ class Drafting:
     def _metrics(self, result: SessionResult) -> dict[str, float]:
         counts = self._buffer.counts
         return {
-            "drafter/version": float(self.version),
+            **{f"drafter/{name}": value for name, value in result.metrics.items()},
+            "drafter/version": float(self.version),  # of the drafter that stays, not of the session's last step
             "drafter/steps": float(result.steps),
             "drafter/failed": float(result.outcome.startswith("non_finite")),
             "drafter/entries": float(len(self._buffer)),
             "drafter/buffer_mib": self._buffer.nbytes / 2**20,
             "drafter/dropped": float(sum(counts.dropped.values())),
-            **{f"drafter/{name}": value for name, value in result.metrics.items()},
         }
 
     def synchronize(self, verify: bool) -> SyncReport:
