@@ -6,6 +6,7 @@ Each fault meets engines that already generated from whole weights: they must re
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,7 @@ def main(folder: str, kill: str) -> None:
     whole.sync(version=1, verify=True)
     generate(engine)
     if kill == "kill":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others: this one speaks first
         attempt("killed", engine, way(policy, engine, DyingExchange))
         return
     attempt("missing", engine, way(policy, engine, BucketExchange, lose=LOST))

@@ -105,6 +105,8 @@ def main(engine_tp: int, actor_dtype: str, engine_dtype: str, staging_kb: int, f
     actor, engine = getattr(torch, actor_dtype), getattr(torch, engine_dtype)
     memory = Memory(whole, engine_tp, engine)
     exchange = {"kill": DyingExchange, "flip": FlippingExchange}.get(fault, BucketExchange)
+    if fault == "kill":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others: they speak first
     version = 0
     sync = DirectSync(
         lambda: held(whole, version, actor, "tensor3" if fault == "missing" else ""),
