@@ -44,30 +44,19 @@ def parser() -> argparse.ArgumentParser:
 def sample_pairs(folder: Path, config: Any, count: int, seed: int, progress: Any) -> list[Any]:
     """The target's own responses to the config's training problems, sampled as a rollout samples them."""
     from megatron_tlt.config.schema import SpeculationConfig
-    from megatron_tlt.data.tokenizer import encode_prompt, load_tokenizer
+    from megatron_tlt.data.tokenizer import load_tokenizer
     from megatron_tlt.drafter import Pair
     from megatron_tlt.platform.device import initialize_distributed, prepare
-    from megatron_tlt.rollout.types import Request, SamplingSpec
     from megatron_tlt.rollout.vllm_engine import VllmEngine
     from megatron_tlt.tasks.mixture import build_sources
-    from megatron_tlt.trainer.experience import request_seed
+    from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
     prepare()
     initialize_distributed()
     tokenizer = load_tokenizer(folder)
     problems = build_sources(config.tasks, "train", config.run.seed)
-    own = config.rollout.sampling
-    sampling = SamplingSpec(
-        temperature=own.temperature,
-        max_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=(tokenizer.eos_id,),
-    )
-    requests = [
-        Request(
-            str(i), tuple(encode_prompt(tokenizer, problems.problem(i))), sampling, request_seed("warm-up", seed, i)
-        )
-        for i in range(count)
-    ]
+    sampling = training_sampling(config.rollout, tokenizer.eos_id)
+    requests = one_request_each(map(problems.problem, range(count)), tokenizer, sampling, "warm-up", seed)
     engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), config.run.seed)
     progress.start("sampling", count)
     responses = engine.generate(requests, on_finished=lambda _: progress.advance())

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import SpeculationConfig, TltConfig
-from megatron_tlt.data.tokenizer import encode_prompt, load_tokenizer
+from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.platform.device import initialize_distributed, prepare
-from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
+from megatron_tlt.rollout.types import DraftStats, Request, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import request_seed
+from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,15 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _requests(config: TltConfig, folder: Path, count: int) -> list[Request]:
     tokenizer = load_tokenizer(folder)
     problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(count)
-    sampling = SamplingSpec(
-        temperature=config.rollout.sampling.temperature,
-        max_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=(tokenizer.eos_id,),
-    )
-    return [
-        Request(str(i), tuple(encode_prompt(tokenizer, p)), sampling, request_seed("bench", i))
-        for i, p in enumerate(problems)
-    ]
+    return one_request_each(problems, tokenizer, training_sampling(config.rollout, tokenizer.eos_id), "bench")
 
 
 def _engines(config: TltConfig, folder: Path) -> dict[str, VllmEngine]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.types import ShardSlice
@@ -51,15 +49,6 @@ def _propose_nothing(
 ) -> list[list[int]]:
     """A drafter's ``propose`` that drafts nothing for any row."""
     return [[] for _ in sampled_token_ids]
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors in a folder's safetensors files."""
-    names: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names.update(tensors.keys())
-    return names
 
 
 def read_drafter_weights(

@@ -19,7 +19,7 @@ from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
-from megatron_tlt.rollout.vllm_drafters import DraftSwitch, read_drafter_weights, tensor_names
+from megatron_tlt.rollout.vllm_drafters import DraftSwitch, read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
@@ -73,7 +73,7 @@ class VllmEngine:
         versions: dict[str, int | None] = {POLICY: None if self._is_dummy(rollout) else 0}
         if speculation.enabled and speculation.path is not None:
             versions[DRAFTER] = 0
-            self._drafter_names = tensor_names(speculation.path)
+            self._drafter_names = set(SafetensorsFolder(speculation.path).names)
         self._versions = WeightVersions(versions)
         self._accounts = SchedulerAccounts(core.scheduler, self.num_speculative_tokens)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import DrafterConfig, TltConfig
@@ -21,9 +19,11 @@ from megatron_tlt.drafter import (
     SharedWeights,
     TrainerState,
     first_drafter,
+    read_checkpoint,
     save_drafter,
     taps_of,
     train_session,
+    write_checkpoint,
 )
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, current_device, log_once, rank, world_size
@@ -31,8 +31,6 @@ from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.trainer.experience import ScoredResponse
 from megatron_tlt.trainer.synchronization import drafter_sync
-
-_TENSORS, _NUMBERS = "drafter.safetensors", "drafter.json"
 
 
 class LearnsWhileTraining(Protocol):
@@ -181,19 +179,14 @@ class Drafting:
         """This rank's part of a checkpoint: rank 0 writes the drafter, every rank makes its data last."""
         self._buffer.flush()
         if rank() == 0:
-            state = self._trainer.state
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors().items()}
-            save_file(tensors, folder / _TENSORS)
-            numbers = {"version": state.version, "numbers": state.numbers, "step": self._step}
-            (folder / _NUMBERS).write_text(json.dumps(numbers), encoding="utf-8")
+            write_checkpoint(folder, self._trainer.model, self._trainer.state, {"step": self._step})
 
     def load(self, folders: Sequence[Path]) -> None:
         """Goes on from a checkpoint; responses sampled after it are sampled again."""
-        numbers = json.loads((folders[0] / _NUMBERS).read_text(encoding="utf-8"))
-        tensors = load_file(folders[0] / _TENSORS, device=str(current_device().torch_device))
-        self._trainer.load_state(TrainerState.from_tensors(numbers["version"], tensors, numbers["numbers"]))
+        state, extra = read_checkpoint(folders[0])
+        self._trainer.load_state(state)
         self._good = _copied(self._trainer.state)
-        self._step = int(numbers["step"])
+        self._step = int(extra["step"])
         self._buffer.rewind(self._step)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import Timeline
@@ -46,6 +47,28 @@ def request_seed(*parts: object) -> int:
     """A 63-bit seed that depends on all of ``parts`` and nothing else."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def training_sampling(rollout: RolloutConfig, eos_id: int) -> SamplingSpec:
+    """How training rollouts are sampled."""
+    sampling = rollout.sampling
+    return SamplingSpec(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=(eos_id,),
+    )
+
+
+def one_request_each(
+    problems: Iterable[Problem], tokenizer: Tokenizer, sampling: SamplingSpec, *seed_parts: object
+) -> list[Request]:
+    """One response to each problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i."""
+    return [
+        Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i))
+        for i, problem in enumerate(problems)
+    ]
 
 
 class ExperienceCollector:

@@ -34,7 +34,7 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.drafting import Drafting
 from megatron_tlt.trainer.evaluation import Evaluation
-from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
+from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested, training_sampling
 from megatron_tlt.trainer.export import save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.step import StepResult, TrainingStep
@@ -115,7 +115,7 @@ class Run:
             build_sources(config.tasks, "train", config.run.seed),
             policy_sync(config, self._policy, self._engine),
             self._timeline,
-            self._sampling(config.rollout.sampling.temperature, config.rollout.sampling.top_p),
+            training_sampling(config.rollout, self._tokenizer.eos_id),
             self._drafting,
         )
         self._checkpoints = Checkpoints(
@@ -128,11 +128,11 @@ class Run:
         self._state = TrainerState()
         self._saved_step: int | None = None
 
-    def _sampling(self, temperature: float, top_p: float = 1.0) -> SamplingSpec:
+    def _sampling(self, temperature: float) -> SamplingSpec:
+        """How held-out problems are answered."""
         rollout = self._config.rollout
         return SamplingSpec(
             temperature=temperature,
-            top_p=top_p,
             top_k=rollout.sampling.top_k if temperature == rollout.sampling.temperature else -1,
             max_tokens=rollout.max_response_tokens,
             stop_token_ids=(self._tokenizer.eos_id,),

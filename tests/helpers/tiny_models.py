@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from megatron_tlt.models.tiny import write_tiny_model
 
 
 def build_qwen2(
@@ -54,6 +58,15 @@ def build_qwen2(
                 else:
                     parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
+    return folder
+
+
+def write_lively_model(name: str, folder: Path, **options: Any) -> Path:
+    """A tiny model with larger weights: its greedy responses differ from token to token."""
+    write_tiny_model(name, folder, hidden_size=128, num_attention_heads=4, head_dim=32, **options)
+    state = load_file(folder / "model.safetensors")
+    lively = {key: tensor if "norm" in key else tensor * 3 for key, tensor in state.items()}
+    save_file(lively, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

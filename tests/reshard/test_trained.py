@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import run_torchrun
-from tests.rollout.test_families import write_lively_model
+from tests.helpers.tiny_models import write_lively_model
 
 WORKER = Path(__file__).parent / "workers" / "trained.py"
 TP, PP, EP, ETP = (

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
+from megatron_tlt.models.tiny import TINY_MODELS
 from megatron_tlt.rollout.types import ShardSlice
 from tests.helpers.launch import run_python, run_torchrun
-from tests.helpers.tiny_models import greedy
+from tests.helpers.tiny_models import greedy, write_lively_model
 
 from .workers.layouts import PROMPTS, SCALE
 
@@ -26,15 +26,6 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"num_key_value_heads": 1, "num_experts": 5},
     "mixtral": {"num_key_value_heads": 2},
 }
-
-
-def write_lively_model(name: str, folder: Path, **options: Any) -> Path:
-    """A tiny model with larger weights: its greedy responses differ from token to token."""
-    write_tiny_model(name, folder, hidden_size=128, num_attention_heads=4, head_dim=32, **options)
-    state = load_file(folder / "model.safetensors")
-    lively = {key: tensor if "norm" in key else tensor * 3 for key, tensor in state.items()}
-    save_file(lively, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.mark.distributed

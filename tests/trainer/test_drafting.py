@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from megatron_tlt.drafter.checkpoint import STATE
 from megatron_tlt.observe.metrics import read_metrics
 from tests.trainer.conftest import Runs
 from tests.trainer.test_run import wait_for_rows, weights
@@ -29,7 +30,7 @@ def steps(run: Path) -> list[dict[str, float]]:
 
 def drafter(run: Path) -> Path:
     newest = max((run / "checkpoints").glob("step_*"))
-    return newest / "drafter" / "rank_00000" / "drafter.safetensors"
+    return newest / "drafter" / "rank_00000" / STATE
 
 
 def of_kind(kind: str) -> tuple[str, str]:

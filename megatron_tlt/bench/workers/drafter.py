@@ -20,7 +20,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.data.tokenizer import encode_prompt, load_tokenizer
+from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.device import initialize_distributed, prepare, seed_everything
@@ -28,11 +28,11 @@ from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
-from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
+from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.drafting import Drafting
-from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse, request_seed
+from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse, one_request_each, training_sampling
 from megatron_tlt.trainer.step import TrainingStep
 from megatron_tlt.trainer.synchronization import drafter_sync, policy_sync
 
@@ -80,17 +80,10 @@ class _Bench:
             tensor_parallel_size=1,
             timeline=Timeline(0),
         )
-        self._sampling = SamplingSpec(
-            temperature=config.rollout.sampling.temperature,
-            max_tokens=config.rollout.max_response_tokens,
-            stop_token_ids=(self._tokenizer.eos_id,),
-        )
+        self._sampling = training_sampling(config.rollout, self._tokenizer.eos_id)
         self._to_ngram = policy_sync(config, self._policy, self._ngram)
         problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(given["problems"])
-        self._requests = [
-            Request(str(i), tuple(encode_prompt(self._tokenizer, p)), self._sampling, request_seed("bench", i))
-            for i, p in enumerate(problems)
-        ]
+        self._requests = one_request_each(problems, self._tokenizer, self._sampling, "bench")
 
     def _variant(self, loss: str, **drafter: Any) -> TltConfig:
         given = self._given
