@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-problems", type=int, default=192, help="responses that these learn from")
     parser.add_argument("--drafts", type=int, default=3, help="draft tokens per step (K)")
     parser.add_argument("--lr", type=float, default=1e-3, help="of the drafters")
+    parser.add_argument("--entries", type=int, default=16, help="responses per drafter step")
+    parser.add_argument("--unroll", type=int, help="drafts trained behind one another (default: the drafter's)")
     parser.add_argument("--problems", type=int, default=64, help="held-out problems, one sampled response each")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
 
@@ -43,7 +45,17 @@ def _run(arguments: argparse.Namespace, folder: Path, kind: str, seed: int) -> l
         "seed": seed,
         **{
             key: getattr(arguments, key)
-            for key in ("steps", "session_steps", "warm_steps", "warm_problems", "drafts", "lr", "problems")
+            for key in (
+                "steps",
+                "session_steps",
+                "warm_steps",
+                "warm_problems",
+                "drafts",
+                "lr",
+                "entries",
+                "unroll",
+                "problems",
+            )
         },
     }
     with tempfile.TemporaryDirectory() as work:

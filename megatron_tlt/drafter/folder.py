@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from megatron_tlt.config.schema import DrafterConfig
 from megatron_tlt.drafter.eagle import Eagle
 from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
-from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
+from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import family_of, head_dim, rope_parameters
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
@@ -105,7 +105,7 @@ def build_drafter(config: PretrainedConfig, kind: Kind, shared: SharedWeights) -
         return MODELS[kind](config, shared)
 
 
-def _target_layer(weights: SafetensorsFolder, num_layers: int) -> dict[str, torch.Tensor]:
+def _target_layer(weights: TargetTensors, num_layers: int) -> dict[str, torch.Tensor]:
     """What the target's last layer has of a dense Llama layer, in float32."""
     at = f"model.layers.{num_layers - 1}."
     names = [*_LAYER_WEIGHTS, "input_layernorm.weight"]
@@ -148,17 +148,17 @@ def _first_weights(model: DraftModel, layer: dict[str, torch.Tensor], norm: torc
 
 
 def drafter_from_target(
-    target: Path, kind: Kind, seed: int, taps: Sequence[int] | None = None, shared: SharedWeights | None = None
+    target: Path, kind: Kind, seed: int, taps: Sequence[int] | None = None, weights: TargetTensors | None = None
 ) -> DraftModel:
     """A drafter that starts from the last layer of the Hugging Face folder ``target``, in float32.
 
-    ``shared`` are the target's embedding and head where they are at hand already. The same seed gives the same weights.
+    ``weights`` are the target's where they are not the folder's. The same seed gives the same weights.
 
     Raises:
         ConfigError: the folder cannot be read, or holds no model that is supported.
     """
-    target_config, weights = read_hf_config(target), SafetensorsFolder(target)
-    shared = shared or SharedWeights.from_folder(target)
+    target_config, weights = read_hf_config(target), weights or SafetensorsFolder(target)
+    shared = SharedWeights.of(weights, bool(target_config.tie_word_embeddings))
     model = build_drafter(draft_config(target_config, kind, taps), kind, shared)
     layer = _target_layer(weights, target_config.num_hidden_layers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -241,15 +241,19 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
     return model
 
 
-def first_drafter(config: DrafterConfig, target: Path, seed: int) -> DraftModel:
+def first_drafter(config: DrafterConfig, target: Path, seed: int, weights: TargetTensors | None = None) -> DraftModel:
     """The drafter that a config starts from: the one in its folder, or one made from the target's last layer.
+
+    ``target`` is the target's Hugging Face folder; one without weights will do where ``weights`` are given.
 
     Raises:
         ConfigError: as :func:`load_drafter` and :func:`drafter_from_target` do, or ``taps`` are not the folder's.
     """
     if config.path is None:
-        return drafter_from_target(target, config.kind, seed, config.taps)
-    model = load_drafter(config.path, read_hf_config(target), config.kind, SharedWeights.from_folder(target))
+        return drafter_from_target(target, config.kind, seed, config.taps, weights)
+    target_config = read_hf_config(target)
+    shared = SharedWeights.of(weights or SafetensorsFolder(target), bool(target_config.tie_word_embeddings))
+    model = load_drafter(config.path, target_config, config.kind, shared)
     if config.taps is not None and tuple(config.taps) != taps_of(model.config):
         raise ConfigError(f"drafter.taps is {config.taps}; {config.path} was made for {list(taps_of(model.config))}")
     return model

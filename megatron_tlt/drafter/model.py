@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 Kind = Literal["eagle", "eagle3"]
 
 
+class TargetTensors(Protocol):
+    """The target's weights by their Hugging Face names: a ``SafetensorsFolder``, or a policy that is loaded."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class SharedWeights:
     """The target's token embedding and LM head, both (V, H): used, never trained, never saved with a drafter."""
@@ -30,16 +38,19 @@ class SharedWeights:
     head: torch.Tensor
 
     @classmethod
-    def from_folder(cls, folder: Path) -> SharedWeights:
-        """Read from a Hugging Face folder in its dtype; a tied head is the embedding itself.
+    def of(cls, weights: TargetTensors, tied: bool) -> SharedWeights:
+        """Read in the dtype they are held in; a tied head is the embedding itself.
 
         Raises:
-            ConfigError: the folder or one of the two tensors cannot be read.
+            ConfigError: one of the two cannot be read.
         """
-        weights = SafetensorsFolder(folder)
         embedding = weights.read("model.embed_tokens.weight")
-        tied = bool(read_hf_config(folder).tie_word_embeddings)
         return cls(embedding, embedding if tied else weights.read("lm_head.weight"))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> SharedWeights:
+        """Those of a Hugging Face folder; raises ConfigError as ``of``, and where the folder cannot be read."""
+        return cls.of(SafetensorsFolder(folder), bool(read_hf_config(folder).tie_word_embeddings))
 
     def to(self, device: torch.device) -> SharedWeights:
         """The same on ``device``; still one tensor where they are tied."""

@@ -47,24 +47,38 @@ class LearnsWhileTraining(Protocol):
     def synchronize(self, verify: bool) -> SyncReport | None: ...
 
 
+class _TensorsOf:
+    """The policy's weights, whole, one at a time; all ranks read the same ones in the same order."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._policy.model.weights.shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        return dict(self._policy.export_weights((name,)))[name]
+
+
 class Drafting:
     """One drafter, the same on every rank; all ranks call every method together.
 
     Args:
         config: of the run; its ``drafter`` section is there.
-        target: the Hugging Face folder that the policy starts from.
+        target: the folder with the policy's config; its weights are not read.
         folder: of the run: the first drafter and each rank's data go below ``drafter/``.
+        policy: the target, whose weights it starts from and shares.
     """
 
     name = "drafter"
 
-    def __init__(self, config: TltConfig, target: Path, folder: Path) -> None:
+    def __init__(self, config: TltConfig, target: Path, folder: Path, policy: Policy) -> None:
         assert config.drafter is not None
         self._config: DrafterConfig = config.drafter
         self._run = config
         self._first = folder / "drafter" / "first"
         self._step = 0
-        model = first_drafter(self._config, target, config.run.seed)
+        model = first_drafter(self._config, target, config.run.seed, _TensorsOf(policy))
         if rank() == 0:
             save_drafter(model, self._first, _engine_dtype(config))
         barrier()  # engines of all ranks read it
@@ -129,7 +143,7 @@ class Drafting:
         Returns:
             Metrics of the session.
         """
-        self._trainer.model.share(self._shared(policy))
+        self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
         result = train_session(
             self._trainer, self._buffer, step, self._config.entries_per_step, self._config.session_steps
         )
@@ -142,11 +156,6 @@ class Drafting:
         else:
             self._good = _copied(self._trainer.state)
         return self._metrics(result)
-
-    def _shared(self, policy: Policy) -> SharedWeights:
-        whole = dict(policy.export_weights(("model.embed_tokens.weight", "lm_head.weight")))
-        embedding = whole["model.embed_tokens.weight"]
-        return SharedWeights(embedding, whole.get("lm_head.weight", embedding))
 
     def _metrics(self, result: SessionResult) -> dict[str, float]:
         counts = self._buffer.counts

@@ -88,7 +88,9 @@ class Run:
             self._reference.memory.offload()
         # the first reshard brings the weights
         rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
-        self._drafting = Drafting(config, source, self._folder) if config.drafter is not None else None
+        self._drafting = (
+            Drafting(config, self._side_files, self._folder, self._policy) if config.drafter is not None else None
+        )
         speculation = config.speculation
         if self._drafting is not None:
             speculation = speculation.model_copy(update={"path": self._drafting.first_folder})

@@ -87,3 +87,14 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(runs: Runs, eagle: 
     expected, found = (load_file(drafter(run)) for run in (eagle, runs.folder / "cut"))
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def test_from_a_megatron_checkpoint_it_starts_from_the_policys_last_layer(runs: Runs, eagle: Path) -> None:
+    checkpoint = max((eagle / "checkpoints").glob("step_*"))
+    model = ("model.recipe=null", f"model.path={checkpoint}", "actor.megatron.pipeline_model_parallel_size=2")
+    runs.train("onward", *OVERRIDES, *of_kind("eagle"), *model, "trainer.steps=1")
+    first = load_file(runs.folder / "onward" / "drafter" / "first" / "model.safetensors")
+    target = load_file(eagle / "hf" / "model.safetensors")
+    of_layer = [name for name in first if name.startswith("layers.0.")]
+    assert of_layer
+    assert all(first[name].equal(target[name.replace("layers.0", "model.layers.1")].float()) for name in of_layer)

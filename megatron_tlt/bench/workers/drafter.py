@@ -98,6 +98,8 @@ class _Bench:
             "drafter.loss.name": loss,
             "drafter.lr": given["lr"],
             "drafter.session_steps": given["session_steps"],
+            "drafter.entries_per_step": given["entries"],
+            **({"drafter.unroll_steps": given["unroll"]} if given["unroll"] else {}),
             **{f"drafter.{key}": value for key, value in drafter.items()},
         }
         return load_config(given["config"], [f"{key}={value}" for key, value in overrides.items()])
@@ -105,7 +107,7 @@ class _Bench:
     def warm_head(self) -> Path:
         """A head trained offline on responses of the first policy."""
         config = self._variant("eagle", session_steps=self._given["warm_steps"])
-        warm = Drafting(config, self._folder, self._work / "warm")
+        warm = Drafting(config, self._folder, self._work / "warm", self._policy)
         self._to_ngram.sync(version=0, verify=False)
         problems = build_sources(config.tasks, "train", config.run.seed + 1)
         batch = [problems.problem(i) for i in range(self._given["warm_problems"])]
@@ -126,7 +128,7 @@ class _Bench:
         with self._pool:
             head = self.warm_head()
             drafters = {
-                loss: Drafting(self._variant(loss, path=head), self._folder, self._work / loss)
+                loss: Drafting(self._variant(loss, path=head), self._folder, self._work / loss, self._policy)
                 for loss in given["losses"]
             }
             speculation = self._config.speculation.model_copy(update={"path": head})
