@@ -242,7 +242,7 @@ class DrafterConfig(Section):
     responses per rank.
 
     ``path`` starts it from a folder, else from the target's last layer. ``unroll_steps`` drafts are trained behind one
-    another (1 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.
+    another (3 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.
     ``feature_noise`` is the half-width of uniform noise on the features it reads.
     """
 
@@ -268,7 +268,7 @@ class DrafterConfig(Section):
     @property
     def steps(self) -> int:
         """Drafts trained behind one another."""
-        return self.unroll_steps or (1 if self.kind == "eagle" else 4)
+        return self.unroll_steps or (3 if self.kind == "eagle" else 4)
 
     @property
     def regression_weight(self) -> float:
