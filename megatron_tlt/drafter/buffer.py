@@ -135,22 +135,24 @@ class DataBuffer:
     def add(self, entry: Entry) -> bool:
         """Takes an entry in; False where it was dropped at once. Others are dropped to make room for it.
 
-        A step newer than any so far ages the others. An entry with a key that is there already replaces it.
+        A step newer than any so far ages the others. An entry with a key that is there already replaces it. Both hold
+        for one that is dropped, too.
 
         Raises:
             RunError: the disk is full (of other things) while entries go to files.
         """
         self.counts.added += 1
-        if entry.num_drafted < 1:
-            self.counts.dropped["too_short"] += 1
-            return False
-        if entry.nbytes > self.capacity:
-            self.counts.dropped["too_large"] += 1
-            return False
+        self._newest_step = max(self._newest_step, entry.step)
         old = self._stored.get(entry.key)
         if old is not None:
             self.counts.replaced += 1
             self._forget(old)
+        if entry.num_drafted < 1 or entry.nbytes > self.capacity:
+            self.counts.dropped["too_short" if entry.num_drafted < 1 else "too_large"] += 1
+            if old is not None and old.on_disk:
+                self._path(entry.key).unlink(missing_ok=True)
+            self._expire()
+            return False
         self._serial += 1
         # The old one's file stays until the new one takes its place: what was acknowledged is never missing.
         replaces_file = old is not None and old.on_disk

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.config.schema import DrafterBufferConfig
@@ -75,6 +75,8 @@ operation = st.one_of(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(operations=[("add", 0, 3, 0), ("add", 0, 2, 0)], memory=6000, disk=0, max_age=0)  # too short for a draft
+@example(operations=[("add", 0, 3, 0), ("flush",), ("add", 0, 2, 3), ("reopen",)], memory=6000, disk=9000, max_age=0)
 @given(
     operations=st.lists(operation, max_size=40),
     memory=st.integers(6000, 40000),

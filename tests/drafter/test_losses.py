@@ -139,5 +139,5 @@ def test_configs_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match="taps are EAGLE-3's"):
         DrafterConfig(taps=[1, 2, 3])
     assert (DrafterConfig().regression_weight, DrafterConfig(kind="eagle3").regression_weight) == (0.5, 0.0)
-    assert (DrafterConfig().steps, DrafterConfig(kind="eagle3").steps) == (1, 4)
+    assert (DrafterConfig().steps, DrafterConfig(kind="eagle3").steps) == (3, 4)
     assert DrafterConfig(loss=DrafterLossConfig(name="tv")).regression_weight == 0.0
