@@ -13,6 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from megatron_tlt.observe import report_plots as plots
+from megatron_tlt.observe import report_speculation as speculation
 from megatron_tlt.observe.report_data import RunData, is_number, last_step_timeline, load_run, section
 from megatron_tlt.observe.summary import describe_lengths, flatten, time_totals
 from megatron_tlt.platform.files import atomic_write_text
@@ -187,12 +188,17 @@ def make_cards(run: RunData) -> list[Card]:
         ("Time per step", "by phase; hatched: waiting for the slowest rank", plots.plot_phase_times(run)),
         ("Response length over steps", "in tokens, with its tail", plots.plot_length_bands(run)),
         ("Response lengths", "all responses of the run; logarithmic counts", plots.plot_length_histogram(run)),
-        ("Acceptance length", "tokens per decode step and request", plots.plot_acceptance(run)),
+        ("Acceptance length", "tokens per decode step and request", speculation.plot_acceptance(run)),
+        (
+            "Accepted drafts",
+            "by position in the draft, and by thirds of the response lengths",
+            speculation.plot_drafts(run),
+        ),
         ("Rollout against actor", "the two log-probabilities of each sampled token", plots.plot_mismatch(run)),
         ("Last step's timeline", "by rank; hatched: idle", plots.plot_timeline(timeline) if timeline else None),
         ("Training", "what the optimizer and the engines report", plots.plot_training(run)),
     ]
-    wide = ("Last step's timeline", "Training")
+    wide = ("Accepted drafts", "Last step's timeline", "Training")
     return [Card(title, caption, None if svg is None else Markup(svg), title in wide) for title, caption, svg in made]
 
 

@@ -1,104 +1,32 @@
-"""The report's plots: matplotlib figures as inline SVG; their colours are CSS variables and follow the theme."""
+"""The report's plots of training: matplotlib figures as inline SVG."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_tlt.observe.report_data import RunData, StepTimeline, numbers
+from megatron_tlt.observe.report_style import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PHASE_COLORS,
+    RED,
+    STYLE,
+    legend,
+    new_figure,
+    plain_log,
+    steps_axis,
+    to_svg,
+)
 from megatron_tlt.observe.timeline import PHASES
 
-# Colours matplotlib draws with; each stands for the CSS variable of its name in the report.
-INK = {"text": "#101112", "muted": "#202122", "grid": "#303132", "card": "#404142"}
-PHASE_COLORS = {
-    "rollout": "#3b7dd8",
-    "idle": "#b4bbc6",
-    "reward": "#8e5bd0",
-    "log_probs": "#e8923a",
-    "update": "#2f9e62",
-    "reshard": "#d64550",
-    "evaluate": "#1b9aaa",
-    "checkpoint": "#8a6a4f",
-    "drafter": "#d84f9a",
-    "other": "#7f8896",
-}
-CSS_NAMES = {color: f"--{name}" for name, color in INK.items()} | {
-    color: f"--phase-{name.replace('_', '-')}" for name, color in PHASE_COLORS.items()
-}
-BLUE, ORANGE, GREEN, RED = (PHASE_COLORS[name] for name in ("rollout", "log_probs", "update", "reshard"))
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "axes.titlesize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK["grid"],
-    "axes.labelcolor": INK["muted"],
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": INK["grid"],
-    "grid.linewidth": 0.6,
-    "text.color": INK["text"],
-    "xtick.color": INK["grid"],
-    "ytick.color": INK["grid"],
-    "xtick.labelcolor": INK["muted"],
-    "ytick.labelcolor": INK["muted"],
-    "lines.linewidth": 1.8,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "hatch.linewidth": 0.6,
-}
 MAX_BARS = 120
-
-
-def to_svg(figure: Figure, name: str) -> str:
-    """Inline SVG of ``figure``; ``name`` keeps the ids of several plots on one page apart."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    # Only salted ids (clip paths, markers, hatches) are referred to; patch_1 and the like would collide on the page.
-    text = re.sub(r' id="(?![a-z][0-9a-f]{10}")[^"]*"', "", text)
-    for color, variable in CSS_NAMES.items():
-        text = text.replace(color, f"var({variable})")
-    return text.strip()
-
-
-def _figure(height: float = 2.7, width: float = 6.4) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasSVG(figure)
-    return figure
-
-
-def _steps_axis(axes: Any) -> None:
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.margins(x=0.02)
-
-
-def _legend(axes: Any, columns: int = 4) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, handlelength=1.4, borderaxespad=0.2)
-
-
-def _plain_log(axes: Any) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def plot_reward(run: RunData) -> str | None:
@@ -110,8 +38,8 @@ def plot_reward(run: RunData) -> str | None:
         ("eval/pass_at_k", "held-out pass@k", GREEN, {"marker": "^", "ms": 4.5, "ls": "--", "lw": 1.2}),
         ("eval/greedy", "held-out greedy", ORANGE, {"marker": "s", "ms": 4, "ls": "--", "lw": 1.2}),
     ]
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure()
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
         axes = figure.subplots()
         drawn: list[tuple[list[float], list[float]]] = []
         for name, label, color, style in lines:
@@ -123,15 +51,15 @@ def plot_reward(run: RunData) -> str | None:
                 drawn.append((steps, values))
         if not drawn:
             return None
-        _steps_axis(axes)
-        _legend(axes, 3)
+        steps_axis(axes)
+        legend(axes, 3)
         return to_svg(figure, "reward")
 
 
 def plot_length_bands(run: RunData) -> str | None:
     """Response length over steps: median, the middle 80 %, the 99th percentile, the longest."""
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure()
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
         axes = figure.subplots()
         rows = [(row["step"], values) for row in run.lengths if (values := numbers(row.get("lengths")))]
         if rows:
@@ -150,8 +78,8 @@ def plot_length_bands(run: RunData) -> str | None:
                 return None
         axes.set_ylabel("tokens")
         axes.set_ylim(bottom=0)
-        _steps_axis(axes)
-        _legend(axes)
+        steps_axis(axes)
+        legend(axes)
         return to_svg(figure, "length_bands")
 
 
@@ -160,18 +88,18 @@ def plot_length_histogram(run: RunData) -> str | None:
     lengths = run.all_lengths()
     if not lengths:
         return None
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure()
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
         axes = figure.subplots()
         axes.hist(lengths, bins=min(60, max(5, int(max(lengths)))), color=BLUE, edgecolor=INK["card"], lw=0.4)
-        _plain_log(axes)
+        plain_log(axes)
         axes.set_ylim(bottom=0.7)
         median, p99, top = np.percentile(lengths, [50, 99, 100])
         for value, label, style in ((median, "median", "-"), (p99, "99 %", "--"), (top, "longest", ":")):
             axes.axvline(value, color=RED, lw=1.3, ls=style, label=f"{label} {value:.0f}")
         axes.set_xlabel("tokens per response")
         axes.set_ylabel("responses")
-        _legend(axes)
+        legend(axes)
         return to_svg(figure, "length_histogram")
 
 
@@ -191,8 +119,8 @@ def plot_phase_times(run: RunData) -> str | None:
     # Long runs: neighbouring steps are averaged into one bar.
     groups = np.array_split(np.arange(len(rows)), min(len(rows), MAX_BARS))
     width = 0.8 * (np.median(np.diff([steps[g].mean() for g in groups])) if len(groups) > 1 else 1.0)
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure()
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
         axes = figure.subplots()
         bottom = np.zeros(len(groups))
         for name, values in times.items():
@@ -211,36 +139,13 @@ def plot_phase_times(run: RunData) -> str | None:
             bottom += height
         axes.set_ylabel("seconds")
         axes.grid(axis="x", visible=False)
-        _steps_axis(axes)
-        _legend(axes, 5)
+        steps_axis(axes)
+        legend(axes, 5)
         return to_svg(figure, "phase_times")
 
 
 def _hatch(category: str) -> dict[str, Any]:
     return {"hatch": "////", "edgecolor": INK["muted"], "linewidth": 0} if category == "idle" else {"linewidth": 0}
-
-
-def plot_acceptance(run: RunData) -> str | None:
-    """Tokens per decode step over steps, with the middle 80 % of the responses."""
-    steps, values = run.series("speculation/acceptance_length")
-    rows = [(row["step"], found) for row in run.lengths if (found := numbers(row.get("acceptance")))]
-    if not steps and not rows:
-        return None
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure()
-        axes = figure.subplots()
-        if rows:
-            low, high = np.array([np.percentile(found, [10, 90]) for _, found in rows]).T
-            axes.fill_between(
-                [s for s, _ in rows], low, high, color=BLUE, alpha=0.22, lw=0, label="10-90 % of responses"
-            )
-        if steps:
-            axes.plot(steps, values, color=BLUE, label="all tokens")
-        axes.axhline(1.0, color=INK["muted"], lw=1.0, ls=":", label="no speculation")
-        axes.set_ylabel("tokens per decode step")
-        _steps_axis(axes)
-        _legend(axes)
-        return to_svg(figure, "acceptance")
 
 
 def plot_mismatch(run: RunData) -> str | None:
@@ -250,8 +155,8 @@ def plot_mismatch(run: RunData) -> str | None:
         ("mean_abs", "mean |difference|", BLUE),
         ("k3_kl", "k3 KL", GREEN),
     )
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure()
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
         axes = figure.subplots()
         for name, label, color in kinds:
             steps, values = run.series(f"mismatch/{name}")
@@ -261,9 +166,9 @@ def plot_mismatch(run: RunData) -> str | None:
                 axes.plot(*zip(*shown, strict=True), color=color, label=label)
         if not axes.lines:
             return None
-        _plain_log(axes)
-        _steps_axis(axes)
-        _legend(axes)
+        plain_log(axes)
+        steps_axis(axes)
+        legend(axes)
         return to_svg(figure, "mismatch")
 
 
@@ -284,8 +189,8 @@ def plot_training(run: RunData) -> str | None:
         return None
     columns = min(4, len(found))
     lines = -(-len(found) // columns)
-    with matplotlib.rc_context({**_STYLE, "lines.linewidth": 1.5}):
-        figure = _figure(height=1.85 * lines + 0.1, width=13.0 * columns / 4)
+    with matplotlib.rc_context({**STYLE, "lines.linewidth": 1.5}):
+        figure = new_figure(height=1.85 * lines + 0.1, width=13.0 * columns / 4)
         figure.get_layout_engine().set(h_pad=0.1, w_pad=0.08)  # type: ignore[union-attr,call-arg]
         grid = list(figure.subplots(lines, columns, squeeze=False).flat)
         for axes in grid[len(found) :]:
@@ -304,8 +209,8 @@ def plot_timeline(timeline: StepTimeline) -> str:
     rows = {row: index for index, row in enumerate(timeline.rows)}
     running = next((c for name, c in timeline.counters.items() if "running" in name), None)
     height = 0.34 * len(rows) + 0.9
-    with matplotlib.rc_context(_STYLE):
-        figure = _figure(height + (1.35 if running else 0), 13.0)
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(height + (1.35 if running else 0), 13.0)
         if running:
             axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[height, 1.3])
             _plot_running(below, running)
@@ -329,7 +234,7 @@ def plot_timeline(timeline: StepTimeline) -> str:
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.005)
         below.set_xlabel(f"seconds since step {timeline.step} began")
-        _legend(axes, 10)
+        legend(axes, 10)
         return to_svg(figure, "timeline")
 
 

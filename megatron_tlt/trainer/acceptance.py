@@ -17,14 +17,19 @@ def length_classes(lengths: Sequence[int]) -> list[str]:
     return [CLASSES[sum(length > bound for bound in bounds)] for length in lengths]
 
 
-def acceptance_metrics(responses: Sequence[Response]) -> dict[str, float]:
-    """Shares of drafts accepted at each position, and acceptance lengths by class of response length."""
+def acceptance_metrics(responses: Sequence[Response], drafter_version: int | None) -> dict[str, float]:
+    """Shares of drafts accepted at each position, and acceptance lengths by class of response length.
+
+    ``drafter_version`` is that of the drafter model that made the drafts; None where there was none.
+    """
     total = sum((response.draft for response in responses), DraftStats())
     metrics = {
         f"speculation/accepted_at_{position}": accepted / total.num_drafts
         for position, accepted in enumerate(total.accepted_per_position, start=1)
         if total.num_drafts
     }
+    if drafter_version is not None:
+        metrics["speculation/drafter_version"] = float(drafter_version)
     classes = length_classes([len(response.token_ids) for response in responses])
     for name in CLASSES:
         drafts = [response.draft for response, found in zip(responses, classes, strict=True) if found == name]

@@ -154,7 +154,7 @@ class TrainingStep:
                 "speculation/acceptance_length": drafts.acceptance_length,
                 "speculation/draft_tokens": float(drafts.num_draft_tokens),
                 "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
-                **acceptance_metrics([s.response for s in scored]),
+                **acceptance_metrics([s.response for s in scored], self._engine.versions.get("drafter")),
             }
         )
         return scored

@@ -19,6 +19,7 @@ from megatron_tlt.observe.summary import (
     write_summary,
 )
 from megatron_tlt.observe.timeline import Timeline, write_trace
+from megatron_tlt.trainer.acceptance import CLASSES
 
 RANKS = 2
 
@@ -61,6 +62,9 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
                 "time/idle": idle / RANKS,
                 "time/total": sum(times.values()) + 0.3,
                 "speculation/acceptance_length": acceptance.mean(),
+                "speculation/drafter_version": step * 20,
+                **{f"speculation/accepted_at_{at}": (0.3 + 0.4 * done) / at for at in (1, 2, 3)},
+                **{f"speculation/acceptance_length_{kind}": acceptance.mean() + at for at, kind in enumerate(CLASSES)},
                 "mismatch/mean_abs": 2e-3 * random.lognormal(0, 0.2),
                 "mismatch/max_abs": 4e-2 * random.lognormal(0, 0.5),
                 "mismatch/k3_kl": 6e-6 * random.lognormal(0, 0.4),

@@ -13,7 +13,7 @@ import pytest
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.report import duration, make_cards, make_tiles, write_report
 from megatron_tlt.observe.report_data import last_step_timeline, load_run
-from megatron_tlt.observe.report_plots import CSS_NAMES
+from megatron_tlt.observe.report_style import CSS_NAMES
 from megatron_tlt.observe.timeline import read_trace, trace_problems
 
 from .synthetic import make_run
@@ -65,7 +65,7 @@ def test_page_is_self_contained_and_well_formed(page: str) -> None:
 
 def test_page_has_every_plot_with_its_own_ids(page: str) -> None:
     plots = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(plots) == 8
+    assert len(plots) == 9
     every: list[str] = []
     for svg in plots:
         ElementTree.fromstring(svg)

@@ -1,0 +1,84 @@
+"""The report's plots of speculation."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+
+from megatron_tlt.observe.report_data import RunData, numbers
+from megatron_tlt.observe.report_style import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    RED,
+    STYLE,
+    legend,
+    new_figure,
+    steps_axis,
+    to_svg,
+)
+
+_CLASSES = (("short", GREEN), ("medium", ORANGE), ("long", RED))
+_POSITION_COLORS = (BLUE, GREEN, ORANGE, RED)
+
+
+def plot_acceptance(run: RunData) -> str | None:
+    """Tokens per decode step over steps, with the middle 80 % of the responses."""
+    steps, values = run.series("speculation/acceptance_length")
+    rows = [(row["step"], found) for row in run.lengths if (found := numbers(row.get("acceptance")))]
+    if not steps and not rows:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
+        axes = figure.subplots()
+        if rows:
+            low, high = np.array([np.percentile(found, [10, 90]) for _, found in rows]).T
+            axes.fill_between(
+                [s for s, _ in rows], low, high, color=BLUE, alpha=0.22, lw=0, label="10-90 % of responses"
+            )
+        if steps:
+            axes.plot(steps, values, color=BLUE, label="all tokens")
+        axes.axhline(1.0, color=INK["muted"], lw=1.0, ls=":", label="no speculation")
+        axes.set_ylabel("tokens per decode step")
+        steps_axis(axes)
+        legend(axes)
+        return to_svg(figure, "acceptance")
+
+
+def plot_drafts(run: RunData) -> str | None:
+    """Shares of drafts accepted by position, and acceptance lengths by class of length, over the drafter's versions.
+
+    Over the steps, where the drafter is not one that is trained.
+    """
+    trained = bool(run.series("speculation/drafter_version")[0])
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(width=13.0)
+        left, right = figure.subplots(1, 2)
+        position = 1
+        while (name := f"speculation/accepted_at_{position}") and run.series(name)[0]:
+            color = _POSITION_COLORS[(position - 1) % len(_POSITION_COLORS)]
+            _plot_over_versions(left, run, name, trained, color=color, label=f"draft {position}")
+            position += 1
+        for found, color in _CLASSES:
+            _plot_over_versions(right, run, f"speculation/acceptance_length_{found}", trained, color=color, label=found)
+        if not left.lines and not right.lines:
+            return None
+        left.set_ylabel("share of drafts accepted")
+        left.set_ylim(0, 1)
+        right.set_ylabel("tokens per decode step")
+        for axes in (left, right):
+            steps_axis(axes)
+            if trained:
+                axes.set_xlabel("drafter version (optimizer steps)")
+            legend(axes)
+        return to_svg(figure, "drafts")
+
+
+def _plot_over_versions(axes: Axes, run: RunData, name: str, trained: bool, color: str, label: str) -> None:
+    steps, values = run.series(name)
+    versions = dict(zip(*run.series("speculation/drafter_version"), strict=True)) if trained else {s: s for s in steps}
+    shown = [(versions[step], value) for step, value in zip(steps, values, strict=True) if step in versions]
+    if shown:
+        axes.plot(*zip(*shown, strict=True), marker=".", color=color, label=label)

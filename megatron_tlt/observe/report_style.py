@@ -1,0 +1,99 @@
+"""How the report's plots look: their colours, which are CSS variables and follow the theme, and inline SVG."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+# Colours matplotlib draws with; each stands for the CSS variable of its name in the report.
+INK = {"text": "#101112", "muted": "#202122", "grid": "#303132", "card": "#404142"}
+PHASE_COLORS = {
+    "rollout": "#3b7dd8",
+    "idle": "#b4bbc6",
+    "reward": "#8e5bd0",
+    "log_probs": "#e8923a",
+    "update": "#2f9e62",
+    "reshard": "#d64550",
+    "evaluate": "#1b9aaa",
+    "checkpoint": "#8a6a4f",
+    "drafter": "#d84f9a",
+    "other": "#7f8896",
+}
+CSS_NAMES = {color: f"--{name}" for name, color in INK.items()} | {
+    color: f"--phase-{name.replace('_', '-')}" for name, color in PHASE_COLORS.items()
+}
+BLUE, ORANGE, GREEN, RED = (PHASE_COLORS[name] for name in ("rollout", "log_probs", "update", "reshard"))
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK["grid"],
+    "axes.labelcolor": INK["muted"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": INK["grid"],
+    "grid.linewidth": 0.6,
+    "text.color": INK["text"],
+    "xtick.color": INK["grid"],
+    "ytick.color": INK["grid"],
+    "xtick.labelcolor": INK["muted"],
+    "ytick.labelcolor": INK["muted"],
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "hatch.linewidth": 0.6,
+}
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """Inline SVG of ``figure``; ``name`` keeps the ids of several plots on one page apart."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    # Only salted ids (clip paths, markers, hatches) are referred to; patch_1 and the like would collide on the page.
+    text = re.sub(r' id="(?![a-z][0-9a-f]{10}")[^"]*"', "", text)
+    for color, variable in CSS_NAMES.items():
+        text = text.replace(color, f"var({variable})")
+    return text.strip()
+
+
+def new_figure(height: float = 2.7, width: float = 6.4) -> Figure:
+    """An empty figure, sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    return figure
+
+
+def steps_axis(axes: Any) -> None:
+    """Whole steps below."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.margins(x=0.02)
+
+
+def legend(axes: Any, columns: int = 4) -> None:
+    """A legend above the plot."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, handlelength=1.4, borderaxespad=0.2)
+
+
+def plain_log(axes: Any) -> None:
+    """A logarithmic axis with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
