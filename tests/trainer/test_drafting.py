@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.drafter.checkpoint import STATE
 from megatron_tlt.observe.metrics import read_metrics
+from tests.helpers.launch import REPOSITORY, run_logged
 from tests.trainer.conftest import Runs
 from tests.trainer.test_run import wait_for_rows, weights
 
@@ -98,3 +100,14 @@ def test_from_a_megatron_checkpoint_it_starts_from_the_policys_last_layer(runs: 
     of_layer = [name for name in first if name.startswith("layers.0.")]
     assert of_layer
     assert all(first[name].equal(target[name.replace("layers.0", "model.layers.1")].float()) for name in of_layer)
+
+
+def test_a_head_warmed_up_on_the_targets_own_answers_starts_a_run(runs: Runs) -> None:
+    tool, out = REPOSITORY / "tools" / "warmup_drafter.py", runs.folder / "warm"
+    options = ("--kind", "eagle", "--responses", "32", "--steps", "3", "--entries-per-step", "4", "--out", str(out))
+    run_logged([sys.executable, str(tool), "--config", str(runs.config), *options], timeout_s=300)
+    assert len((out / "sampled.jsonl").read_text().splitlines()) == 32
+    runs.train("warmed", *OVERRIDES, *of_kind("eagle"), f"drafter.path={out / 'drafter'}", "trainer.steps=1")
+    folders = (out / "drafter", runs.folder / "warmed" / "drafter" / "first")
+    written, first = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all(first[name].equal(tensor.float()) for name, tensor in written.items())
