@@ -88,6 +88,7 @@ def test_the_printed_form_is_the_case_of_k_1() -> None:
     assert optimum.tokens == pytest.approx([1000 / 0.8 * math.log(1000 / n), max(0.0, 200 / 0.8 * math.log(200 / n))])
 
 
+@settings(deadline=None)
 @given(REQUESTS, COSTS, st.integers(0, 16))
 def test_rounds_stay_within_bounds_and_cheaper_tokens_buy_more(
     requests: list[tuple[float, AcceptanceCurve]], costs: StepCosts, most: int

@@ -28,6 +28,7 @@ def trained(policy: Policy = "classes") -> LengthPolicy:
     return made
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 20), st.integers(0, 60), st.integers(0, 60))
 def test_a_window_is_its_last_lengths(lengths: list[int], size: int, above: int, width: int) -> None:
     window, last = LengthWindow(size, lengths), lengths[-size:]
@@ -76,6 +77,7 @@ def test_without_history_all_are_medium() -> None:
     assert policy.current_class("a") == MEDIUM and policy.budgets(["a"], 4) == {"a": 2}
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 300)), max_size=60),
     st.sampled_from(POLICIES),
