@@ -1,0 +1,222 @@
+"""vLLM captures the CUDA graphs of a plan (``speculation/graph_pool.py``), on GPUs.
+
+vLLM 0.32 has two model runners. V2, the default for EAGLE and ngram on GPUs, captures full graphs of uniform decode
+batches by (requests, tokens per request). Left alone it takes every capture size at every draft length of its
+schedule, the naive plan. ``planned_graphs`` puts the plan's in their place: the target's, EAGLE's prefill and decode.
+V1, which other methods (suffix, custom classes) fall back to, captures piecewise graphs by number of tokens alone:
+strategies share them whatever they verify, and nothing is hooked.
+
+V2 runs a drafter's prefill in every step, also where it is asked for no drafts (its KV cache has no gaps then). So
+where the plan has a drafter model, each target graph has its draft prefill: plain ones too, which the plan leaves out.
+
+What no GPU has shown yet: that capture, memory and replay are as planned. Without one, ``tests/rollout/test_graphs.py``
+asks vLLM's own classes what would be captured and which graph a batch would run in; nothing is captured there.
+Batches in which requests have different numbers of drafts (budgets by length) are not uniform: V2 runs them without a
+graph. The same holds for steps with a prompt in them, as full graphs are for decoding only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.vllm_versions import SUPPORTED_RELEASE, missing_attributes
+from megatron_tlt.speculation.graph_pool import GraphKind, GraphPlan
+from megatron_tlt.speculation.strategy import OFF
+
+Runner = Literal["v1", "v2"]
+Shapes = frozenset[tuple[int, int]]
+"""(requests, tokens per request)."""
+
+_UTILS = "vllm.v1.worker.gpu.cudagraph_utils"
+_DRAFT_UTILS = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
+# all of vLLM that this file touches beyond ``vllm_versions.REQUIRED_ATTRIBUTES``
+REQUIRED_GRAPH_ATTRIBUTES: tuple[tuple[str, str], ...] = (
+    ("vllm.config.compilation", "CUDAGraphMode.FULL_DECODE_ONLY"),
+    (_UTILS, "BatchExecutionDescriptor"),
+    (_UTILS, "CudaGraphManager._init_candidates"),
+    (_UTILS, "CudaGraphManager.capture"),
+    (_UTILS, "CudaGraphManager.dispatch"),
+    (_DRAFT_UTILS, "SpeculatorBatchDescriptor"),
+    (_DRAFT_UTILS, "SpeculatorCudaGraphManager.specialize_spec_tokens"),
+    ("vllm.v1.worker.gpu.model_runner", "ModelCudaGraphManager"),
+    ("vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator", "SpeculatorCudaGraphManager"),
+)
+_DESCRIPTOR_FIELDS = {"cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "num_active_loras"}
+
+
+def engine_arguments(
+    plan: GraphPlan, max_num_seqs: int, max_num_batched_tokens: int, runner: Runner = "v2"
+) -> dict[str, Any]:
+    """The plan's part of vLLM's EngineArgs: ``compilation_config``, and ``speculative_config`` where it speculates.
+
+    ``speculative_config`` has the longest draft and the schedule of draft lengths by batch size (the longest of each
+    bucket, none above the last); method and model are the caller's to add. Without buckets there is no schedule.
+
+    Raises:
+        ConfigError: no graphs, or ones that the engine's limits leave no use for.
+    """
+    shapes = plan_shapes(plan, "target")
+    if not shapes:
+        raise ConfigError("the plan has no target graphs; allowed: at least one")
+    if (most := max(batch for batch, _ in shapes)) > max_num_seqs:
+        raise ConfigError(f"the plan has a graph for {most} requests; allowed: max_num_seqs, {max_num_seqs}")
+    sizes = sorted({batch * tokens for batch, tokens in shapes})
+    if sizes[-1] > max_num_batched_tokens:
+        limit = f"max_num_batched_tokens, {max_num_batched_tokens}"
+        raise ConfigError(f"the plan has a graph of {sizes[-1]} tokens; allowed: {limit}")
+    mode = "FULL_DECODE_ONLY" if runner == "v2" else "PIECEWISE"
+    arguments: dict[str, Any] = {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}}
+    longest = max(strategy.num_tokens for strategy in plan.strategies)
+    if longest:
+        arguments["speculative_config"] = {"num_speculative_tokens": longest}
+        if plan.buckets:
+            schedule = [(b.low, b.high, max(s.num_tokens for s in b.strategies)) for b in plan.buckets]
+            if OFF in plan.strategies and (last := plan.buckets[-1].high) < max_num_seqs:
+                schedule.append((last + 1, max_num_seqs, 0))
+            arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
+    return arguments
+
+
+def plan_shapes(plan: GraphPlan, kind: GraphKind) -> Shapes:
+    """The shapes that vLLM tells graphs of one kind apart by (draft decode: see ``draft_lengths`` too).
+
+    Draft prefill has the target's shapes, as it runs in every step, or none.
+    """
+    if kind == "draft_prefill" and plan.count(kind):
+        kind = "target"
+    return frozenset((graph.batch, graph.tokens_per_request) for graph in plan.graphs if graph.kind == kind)
+
+
+def draft_lengths(plan: GraphPlan) -> dict[int, tuple[int, ...]]:
+    """The draft lengths that each batch size of a draft decode graph is for.
+
+    Where the attention backend allows it, vLLM records all draft decode steps as one graph, and then one per length.
+    """
+    lengths: dict[int, set[int]] = {}
+    for graph in plan.graphs:
+        if graph.kind == "draft_decode" and graph.owner is not None:
+            lengths.setdefault(graph.batch, set()).add(graph.owner.num_tokens)
+    return {batch: tuple(sorted(found)) for batch, found in lengths.items()}
+
+
+def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH_ATTRIBUTES) -> None:
+    """That the installed vLLM has what ``planned_graphs`` hooks into.
+
+    Raises:
+        RunError: a part moved; names it.
+    """
+    missing = missing_attributes(required)
+    if not missing:
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+        fields = {field.name for field in dataclasses.fields(BatchExecutionDescriptor)}
+        missing = [f"{_UTILS}.BatchExecutionDescriptor.{name}" for name in sorted(_DESCRIPTOR_FIELDS - fields)]
+    if missing:
+        raise RunError(
+            f"vllm lacks {', '.join(missing)}, which plans of CUDA graphs use; install release {SUPPORTED_RELEASE}.0"
+        )
+
+
+@contextmanager
+def planned_graphs(plan: GraphPlan) -> Iterator[None]:
+    """Within this, engines that are built capture the plan's full decode graphs, not vLLM's own choice (V2 runner).
+
+    Build the engine with ``engine_arguments(plan, ...)``. Other graphs, if the engine's mode has any, stay vLLM's.
+
+    Raises:
+        RunError: the installed vLLM is not the one this was written against.
+    """
+    check_graph_interface()
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+    upstream = model_runner.ModelCudaGraphManager, speculator.SpeculatorCudaGraphManager
+    model_runner.ModelCudaGraphManager = _target_manager(upstream[0], plan_shapes(plan, "target"))
+    speculator.SpeculatorCudaGraphManager = _draft_manager(
+        upstream[1], plan_shapes(plan, "draft_prefill"), plan_shapes(plan, "draft_decode"), draft_lengths(plan)
+    )
+    try:
+        yield
+    finally:
+        model_runner.ModelCudaGraphManager, speculator.SpeculatorCudaGraphManager = upstream
+
+
+def _target_manager(upstream: Any, shapes: Shapes) -> Any:
+    class PlannedCudaGraphManager(upstream):
+        def _init_candidates(self) -> None:
+            super()._init_candidates()
+            _restrict(self, shapes)
+
+    return PlannedCudaGraphManager
+
+
+def _draft_manager(upstream: Any, prefill: Shapes, decode: Shapes, lengths: Mapping[int, tuple[int, ...]]) -> Any:
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
+
+    class PlannedSpeculatorCudaGraphManager(upstream):
+        def _init_candidates(self) -> None:
+            super()._init_candidates()
+            # draft decode has one token per request, draft prefill at least two
+            _restrict(self, decode if self.decode_query_len == 1 else prefill)
+
+        @property
+        def _capture_descs(self) -> dict[Any, list[Any]]:
+            return self._planned_descs
+
+        @_capture_descs.setter
+        def _capture_descs(self, descs: dict[Any, list[Any]]) -> None:
+            # vLLM crosses all sizes with all draft lengths right before it captures
+            self._planned_descs = {mode: specialized(found) for mode, found in descs.items()}
+
+    def specialized(descs: list[Any]) -> list[Any]:
+        if not descs or not isinstance(descs[0], SpeculatorBatchDescriptor):
+            return descs
+        bases = dict.fromkeys(dataclasses.replace(desc, num_speculative_tokens=0) for desc in descs)
+        return [
+            dataclasses.replace(base, num_speculative_tokens=length)
+            for base in bases
+            for length in sorted(lengths.get(base.num_reqs, ()), reverse=True)
+        ]
+
+    return PlannedSpeculatorCudaGraphManager
+
+
+def _restrict(manager: Any, shapes: Shapes) -> None:
+    """Make ``shapes`` a manager's full decode graphs, and let each batch find the smallest that holds it.
+
+    vLLM looks only among the graphs of the next larger number of tokens, where another draft length's may stand alone.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    mode = manager.cudagraph_mode
+    if not mode.separate_routine() or mode.decode_mode() != CUDAGraphMode.FULL:
+        return  # vLLM found that this model or attention backend has no full decode graphs
+    descs = [
+        BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.FULL,
+            num_tokens=batch * tokens,
+            num_reqs=batch,
+            uniform_token_count=tokens,
+            num_active_loras=loras,
+        )
+        for batch, tokens in sorted(shapes, key=lambda shape: (-shape[0] * shape[1], shape))
+        for loras in manager.lora_capture_cases
+    ]
+    others = {
+        key: [desc for desc in found if desc.cg_mode != CUDAGraphMode.FULL]
+        for key, found in manager._candidates.items()
+    }
+    manager._capture_descs.pop(CUDAGraphMode.FULL, None)
+    if descs:
+        manager._capture_descs[CUDAGraphMode.FULL] = descs
+    manager._candidates = {key: found for key, found in others.items() if found}
+    for loras in manager.lora_capture_cases:
+        ascending = [desc for desc in reversed(descs) if desc.num_active_loras == loras]
+        for tokens in range(ascending[-1].num_tokens + 1 if ascending else 0):
+            fitting = [desc for desc in ascending if desc.num_tokens >= tokens]
+            manager._candidates[tokens, loras] = fitting + others.get((tokens, loras), [])

@@ -1,0 +1,226 @@
+"""What vLLM would capture for a plan, asked of its own classes without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.vllm_graphs import (
+    REQUIRED_GRAPH_ATTRIBUTES,
+    check_graph_interface,
+    draft_lengths,
+    engine_arguments,
+    plan_shapes,
+    planned_graphs,
+)
+from megatron_tlt.rollout.vllm_setup import prepare_environment
+from megatron_tlt.speculation.graph_memory import comparison_plans
+from megatron_tlt.speculation.graph_pool import BatchBucket, GraphPlan, plan_bucketed, plan_single
+from megatron_tlt.speculation.strategy import OFF, Strategy
+from tests.helpers.eagle_heads import build_eagle_head
+
+STRATEGIES = tuple(Strategy("eagle", k) for k in (7, 5, 3, 1))
+THRESHOLD, MAX_SEQS, MAX_TOKENS = 16, 48, 4096
+PLANS = comparison_plans(STRATEGIES, (1, 2, 4, 9), THRESHOLD, (1, 2, 4, 8, 16, 24, 32, 48))
+BUCKETED = PLANS["bucketed"]
+# two strategies in each bucket, one of them without drafts
+SEVERAL = plan_bucketed(
+    [BatchBucket(1, 3, (STRATEGIES[0], STRATEGIES[2], OFF)), BatchBucket(4, 16, (STRATEGIES[1], OFF))],
+    THRESHOLD,
+    (1, 2, 4, 8, 16, 32, 48),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return model_folder, build_eagle_head("eagle", model_folder, tmp_path_factory.mktemp("heads") / "eagle")
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What vLLM's managers ask of the platform and of pipeline parallelism when they are built."""
+    prepare_environment()
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", object())
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    yield
+
+
+def vllm_config(plan: GraphPlan, folders: tuple[Path, Path], runner: str = "v2") -> Any:
+    """The real configuration of an engine with the plan's arguments.
+
+    A CPU's platform takes graphs out of it; vLLM's own method then computes their sizes again, as it does on a GPU.
+    """
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    model, head = folders
+    arguments = engine_arguments(plan, MAX_SEQS, MAX_TOKENS, runner)  # type: ignore[arg-type]
+    speculative = {"method": "eagle", "model": str(head), **arguments["speculative_config"]}
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_model_len=256,
+        compilation_config=arguments["compilation_config"],
+        speculative_config=speculative,
+    ).create_engine_config()
+    config.compilation_config = CompilationConfig(**arguments["compilation_config"])
+    config.model_config.enforce_eager = False
+    config._set_cudagraph_sizes()
+    assert (
+        config.compilation_config.cudagraph_capture_sizes == arguments["compilation_config"]["cudagraph_capture_sizes"]
+    )
+    return config
+
+
+def target_manager(config: Any) -> Any:
+    from vllm.v1.worker.gpu import model_runner
+
+    return model_runner.ModelCudaGraphManager(
+        config, "cuda", config.compilation_config.cudagraph_mode, config.num_speculative_tokens + 1
+    )
+
+
+def draft_manager(config: Any, decode_query_len: int) -> Any:
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator
+
+    mode = config.compilation_config.cudagraph_mode
+    return speculator.SpeculatorCudaGraphManager(config, "cuda", mode, decode_query_len)
+
+
+def captured(manager: Any) -> list[tuple[int, int]]:
+    descs = [desc for found in manager._capture_descs.values() for desc in found]
+    assert all(
+        desc.cg_mode.name == "FULL" and desc.num_tokens == desc.num_reqs * desc.uniform_token_count for desc in descs
+    )
+    return [(desc.num_reqs, desc.uniform_token_count) for desc in descs]
+
+
+@pytest.mark.parametrize("plan", [BUCKETED, SEVERAL, PLANS["naive"], PLANS["single"]], ids=lambda plan: plan.kind)
+def test_v2_captures_the_plan_and_nothing_else(plan: GraphPlan, folders: tuple[Path, Path]) -> None:
+    config = vllm_config(plan, folders)
+    with planned_graphs(plan):
+        target = target_manager(config)
+        prefill, decode = draft_manager(config, config.num_speculative_tokens + 1), draft_manager(config, 1)
+    shapes = {(graph.batch, graph.tokens_per_request) for graph in plan.graphs if graph.kind == "target"}
+    assert sorted(captured(target)) == sorted(shapes)
+    assert sorted(captured(prefill)) == sorted(shapes), "the drafter reads along in every step"
+    assert set(captured(decode)) == {(graph.batch, 1) for graph in plan.graphs if graph.kind == "draft_decode"}
+    tokens = [desc.num_tokens for found in target._capture_descs.values() for desc in found]
+    assert tokens == sorted(tokens, reverse=True), "vLLM captures the largest first"
+
+
+def test_left_alone_vllm_captures_every_size_at_every_length(folders: tuple[Path, Path]) -> None:
+    config = vllm_config(BUCKETED, folders)
+    stock = set(captured(target_manager(config)))
+    planned = plan_shapes(BUCKETED, "target")
+    assert planned < stock and len(stock) > 2 * len(planned)
+    with planned_graphs(BUCKETED):
+        pass
+    assert set(captured(target_manager(config))) == stock, "the hook is gone"
+
+
+@pytest.mark.parametrize("plan", [BUCKETED, SEVERAL], ids=["one each", "several"])
+def test_every_batch_finds_the_planned_graph(plan: GraphPlan, folders: tuple[Path, Path]) -> None:
+    config = vllm_config(plan, folders)
+    with planned_graphs(plan):
+        target, decode = target_manager(config), draft_manager(config, 1)
+    target._graphs_captured = decode._graphs_captured = True
+    cases = [(b, s) for bucket in plan.buckets for b in range(bucket.low, bucket.high + 1) for s in bucket.strategies]
+    cases += [(batch, OFF) for batch in range(THRESHOLD + 1, MAX_SEQS + 1)]
+    for batch, strategy in cases:
+        planned, verify = plan.find(strategy, batch), strategy.verify_tokens
+        desc = target.dispatch(batch, batch * verify, verify, 0, max_query_len=verify)
+        assert planned is not None and (desc.num_reqs, desc.uniform_token_count) == (planned.batch, verify)
+        if strategy.num_tokens > 1:
+            assert decode.dispatch(batch, batch, 1, 0).num_reqs == planned.batch
+    ragged = target.dispatch(3, 7, None, 0, max_query_len=4)
+    beyond = target.dispatch(MAX_SEQS + 1, MAX_SEQS + 1, 1, 0, max_query_len=1)
+    assert ragged.cg_mode.name == beyond.cg_mode.name == "NONE"
+
+
+@pytest.mark.parametrize("plan", [BUCKETED, SEVERAL], ids=["one each", "several"])
+def test_fused_draft_graphs_are_per_length_of_their_bucket(
+    plan: GraphPlan, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM records all draft steps as one graph, right before capture; capturing itself needs a GPU."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    monkeypatch.setattr(CudaGraphManager, "capture", lambda *_: None)
+    config = vllm_config(plan, folders)
+    nothing: list[Any] = [None] * 6
+
+    def lengths(manager: Any) -> list[tuple[int, int]]:
+        manager.capture(*nothing, specialize_spec_tokens=True)
+        descs = [desc for found in manager._capture_descs.values() for desc in found]
+        assert len(set(descs)) == len(descs)
+        return sorted((desc.num_reqs, desc.num_speculative_tokens) for desc in descs)
+
+    with planned_graphs(plan):
+        planned = lengths(draft_manager(config, 1))
+    assert planned == sorted((batch, k) for batch, found in draft_lengths(plan).items() for k in found)
+    assert planned == sorted((g.batch, g.owner.num_tokens) for g in plan.graphs if g.kind == "draft_decode" and g.owner)
+    assert len(lengths(draft_manager(config, 1))) > len(planned)
+
+
+def test_v1_captures_the_plans_numbers_of_tokens(folders: tuple[Path, Path]) -> None:
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    config = vllm_config(BUCKETED, folders, runner="v1")
+    compilation = config.compilation_config
+    compilation.mode = CompilationMode.VLLM_COMPILE
+    compilation.set_splitting_ops_for_v1(all2all_backend="naive")
+    assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode, config.num_speculative_tokens + 1)
+    ((mode, descs),) = dispatcher.get_capture_descs()
+    assert mode == CUDAGraphMode.PIECEWISE
+    sizes = sorted({batch * tokens for batch, tokens in plan_shapes(BUCKETED, "target")})
+    assert sorted(desc.num_tokens for desc in descs) == sizes
+    assert dispatcher.dispatch(sizes[0])[0] == CUDAGraphMode.PIECEWISE
+
+
+def test_the_schedule_drafts_in_buckets_and_not_above(folders: tuple[Path, Path]) -> None:
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    arguments = engine_arguments(BUCKETED, MAX_SEQS, MAX_TOKENS)["speculative_config"]
+    assert arguments["num_speculative_tokens"] == 7
+    lookup = build_dynamic_sd_schedule_lookup(arguments["num_speculative_tokens_per_batch_size"], MAX_SEQS, 7)
+    for bucket in BUCKETED.buckets:
+        assert {lookup[batch] for batch in range(bucket.low, bucket.high + 1)} == {bucket.strategies[0].num_tokens}
+    assert set(lookup[THRESHOLD + 1 :]) == {0}
+    config = vllm_config(BUCKETED, folders)
+    assert config.speculative_config.uses_dynamic_speculative_decoding()
+
+
+def test_plans_without_drafts_or_buckets() -> None:
+    assert "speculative_config" not in engine_arguments(plan_single(OFF, [1, 4]), 8, 64)
+    single = engine_arguments(plan_single(STRATEGIES[2], [1, 4]), 8, 64)
+    assert single["speculative_config"] == {"num_speculative_tokens": 3}
+    assert single["compilation_config"]["cudagraph_capture_sizes"] == [4, 16]
+
+
+def test_what_the_engine_has_no_room_for_is_refused() -> None:
+    plan = plan_single(STRATEGIES[2], [1, 16])
+    with pytest.raises(ConfigError, match="16 requests; allowed: max_num_seqs, 8"):
+        engine_arguments(plan, 8, 64)
+    with pytest.raises(ConfigError, match="64 tokens; allowed: max_num_batched_tokens, 32"):
+        engine_arguments(plan, 16, 32)
+
+
+def test_a_moved_part_is_named() -> None:
+    check_graph_interface()
+    moved = (*REQUIRED_GRAPH_ATTRIBUTES, ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager.gone"))
+    with pytest.raises(RunError, match=r"lacks vllm\.v1\.worker\.gpu\.cudagraph_utils\.CudaGraphManager\.gone, "):
+        check_graph_interface(moved)
