@@ -14,6 +14,7 @@ _NAMES = (
     "drafter-packing",
     "export-drafter",
     "families",
+    "graph-pool",
     "layouts",
     "packing",
     "reshard",
