@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def sample_pairs(folder: Path, config: Any, count: int, seed: int, progress: Any) -> list[Any]:
     """The target's own responses to the config's training problems, sampled as a rollout samples them."""
-    from megatron_tlt.config.schema import SpeculationConfig
+    from megatron_tlt.config.speculation import SpeculationConfig
     from megatron_tlt.data.tokenizer import load_tokenizer
     from megatron_tlt.drafter import Pair
     from megatron_tlt.platform.device import initialize_distributed, prepare

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_tlt.bench.packing import long_tailed_samples, plan_in_order
-from megatron_tlt.config.schema import ArchitectureConfig, DrafterConfig, DrafterLossConfig, RecipeConfig
+from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
+from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig
 from megatron_tlt.data.packing import plan_micro_batches
 from megatron_tlt.drafter import DrafterTrainer, DraftModel, Entry, drafter_from_target
 from megatron_tlt.drafter.eagle import Eagle

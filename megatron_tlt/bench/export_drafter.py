@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tlt.bench import workers
 from megatron_tlt.cli import main
-from megatron_tlt.config.schema import DrafterConfig, RolloutConfig, SpeculationConfig
+from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.errors import RunError

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.config.schema import SpeculationConfig, TltConfig
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder

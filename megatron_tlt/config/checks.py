@@ -18,7 +18,8 @@ from megatron_tlt.config.layouts import (
     wrong_values,
 )
 from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
-from megatron_tlt.config.schema import SpeculationConfig, TltConfig
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
 
 # vLLM's CPU attention has no kernel for smaller heads.

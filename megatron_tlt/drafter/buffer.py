@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_tlt.config.schema import DrafterBufferConfig
+from megatron_tlt.config.drafter import DrafterBufferConfig
 from megatron_tlt.drafter.entry import (
     DamagedEntry,
     Description,

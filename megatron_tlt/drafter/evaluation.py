@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_tlt.config.schema import DrafterLossConfig
+from megatron_tlt.config.drafter import DrafterLossConfig
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.model import DraftModel, project
 from megatron_tlt.drafter.packing import build_packs

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from transformers import LlamaConfig, PretrainedConfig
 
-from megatron_tlt.config.schema import DrafterConfig
+from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.eagle import Eagle
 from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors

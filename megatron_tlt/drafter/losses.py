@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_tlt.config.schema import DrafterLossConfig
+from megatron_tlt.config.drafter import DrafterLossConfig
 from megatron_tlt.drafter.model import project
 
 DistributionLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_tlt.config.schema import DrafterLossConfig
+from megatron_tlt.config.drafter import DrafterLossConfig
 from megatron_tlt.data.packing import plan_packs, sequence_cost
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.losses import TargetTop, reward_weight

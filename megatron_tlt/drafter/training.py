@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.config.schema import DrafterConfig
+from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.config.schema import DrafterBufferConfig, DrafterConfig
+from megatron_tlt.config.drafter import DrafterBufferConfig, DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.checkpoint import STATE, read_checkpoint, write_checkpoint
 from megatron_tlt.drafter.entry import OVERHEAD_BYTES, Entry

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.config.schema import DrafterConfig, TltConfig
+from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.drafter import (
     DataBuffer,
     DrafterTrainer,

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.schema import DrafterBufferConfig
+from megatron_tlt.config.drafter import DrafterBufferConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import OVERHEAD_BYTES, DamagedEntry, Entry, read_entry, to_bytes
 from megatron_tlt.drafter.losses import TargetTop

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_tlt.cli import main
-from megatron_tlt.config.schema import DrafterConfig
+from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter import DrafterTrainer, drafter_from_target, save_drafter, write_checkpoint
 from megatron_tlt.drafter.model import Kind
 

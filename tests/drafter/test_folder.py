@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.config.schema import DrafterConfig
+from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.evaluation import greedy_chains
 from megatron_tlt.drafter.folder import (
     default_taps,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_tlt.config.schema import DrafterConfig, DrafterLossConfig
+from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.drafter.losses import LOSSES, Drafted, TargetTop, compared_log_probs, draft_loss, reward_weight
 
 ROWS, HIDDEN, VOCAB = 7, 6, 11

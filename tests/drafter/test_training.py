@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from megatron_tlt.config.schema import DrafterBufferConfig, DrafterConfig, DrafterLossConfig
+from megatron_tlt.config.drafter import DrafterBufferConfig, DrafterConfig, DrafterLossConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.evaluation import teacher_forced_acceptance

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_tlt.config.schema import DrafterConfig
+from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter import (
     Pair,
     TargetStates,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.config.schema import DrafterBufferConfig
+from megatron_tlt.config.drafter import DrafterBufferConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 

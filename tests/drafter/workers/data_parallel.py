@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_tlt.config.schema import DrafterBufferConfig, DrafterConfig
+from megatron_tlt.config.drafter import DrafterBufferConfig, DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.folder import drafter_from_target

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.rollout import vllm_setup
 from megatron_tlt.rollout.vllm_cure import apply_all_cures
 

@@ -21,15 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.bench.workers.layout import random_samples
-from megatron_tlt.config.schema import (
-    ActorConfig,
-    ModelConfig,
-    ReshardConfig,
-    RolloutConfig,
-    SpeculationConfig,
-    TaskConfig,
-    TltConfig,
-)
+from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TaskConfig, TltConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_tlt.config.schema import SpeculationConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine

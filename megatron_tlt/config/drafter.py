@@ -1,0 +1,96 @@
+"""The sections of the learned drafter and its training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+
+
+class DrafterLossConfig(Section):
+    """What the drafter learns from.
+
+    ``name`` compares its distribution with the target's: ``eagle`` by cross entropy, ``kl`` by KL divergence, ``tv``
+    by total variation, times ``distribution_weight``. ``regression_weight`` times SmoothL1 of EAGLE's hidden states
+    comes on top (0.5 with ``eagle``, else 0, unless given; EAGLE-3 has none). ``reward_weighting`` multiplies a
+    response's loss by its reward, scaled from ``reward_low .. reward_high`` to 0..1 and at least ``reward_floor``.
+    """
+
+    name: Literal["eagle", "kl", "tv"] = "eagle"
+    distribution_weight: Annotated[float, Field(gt=0)] = 0.5
+    regression_weight: NonNegativeFloat | None = None
+    reward_weighting: bool = False
+    reward_low: float = 0.0
+    reward_high: float = 1.0
+    reward_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> DrafterLossConfig:
+        if self.reward_low >= self.reward_high:
+            raise ValueError(f"reward_low is {self.reward_low}; must be below reward_high, {self.reward_high}")
+        return self
+
+
+class DrafterBufferConfig(Section):
+    """The online data buffer of one rank.
+
+    What it holds takes at most ``disk_bytes`` in files, of which up to ``memory_bytes`` is in memory too; 0 means
+    memory alone, which does not survive the process. Responses are dropped once they are more than ``max_age`` steps
+    old. ``earlier_fraction`` of a batch is drawn from earlier steps, with weight proportional to length.
+    """
+
+    memory_bytes: PositiveInt = 1 << 30
+    disk_bytes: NonNegativeInt = 8 << 30
+    max_age: NonNegativeInt = 2
+    earlier_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+
+
+class DrafterConfig(Section):
+    """The learned drafter and its training: ``session_steps`` steps in every RL step, each on ``entries_per_step``
+    responses per rank.
+
+    ``path`` starts it from a folder, else from the target's last layer. ``unroll_steps`` drafts are trained behind one
+    another (3 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.
+    ``feature_noise`` is the half-width of uniform noise on the features it reads.
+    """
+
+    kind: Literal["eagle", "eagle3"] = "eagle"
+    path: Path | None = None
+    taps: list[NonNegativeInt] | None = None
+    loss: DrafterLossConfig = DrafterLossConfig()
+    buffer: DrafterBufferConfig = DrafterBufferConfig()
+    optimizer: str = "torch.optim.AdamW"
+    optimizer_arguments: dict[str, Any] = Field(default_factory=dict)
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    weight_decay: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0
+    clip_grad: NonNegativeFloat = 1.0
+    session_steps: PositiveInt = 20
+    entries_per_step: PositiveInt = 16
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    logit_chunk_tokens: PositiveInt = 1024
+    unroll_steps: PositiveInt | None = None
+    unroll_decay: Fraction = 0.8
+    feature_noise: NonNegativeFloat = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Drafts trained behind one another."""
+        return self.unroll_steps or (3 if self.kind == "eagle" else 4)
+
+    @property
+    def regression_weight(self) -> float:
+        """The weight of the regression that is in force."""
+        default = 0.5 if self.kind == "eagle" and self.loss.name == "eagle" else 0.0
+        return default if self.loss.regression_weight is None else self.loss.regression_weight
+
+    @model_validator(mode="after")
+    def _kind_has_options(self) -> DrafterConfig:
+        if self.kind == "eagle3" and self.loss.regression_weight:
+            raise ValueError(f"loss.regression_weight is {self.loss.regression_weight}; EAGLE-3 has none, allowed: 0")
+        if self.kind == "eagle" and self.taps is not None:
+            raise ValueError("taps are EAGLE-3's; EAGLE takes none")
+        return self

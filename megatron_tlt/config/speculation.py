@@ -1,0 +1,69 @@
+"""The sections of speculative decoding in rollout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_tlt.config.section import Fraction, NonNegativeInt, PositiveInt, Section
+
+StrategyName = Annotated[str, Field(pattern=r"^(off|(ngram|suffix|eagle|eagle3)-[1-9]\d*(-by-length)?)$")]
+
+
+class NgramConfig(Section):
+    """The n-gram drafter: the shortest and longest n-gram it matches."""
+
+    prompt_lookup_min: PositiveInt = 2
+    prompt_lookup_max: PositiveInt = 4
+
+
+class SuffixConfig(Section):
+    """The suffix-tree drafter: what it keeps of earlier responses to a problem, and for how long.
+
+    ``window`` past epochs count besides the running one, each ``epoch_decay`` of the one after it. ``max_bytes`` bounds
+    the trees of all problems of one engine; ``min_probability`` ends a draft.
+    """
+
+    window: NonNegativeInt = 16
+    epoch_decay: Fraction = 0.8
+    max_depth: Annotated[int, Field(ge=2, le=1024)] = 32
+    max_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    min_probability: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+
+class AdaptiveConfig(Section):
+    """Which strategy is in force, chosen while decoding goes on.
+
+    Speculation begins once ``patience`` engine steps in a row had at most ``threshold`` requests, and ends above
+    ``threshold + hysteresis``. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off,
+    ngram-3 and eagle-5; without any, some of each drafter that the engine has. ``options`` are the tuner's own.
+    ``lengths`` gives requests drafts by the length that their responses are expected to have.
+    """
+
+    tuner: Literal["static", "beg_mab", "solver"] = "beg_mab"
+    strategies: list[StrategyName] = Field(default_factory=list)
+    options: dict[str, Any] = Field(default_factory=dict)
+    threshold: PositiveInt = 32
+    patience: PositiveInt = 3
+    hysteresis: NonNegativeInt = 4
+    hold_steps: Annotated[int, Field(ge=2)] = 4
+    lengths: Literal["classes", "optimal"] | None = None
+
+
+class SpeculationConfig(Section):
+    """Speculative decoding in rollout; never changes the distribution of the responses.
+
+    ``path`` is the folder of an ``eagle`` or ``eagle3`` head; embedding and output head that it lacks are the policy's.
+    Without ``adaptive`` every step drafts ``num_speculative_tokens`` by ``drafter``; with it, at most that many, by
+    that drafter or one without a model, or none.
+    """
+
+    enabled: bool = True
+    drafter: Literal["ngram", "suffix", "eagle", "eagle3"] = "ngram"
+    path: Path | None = None
+    num_speculative_tokens: PositiveInt = 3
+    ngram: NgramConfig = NgramConfig()
+    suffix: SuffixConfig = SuffixConfig()
+    adaptive: AdaptiveConfig | None = None
