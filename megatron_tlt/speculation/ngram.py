@@ -1,0 +1,176 @@
+"""The n-gram drafter: drafts what followed the same last tokens before (TLT, model-free drafter per prompt)."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_tlt.speculation.ngram_index import NgramIndex
+from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, Tokens, as_tokens, check_tokens
+from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
+
+MIN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """min_n, max_n: tokens that have to match; max_draft: the longest draft ever; max_bytes: bound on all memory."""
+
+    min_n: int = 2
+    max_n: int = 4
+    max_draft: int = 32
+    max_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is out of range."""
+        if not 1 <= self.min_n <= self.max_n <= 64:
+            raise ValueError(f"min_n {self.min_n}, max_n {self.max_n}; allowed: 1 <= min_n <= max_n <= 64")
+        for name, least in (("max_draft", 1), ("max_bytes", MIN_BYTES)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least} and more")
+
+
+@dataclass
+class _Problem:
+    index: NgramIndex
+    users: int = 0
+
+
+@dataclass
+class _Request:
+    problem: _Problem | None = None
+    shared: int | None = None  # handle in the problem's index
+    own: NgramIndex | None = None
+    handle: int = 0
+
+
+class NgramDrafter:
+    """A ``TokenDrafter``: what followed the longest n-gram that occurred before, in the request itself or, where it has
+    none of that length, in the other responses to its problem in this epoch; of several occurrences the latest.
+
+    Where memory is short, indexes of problems that nobody decodes go first, then a request does without.
+    """
+
+    def __init__(self, config: NgramConfig | None = None) -> None:
+        self.config = config or NgramConfig()
+        self._problems: OrderedDict[str, _Problem] = OrderedDict()  # the least recently used first
+        self._requests: dict[str, _Request] = {}
+        self._counters: Counter[str] = Counter()
+        self._context = np.empty(self.config.max_n, np.int32)
+        self._draft = np.empty(self.config.max_draft, np.int32)
+        self._bytes = 0
+
+    def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
+        """As ``TokenDrafter.start``."""
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} has been started already")
+        tokens = check_tokens(as_tokens(prompt))
+        request = self._requests[request_id] = _Request()
+        try:
+            if problem not in self._problems:
+                self._problems[problem] = _Problem(self._new_index())
+            self._problems.move_to_end(problem)
+            request.problem = self._problems[problem]
+            request.problem.users += 1
+            request.shared = request.problem.index.start()
+        except OutOfMemoryBudget:
+            self._counters["requests_not_recorded"] += 1
+        try:
+            request.own = self._new_index()
+            request.handle = request.own.start()
+        except OutOfMemoryBudget:
+            self._counters["own_indexes_dropped"] += 1
+        self._append(request, tokens[-self.config.max_n :], tokens)
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        """As ``TokenDrafter.extend``."""
+        array = as_tokens(tokens)
+        self._append(self._requests[request_id], array, array)
+
+    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+        """As ``TokenDrafter.propose``; the score is the number of tokens, as there is no estimate."""
+        request = self._requests[request_id]
+        if request.own is None or max_tokens < 1:
+            return no_proposal()
+        known = request.own.context(request.handle, self._context)
+        draft = self._draft[:max_tokens]
+        others = request.problem.index if request.problem is not None else None
+        for size in range(min(known, self.config.max_n), self.config.min_n - 1, -1):
+            # an n-gram that the request itself has not had before is another response's in the problem's index
+            count = request.own.follow(self._context, size, draft)
+            if not count and others is not None:
+                count = others.follow(self._context, size, draft)
+            if count:
+                return Proposal(draft[:count].tolist(), float(count), size)
+        return no_proposal()
+
+    def finish(self, request_id: str) -> None:
+        """As ``TokenDrafter.finish``."""
+        request = self._requests.pop(request_id)
+        self._drop_own(request)
+        if request.problem is not None:
+            request.problem.users -= 1
+            self._leave_problem(request)
+
+    def end_epoch(self) -> None:
+        """As ``TokenDrafter.end_epoch``; responses of problems that decode now stay."""
+        for key in [key for key, problem in self._problems.items() if not problem.users]:
+            self._forget(key)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All indexes by capacity; never above ``max_bytes``."""
+        return self._bytes
+
+    def counters(self) -> dict[str, int]:
+        """Problems evicted, requests that went without the problem's index or without their own."""
+        names = ("problems_evicted", "requests_not_recorded", "own_indexes_dropped")
+        return {name: self._counters[name] for name in names}
+
+    def _new_index(self) -> NgramIndex:
+        index = NgramIndex(self.config.min_n, self.config.max_n, self.config.max_draft, self._allow)
+        if not self._allow(index.nbytes):
+            raise OutOfMemoryBudget(f"{index.nbytes} bytes for an index were refused")
+        return index
+
+    def _append(self, request: _Request, shared: Tokens, own: Tokens) -> None:
+        try:
+            if request.problem is not None and request.shared is not None:
+                request.problem.index.append(request.shared, shared)
+        except OutOfMemoryBudget:
+            self._leave_problem(request)
+            self._counters["requests_not_recorded"] += 1
+        try:
+            if request.own is not None:
+                request.own.append(request.handle, own)
+        except OutOfMemoryBudget:
+            self._drop_own(request)
+            self._counters["own_indexes_dropped"] += 1
+
+    def _leave_problem(self, request: _Request) -> None:
+        if request.problem is not None and request.shared is not None:
+            request.problem.index.finish(request.shared)
+            request.shared = None
+
+    def _drop_own(self, request: _Request) -> None:
+        if request.own is not None:
+            self._bytes -= request.own.nbytes
+            request.own = None
+
+    def _allow(self, nbytes: int) -> bool:
+        for key in list(self._problems):
+            if self._bytes + nbytes <= self.config.max_bytes:
+                break
+            if not self._problems[key].users:
+                self._forget(key)
+                self._counters["problems_evicted"] += 1
+        if self._bytes + nbytes > self.config.max_bytes:
+            return False
+        self._bytes += nbytes
+        return True
+
+    def _forget(self, key: str) -> None:
+        self._bytes -= self._problems.pop(key).index.nbytes

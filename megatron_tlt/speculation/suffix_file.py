@@ -1,0 +1,90 @@
+"""A suffix drafter's responses in one file: tokens alone, as trees are quickly built again.
+
+``TLTSUFX`` and a version digit, the payload's SHA-256, the payload: safetensors with all tokens in one tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.files import atomic_write_bytes
+from megatron_tlt.speculation.suffix_tree import MAX_TOKEN, Tokens
+
+_MAGIC = b"TLTSUFX"
+_VERSION = b"1"
+_HEADER = len(_MAGIC) + len(_VERSION) + hashlib.sha256().digest_size
+
+
+class StoredResponse(NamedTuple):
+    """One response of a problem, with the end of its prompt before it."""
+
+    problem: str
+    epoch: int
+    tokens: Tokens
+
+
+def write_responses(path: Path | str, epoch: int, responses: Iterable[StoredResponse]) -> None:
+    """Writes under a temporary name and renames.
+
+    Raises:
+        RunError: the disk is full or the path cannot be written.
+    """
+    stored = list(responses)
+    problems = {problem: i for i, problem in enumerate(dict.fromkeys(entry.problem for entry in stored))}
+    arrays = {
+        "problem": np.array([problems[entry.problem] for entry in stored], np.int32),
+        "epoch": np.array([entry.epoch for entry in stored], np.int32),
+        "length": np.array([len(entry.tokens) for entry in stored], np.int64),
+        "tokens": np.concatenate([np.empty(0, np.int32), *(entry.tokens for entry in stored)]),
+    }
+    # the names are a tensor too, so that the payload is all that there is to check
+    arrays["names"] = np.frombuffer(json.dumps([epoch, *problems]).encode(), np.uint8)
+    payload = save(arrays)
+    atomic_write_bytes(path, _MAGIC + _VERSION + hashlib.sha256(payload).digest() + payload)
+
+
+def read_responses(path: Path | str) -> tuple[int, list[StoredResponse]]:
+    """The epoch and all responses.
+
+    Raises:
+        RunError: the file cannot be read, is of another kind or version, or damaged.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+    if not data.startswith(_MAGIC):
+        raise RunError(f"{path}: not a suffix drafter's file, it begins with {data[: len(_MAGIC)]!r}")
+    version = data[len(_MAGIC) : len(_MAGIC) + len(_VERSION)]
+    if version != _VERSION:
+        raise RunError(f"{path}: version {version!r} of a suffix drafter's file; allowed: {_VERSION!r}")
+    payload = data[_HEADER:]
+    if hashlib.sha256(payload).digest() != data[_HEADER - hashlib.sha256().digest_size : _HEADER]:
+        raise RunError(f"{path}: damaged or cut short, its {len(payload)} bytes do not match their checksum")
+    try:
+        return _parse(payload)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise RunError(f"{path}: matches its checksum, but holds no responses: {error}") from error
+
+
+def _parse(payload: bytes) -> tuple[int, list[StoredResponse]]:
+    arrays = load(payload)
+    epoch, *problems = json.loads(arrays["names"].tobytes())
+    tokens, lengths = arrays["tokens"], arrays["length"]
+    if lengths.min(initial=0) < 0 or int(lengths.sum()) != len(tokens):
+        raise ValueError(f"lengths add up to {lengths.sum()}, there are {len(tokens)} tokens")
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}; allowed: 0 to {MAX_TOKEN}")
+    ends = np.cumsum(lengths)
+    rows = zip(arrays["problem"], arrays["epoch"], ends - lengths, ends, strict=True)
+    return epoch, [StoredResponse(problems[i], int(old), tokens[a:b].copy()) for i, old, a, b in rows]

@@ -1,0 +1,65 @@
+"""Drafters without a model: what the engine's side needs of any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Proposal(NamedTuple):
+    """Draft tokens, how many of them to expect accepted by the drafter's own estimate, and the match they follow."""
+
+    tokens: list[int]
+    score: float
+    match_length: int
+
+
+def no_proposal() -> Proposal:
+    """Where nothing matches."""
+    return Proposal([], 0.0, 0)
+
+
+class TokenDrafter(Protocol):
+    """Proposes from token ids alone. Requests of one ``problem`` (samples of one prompt) learn from each other.
+
+    A token is never anything but one of those that it was given, and a proposal never longer than asked for.
+    """
+
+    def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
+        """A request begins to decode.
+
+        Raises:
+            ValueError: there is such a request already, or a token is out of range.
+        """
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        """The request has gained tokens; all that it has ever gained are given once, in order.
+
+        Raises:
+            KeyError: there is no such request.
+            ValueError: a token is out of range; nothing is added.
+        """
+
+    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+        """Up to ``max_tokens`` tokens that may follow; none where nothing matches.
+
+        Raises:
+            KeyError: there is no such request.
+        """
+
+    def finish(self, request_id: str) -> None:
+        """The request decodes no more; others go on learning from its response.
+
+        Raises:
+            KeyError: there is no such request.
+        """
+
+    def end_epoch(self) -> None:
+        """Every problem has had its turn: the window moves on."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that it holds, capacity and not use."""
+
+    def counters(self) -> dict[str, int]:
+        """What has happened since the beginning, by name: evictions above all."""

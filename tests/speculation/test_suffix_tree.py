@@ -1,0 +1,146 @@
+"""The suffix tree against counting by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.speculation.suffix_tree import MAX_TOKEN, OutOfMemoryBudget, SpeculationRule, SuffixTree
+from tests.speculation.reference import Reference
+
+
+def check_counts(tree: SuffixTree, reference: Reference) -> None:
+    """Every string that occurs, and each with one token changed."""
+    strings = {
+        tuple(tokens[i : i + length])
+        for tokens, _ in reference.sequences.values()
+        for i in range(len(tokens))
+        for length in range(1, reference.max_depth + 1)
+        if i + length <= len(tokens)
+    }
+    strings |= {(*string[:-1], 7) for string in strings}
+    for string in strings:
+        assert tree.count(string) == reference.count(string), string
+
+
+RULES = st.builds(
+    SpeculationRule,
+    factor=st.sampled_from([0.5, 1.0, 2.0]),
+    offset=st.sampled_from([0.5, 1.0, 4.0]),
+    min_probability=st.sampled_from([0.0, 0.1, 0.5]),
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.sampled_from([0.25, 1.0, 1.5])),
+        st.tuples(st.just("append"), st.integers(0, 5), st.lists(st.integers(0, 2), min_size=1, max_size=12)),
+        st.tuples(st.just("copy"), st.integers(0, 5), st.integers(0, 5)),
+        st.tuples(st.just("finish"), st.integers(0, 5)),
+        st.tuples(st.just("remove"), st.lists(st.integers(0, 9), min_size=1, max_size=3)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.sampled_from([2, 3, 5, 8]), RULES)
+def test_counts_and_proposals_are_exact(steps: list[tuple], max_depth: int, rule: SpeculationRule) -> None:
+    tree, reference = SuffixTree(max_depth), Reference(max_depth)
+    for step in [("start", 1.0), *steps]:
+        growing = sorted(reference.growing)
+        if step[0] == "start":
+            handle = tree.start(step[1])
+            reference.sequences[handle] = ([], step[1])
+            reference.growing.add(handle)
+        elif step[0] == "remove":
+            there = sorted(reference.sequences)
+            chosen = {there[i % len(there)] for i in step[1]} if there else set()
+            tree.remove(chosen)
+            for handle in chosen:
+                del reference.sequences[handle]
+            reference.growing -= chosen
+        elif growing:
+            handle = growing[step[1] % len(growing)]
+            if step[0] == "finish":
+                tree.finish(handle)
+                reference.growing.remove(handle)
+            else:
+                source = sorted(reference.sequences)
+                tokens = step[2] if step[0] == "append" else reference.sequences[source[step[2] % len(source)]][0][:15]
+                tree.append(handle, tokens)
+                reference.sequences[handle][0].extend(tokens)
+    check_counts(tree, reference)
+    for handle in reference.growing:
+        for max_tokens in (1, 3, 8):
+            proposal = tree.propose(handle, max_tokens, rule)
+            tokens, score, match_length = reference.propose(handle, max_tokens, rule)
+            assert proposal.tokens == tokens
+            assert proposal.score == pytest.approx(score, rel=1e-12)
+            assert proposal.match_length == match_length
+    for handle, (tokens, _) in reference.sequences.items():
+        assert tree.tokens(handle).tolist() == tokens
+    tree.remove(list(reference.sequences))
+    assert (tree.num_nodes, tree.num_tokens) == (1, 0), "nothing is left of what was removed"
+
+
+def test_tokens_out_of_range_are_refused_and_nothing_is_added() -> None:
+    tree = SuffixTree()
+    handle = tree.start()
+    for bad in ([1, -1], [1, MAX_TOKEN + 1], [1, 2**40]):
+        with pytest.raises(ValueError, match=f"allowed: 0 to {MAX_TOKEN}"):
+            tree.append(handle, bad)
+    assert tree.tokens(handle).tolist() == []
+    tree.append(handle, [0, MAX_TOKEN])
+    assert tree.count([0, MAX_TOKEN]) == 1.0
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_tree_that_may_not_grow_says_so_and_stays_right(data: st.DataObject) -> None:
+    granted = data.draw(st.integers(0, 12))
+    allowances = iter([True] * granted)
+    tree = SuffixTree(8, lambda nbytes: next(allowances, False))
+    said: dict[int, list[int]] = {}
+    with pytest.raises(OutOfMemoryBudget):
+        while True:
+            handle = tree.start()
+            said[handle] = []
+            for _ in range(50):
+                tokens = data.draw(st.lists(st.integers(0, 200), min_size=8, max_size=8))
+                said[handle] = tree.tokens(handle).tolist()
+                tree.append(handle, tokens)
+            said[handle] = tree.tokens(handle).tolist()
+            tree.finish(handle)
+    for handle, tokens in said.items():
+        assert tree.tokens(handle).tolist()[: len(tokens)] == tokens
+    reference = Reference(8, {handle: (tree.tokens(handle).tolist(), 1.0) for handle in said}, {max(said, default=0)})
+    for handle in said:
+        for i in range(0, len(reference.sequences[handle][0]) - 3, 37):
+            string = reference.sequences[handle][0][i : i + 3]
+            assert tree.count(string) == reference.count(string)
+
+
+def test_weights_scale_without_a_trace() -> None:
+    tree = SuffixTree(8)
+    handles = [tree.start(weight) for weight in (1.0, 0.25)]
+    tree.append(handles[0], [1, 2, 3, 1, 2])
+    tree.append(handles[1], [1, 2, 4, 1, 2])
+    before = tree.propose(handles[1], 4, SpeculationRule())
+    tree.scale(2.0**-100)
+    assert tree.propose(handles[1], 4, SpeculationRule()) == before
+    assert before.tokens[0] == 3
+    tree.remove(handles)
+    assert tree.num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"factor": 0.0}, "factor 0.0"),
+        ({"factor": -1.0, "offset": 3.0}, "factor -1.0"),
+        ({"min_probability": 1.5}, "min_probability is 1.5"),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(rule: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculationRule(**rule)
