@@ -21,6 +21,7 @@ from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.speculation.strategy import MODEL_FREE
 
 # vLLM's CPU attention has no kernel for smaller heads.
 _SMALLEST_HEAD = 32
@@ -131,9 +132,12 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
             f"speculation.ngram.prompt_lookup_min: found {ngram.prompt_lookup_min}; allowed: at most "
             f"prompt_lookup_max = {ngram.prompt_lookup_max}"
         )
-    if speculation.drafter == "ngram":
+    if speculation.drafter in MODEL_FREE:
         if path is not None:
-            lines.append(f"speculation.path: found {path}, but drafter ngram has no model; allowed: with eagle, eagle3")
+            lines.append(
+                f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "
+                "allowed: with eagle, eagle3"
+            )
     elif path is None:
         lines.append(f"speculation.path: not given; drafter {speculation.drafter} needs the folder of its head")
     elif not (path / "config.json").is_file():

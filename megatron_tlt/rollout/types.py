@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_tlt.speculation.strategy import OFF, Strategy
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 class SamplingSpec:
     """How to sample; the names and meanings are vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` -1 or 0 and ``top_p`` 1.0 switch the filter off.
+    ``temperature`` 0 is greedy. ``top_k`` -1 or 0 and ``top_p`` 1.0 switch the filter off. ``stop`` strings need the
+    model folder's tokenizer; they and ``stop_token_ids`` end a response of ``min_tokens`` at the earliest.
+    ``logprobs`` is how many of the likeliest tokens are reported at each position, besides the sampled one.
     """
 
     temperature: float = 1.0
@@ -21,16 +25,23 @@ class SamplingSpec:
     top_k: int = -1
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logprobs: int = 0
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate. ``seed`` makes it reproducible whatever else is in the batch."""
+    """One response to generate. ``seed`` makes it reproducible whatever else is in the batch.
+
+    ``problem_key`` is shared by all responses to a problem, in every step: drafts may come from earlier ones.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingSpec
     seed: int
+    problem_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,8 @@ class Response:
 
     ``log_probs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from: temperature,
     top-p and top-k applied (vLLM's ``processed_logprobs``).
-    ``finished_at`` is in seconds since the rollout began.
+    ``finish_reason`` is "stop", "length" or "abort". ``finished_at`` is in seconds since the rollout began.
+    ``top_log_probs[t]`` holds (token, log-probability) of the likeliest tokens there, likeliest first, if asked for.
     """
 
     request_id: str
@@ -88,11 +100,16 @@ class Response:
     finish_reason: str
     finished_at: float
     draft: DraftStats = field(default_factory=DraftStats)
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One engine step: when it began (seconds since the rollout began), how long it took, and what was in it."""
+    """One engine step: when it began (seconds since the rollout began), how long it took, and what was in it.
+
+    Its drafts were proposed under ``strategy``, at the end of an earlier step; at its own end drafts were proposed
+    under ``next_strategy``. ``prefilled``: tokens of a prompt were computed in it.
+    """
 
     start: float
     duration: float
@@ -100,6 +117,9 @@ class StepRecord:
     num_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    strategy: Strategy = OFF
+    next_strategy: Strategy = OFF
+    prefilled: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,16 @@ from megatron_tlt.rollout.types import DraftStats
 
 @dataclass
 class StepAccount:
-    """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch."""
+    """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch.
+
+    ``prefilled``: tokens of a prompt (or of a preempted request, again) were computed in it.
+    """
 
     running: int = 0
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefilled: bool = False
 
 
 @dataclass
@@ -68,7 +72,12 @@ class SchedulerAccounts:
 
     def _update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
         outputs = self._upstream(scheduler_output, model_output)
-        self._step.running += len(scheduler_output.num_scheduled_tokens)
+        running = len(scheduler_output.num_scheduled_tokens)
+        self._step.running += running
+        drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        # a request that decodes has one token in the step besides its drafts
+        behind = scheduler_output.total_num_scheduled_tokens - drafted - running
+        self._step.prefilled |= bool(behind or scheduler_output.scheduled_new_reqs)
         emitted = {
             output.request_id: len(output.new_token_ids)
             for client_outputs in outputs.values()

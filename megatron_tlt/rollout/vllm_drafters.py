@@ -1,4 +1,4 @@
-"""Drafters inside a live vLLM engine: switching them on and off, and the weights of those that are models."""
+"""The weights of a drafter model inside a live vLLM engine."""
 
 from __future__ import annotations
 
@@ -13,42 +13,6 @@ from megatron_tlt.rollout.vllm_weights import read_weights
 
 # drafters that are models of their own, by vLLM's name of the method
 MODEL_DRAFTERS = ("eagle", "eagle3")
-
-
-class DraftSwitch:
-    """Turns drafting on and off between two engine steps.
-
-    A drafter that only looks at tokens is replaced by one that proposes nothing. A drafter model must see every token,
-    or its KV cache would have gaps: it goes on running, and the scheduler asks it for zero tokens.
-    """
-
-    def __init__(self, runner: Any, scheduler: Any, max_num_seqs: int, drafter: str) -> None:
-        self._runner = runner
-        self._scheduler = scheduler
-        self._is_model = drafter in MODEL_DRAFTERS
-        self._none = [0] * (max_num_seqs + 1)
-        self._lengths: list[int] | None = None
-
-    def off(self) -> None:
-        """Draft nothing; must be on."""
-        if self._is_model:
-            self._lengths, self._scheduler.dynamic_sd_lookup = self._scheduler.dynamic_sd_lookup, self._none
-        else:
-            self._runner.drafter.propose = _propose_nothing
-
-    def on(self) -> None:
-        """Draft again; must be off."""
-        if self._is_model:
-            self._scheduler.dynamic_sd_lookup = self._lengths
-        else:
-            del self._runner.drafter.propose  # the class's own shows again
-
-
-def _propose_nothing(
-    num_speculative_tokens: int, sampled_token_ids: list[list[int]], *_: Any, **__: Any
-) -> list[list[int]]:
-    """A drafter's ``propose`` that drafts nothing for any row."""
-    return [[] for _ in sampled_token_ids]
 
 
 def read_drafter_weights(

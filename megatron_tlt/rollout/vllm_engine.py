@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.reshard.interface import Part
 from megatron_tlt.rollout import vllm_setup, vllm_weights
+from megatron_tlt.rollout.chooser import StrategyChooser
+from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedLimits
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
+from megatron_tlt.rollout.vllm_choices import agree
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
-from megatron_tlt.rollout.vllm_drafters import DraftSwitch, read_drafter_weights
+from megatron_tlt.rollout.vllm_drafters import MODEL_DRAFTERS, read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
+from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
+from megatron_tlt.rollout.vllm_strategies import StrategySwitch, token_drafters_of
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
+from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 OnFinished = Callable[[Response], None]
 OnStep = Callable[[StepRecord], None]
+
+
+@dataclass
+class _Rollout:
+    """A rollout in progress: vLLM's ids of the requests that are not done, and those a callback has aborted."""
+
+    internal_of: dict[str, str] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -36,10 +53,21 @@ class VllmEngine:
     must call each method with the same arguments, and get the same results. The default process group stays as it is.
     """
 
-    def __init__(self, model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        rollout: RolloutConfig,
+        speculation: SpeculationConfig,
+        seed: int,
+        token_drafters: Mapping[str, TokenDrafter] | None = None,
+        skipped: SkippedLimits | None = None,
+    ) -> None:
         """Build the engine and load the Hugging Face folder ``model_path``.
 
         ``rollout.vllm`` goes to vLLM's EngineArgs (``dtype``, ``max_num_seqs``, ``gpu_memory_utilization``, ...).
+        An engine that speculates can draft up to ``speculation.num_speculative_tokens`` with its head, if its drafter
+        is a model, and with those of the section that have none; ``token_drafters`` go in their place, by name.
+        ``skipped`` bounds what is kept so that the head can go on after strategies that did not use it.
 
         Raises:
             ConfigError: what was asked for does not fit the model, the world or the installed vLLM's arguments.
@@ -57,17 +85,30 @@ class VllmEngine:
             )
         self._rollout = rollout
         self._seed = seed
+        self._tp_rank = dist.get_rank() % self._tp_size
         self._llm = self._build(model_path, rollout, speculation, seed)
+        self._tp_group = vllm_setup.engine_group()
         core = self._llm.engine_core.engine_core
         self._runner = core.model_executor.driver_worker.worker.model_runner
         check_experts(self._runner.get_model())
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation.enabled else 0
-        self.speculating = speculation.enabled
-        max_num_seqs = self._llm.vllm_config.scheduler_config.max_num_seqs
-        draft_without_padding(core.scheduler, self.num_speculative_tokens, max_num_seqs)
-        self._switch = DraftSwitch(self._runner, core.scheduler, max_num_seqs, speculation.drafter)
+        draft_without_padding(
+            core.scheduler, self.num_speculative_tokens, self._llm.vllm_config.scheduler_config.max_num_seqs
+        )
+        self._scheduler = core.scheduler
+        self.token_drafters = token_drafters_of(speculation) | dict(token_drafters or {})
+        self._switch = StrategySwitch(
+            self._runner,
+            self.num_speculative_tokens,
+            speculation.drafter if speculation.enabled and speculation.drafter in MODEL_DRAFTERS else None,
+            self.token_drafters,
+            skipped or SkippedLimits(),
+        )
+        if speculation.enabled:
+            self.set_strategy(Strategy(speculation.drafter, speculation.num_speculative_tokens))
+        self._rollout_state: _Rollout | None = None
         self._drafter_names: set[str] = set()
         self._drafter_folder = speculation.path
         versions: dict[str, int | None] = {POLICY: None if self._is_dummy(rollout) else 0}
@@ -102,141 +143,130 @@ class VllmEngine:
         requests: Sequence[Request],
         on_finished: OnFinished | None = None,
         on_step: OnStep | None = None,
+        chooser: StrategyChooser | None = None,
     ) -> list[Response]:
         """Generate one response per request, in the requests' order.
 
-        The same weights and requests give the same tokens and bit-equal log-probabilities, in any process.
+        The same weights, requests and strategies give the same tokens and bit-equal log-probabilities, in any process.
         ``on_finished`` is called with each response as soon as it ends, ``on_step`` after each engine step.
-        ``token_ids`` end with the stop token where it stopped at one (``finish_reason`` "stop"; else "length").
+        ``chooser`` sets the strategy before each step; the last one stays in force.
+        ``token_ids`` end with the stop token where it stopped at one (``finish_reason`` "stop"; else "length", or
+        "abort" after ``abort``).
 
         Raises:
             ConfigError: a prompt or a length limit that does not fit; raised before anything is generated.
             RunError: the weights are not whole (``versions``), now or after a callback.
         """
         self._check_weights()
-        self._check_requests(requests)
+        check_requests(requests, self._rollout.max_prompt_tokens, self.max_model_len, self.vocab_size)
         self.reset()
-        index_of: dict[str, int] = {}
-        internal_of: dict[str, str] = {}
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
         responses: list[Response | None] = [None] * len(requests)
+        rollout = self._rollout_state = _Rollout()
         began = time.perf_counter()
+
+        def finish(name: str, completion: Any, now: float) -> None:
+            index = index_of[name]
+            response = self._respond(requests[index], rollout.internal_of.pop(name), completion, now)
+            responses[index] = response
+            if on_finished is not None:
+                on_finished(response)
+
         with vllm_setup.isolated_random_state(self._seed):
             try:
-                for index, request in enumerate(requests):
-                    internal_of[request.request_id] = self._add(request)
-                    index_of[request.request_id] = index
+                for request in requests:
+                    internal_id = add_request(self._llm, request)
+                    rollout.internal_of[request.request_id] = internal_id
+                    self._switch.add(internal_id, request)
                 while self._llm.has_unfinished_requests():
+                    if chooser is not None:
+                        self._choose(chooser)
                     self._check_weights()
                     start = time.perf_counter() - began
+                    verified = self._switch.drafted_under
                     finished = self._llm.step()
                     now = time.perf_counter() - began
+                    record = self._record(start, now - start, verified)
+                    if chooser is not None and self._tp_rank == 0:
+                        chooser.observe(record)
                     if on_step is not None:
-                        step = self._accounts.take_step()
-                        on_step(
-                            StepRecord(
-                                start,
-                                now - start,
-                                step.running,
-                                step.num_tokens,
-                                step.num_draft_tokens,
-                                step.num_accepted_tokens,
-                            )
-                        )
+                        on_step(record)
                     for output in finished:
-                        index = index_of[output.request_id]
-                        response = self._response(requests[index], output, internal_of.pop(output.request_id), now)
-                        responses[index] = response
-                        if on_finished is not None:
-                            on_finished(response)
+                        finish(output.request_id, output.outputs[0], now)
+                    while rollout.aborted:
+                        name = rollout.aborted.pop(0)
+                        if name in rollout.internal_of:
+                            finish(name, abort_request(self._llm, rollout.internal_of[name]), now)
             finally:
-                if internal_of:  # a callback or a signal cut the rollout short: leave the engine empty
-                    self._llm.abort_request(list(internal_of.values()), internal=True)
+                self._rollout_state = None
+                if rollout.internal_of:  # a callback or a signal cut the rollout short: leave the engine empty
+                    self._llm.abort_request(list(rollout.internal_of.values()), internal=True)
+                self._switch.clear()
         return [response for response in responses if response is not None]
 
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        seen: set[str] = set()
-        for request in requests:
-            name, length = request.request_id, len(request.prompt_token_ids)
-            if name in seen:
-                raise ConfigError(f"request {name}: the id is used twice in one rollout")
-            seen.add(name)
-            if not 0 < length <= self._rollout.max_prompt_tokens:
-                raise ConfigError(
-                    f"request {name}: its prompt has {length} tokens; allowed are 1 to "
-                    f"rollout.max_prompt_tokens, {self._rollout.max_prompt_tokens}"
-                )
-            if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.vocab_size:
-                raise ConfigError(
-                    f"request {name}: its prompt has token ids {min(request.prompt_token_ids)} to "
-                    f"{max(request.prompt_token_ids)}; allowed are 0 to {self.vocab_size - 1}"
-                )
-            if request.sampling.max_tokens < 1 or length + request.sampling.max_tokens > self.max_model_len:
-                raise ConfigError(
-                    f"request {name}: a prompt of {length} tokens with max_tokens {request.sampling.max_tokens}; "
-                    f"allowed are 1 to {self.max_model_len - length}, the engine's max_model_len being "
-                    f"{self.max_model_len}"
-                )
-            if not 0 <= request.seed < 1 << 63:
-                raise ConfigError(f"request {name}: its seed is {request.seed}; allowed are 0 to 2**63 - 1")
+    def _choose(self, chooser: StrategyChooser) -> None:
+        """Put the chooser's strategy in force, the first rank's on all ranks of the engine."""
+        running = {
+            self._switch.external_id(request.request_id): int(request.num_output_tokens)
+            for request in self._scheduler.running
+        }
+        batch = len(running) or min(len(self._scheduler.waiting), self._runner.max_num_reqs)
+        choice = chooser.next(batch, running) if self._tp_rank == 0 else None
+        strategy, budgets = agree(choice, list(running), self._tp_group)
+        self._switch.set(strategy, budgets)
 
-    def _add(self, request: Request) -> str:
-        """Queue a request; returns vLLM's own id for it."""
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        try:
-            params = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=max(sampling.top_k, 0),
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                seed=request.seed,
-                logprobs=0,  # the sampled token's only
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            return self._llm.add_request(request.request_id, prompt, params)
-        except (ValueError, VLLMClientError) as error:
-            raise ConfigError(f"request {request.request_id}: {' '.join(str(error).split())}") from error
-
-    def _response(self, request: Request, output: Any, internal_id: str, now: float) -> Response:
-        completion = output.outputs[0]
-        tokens = tuple(completion.token_ids)
-        log_probs = tuple(entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True))
-        draft = self._accounts.take_request(internal_id)
-        if draft.num_tokens != len(tokens):
-            raise RunError(
-                f"request {request.request_id}: {draft.num_tokens} tokens accounted for, {len(tokens)} returned"
-            )
-        return Response(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            token_ids=tokens,
-            log_probs=log_probs,
-            finish_reason=str(completion.finish_reason),
-            finished_at=now,
-            draft=draft,
+    def _record(self, start: float, duration: float, verified: Strategy) -> StepRecord:
+        step = self._accounts.take_step()
+        return StepRecord(
+            start,
+            duration,
+            step.running,
+            step.num_tokens,
+            step.num_draft_tokens,
+            step.num_accepted_tokens,
+            strategy=verified,
+            next_strategy=self._switch.drafted_under,
+            prefilled=step.prefilled,
         )
 
-    def set_speculation(self, enabled: bool) -> None:
-        """Switch drafting on or off, between rollouts or in a step's callback; responses keep their distribution.
+    def _respond(self, request: Request, internal_id: str, completion: Any, now: float) -> Response:
+        self._switch.finish(internal_id, completion.token_ids)
+        return to_response(request, completion, self._accounts.take_request(internal_id), now)
+
+    def abort(self, request_id: str) -> None:
+        """End a request of the rollout in progress, from one of its callbacks; its response is what it has by then.
 
         Raises:
-            ConfigError: on, for an engine that was built without speculation.
+            RunError: no such request is unfinished.
         """
-        if enabled and not self.num_speculative_tokens:
-            raise ConfigError("speculation.enabled was false when the engine was built; it cannot be switched on now")
-        if enabled == self.speculating:
-            return
-        if enabled:
-            self._switch.on()
-        else:
-            self._switch.off()
-        self.speculating = enabled
+        if self._rollout_state is None or request_id not in self._rollout_state.internal_of:
+            raise RunError(f"request {request_id} cannot be aborted: it is not one of a rollout in progress")
+        self._rollout_state.aborted.append(request_id)
+
+    def set_strategy(self, strategy: Strategy, budgets: Mapping[str, int] | None = None) -> None:
+        """Draft under ``strategy`` from the next drafts on; responses keep their distribution.
+
+        Between rollouts or in a step's callback. ``budgets`` gives requests, by id, fewer tokens (down to none).
+
+        Raises:
+            ConfigError: a drafter that this engine lacks (``drafters``), or more tokens than it was built for.
+        """
+        self._switch.set(strategy, budgets)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force; at first the one of the ``speculation`` section."""
+        return self._switch.strategy
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters that a strategy for this engine may name, "off" included."""
+        return self._switch.drafters
+
+    @property
+    def skipped(self) -> SkippedCounts:
+        """Tokens that the drafter model skipped under other strategies, and what became of them."""
+        return self._switch.skipped
 
     @property
     def versions(self) -> dict[str, int | None]:
@@ -244,7 +274,7 @@ class VllmEngine:
 
         0 as loaded from the folder, None where the weights are not whole: dummy ones, or between ``begin_update`` and
         ``finish_update``, or after an update that failed, or dropped by ``sleep``. Without its policy's version the
-        engine does not generate, without its drafter's not while it speculates.
+        engine does not generate, without its drafter's not while a strategy uses that.
         """
         return self._versions.as_dict()
 
@@ -311,8 +341,10 @@ class VllmEngine:
 
     def _check_weights(self) -> None:
         self._versions.require(POLICY)
-        if self.speculating and DRAFTER in self._versions.as_dict():
+        versions = self._versions.as_dict()
+        if self.strategy.drafter in MODEL_DRAFTERS:
             self._versions.require(DRAFTER)
+        self._switch.head_is_whole = versions.get(DRAFTER) is not None
 
     def reset(self) -> None:
         """Forget cached prefixes and accounts, as after a change of weights."""
@@ -321,7 +353,8 @@ class VllmEngine:
         self._accounts.clear()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device: level 1 keeps weights on the host, 2 drops them. Nothing to free on a CPU."""
+        """Free the device: level 1 keeps weights on the host, 2 drops them. On a CPU only skipped states go."""
+        self._switch.release()
         if not self._is_cpu():
             self._llm.sleep(level)
             if level > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -17,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.checks import drafter_problems
-from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.collectives import broadcast_data
 from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
@@ -50,6 +50,7 @@ def prepare_environment() -> None:
     # vLLM warns of what is on purpose here (an eager engine on a CPU), two dozen lines for each process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that StrategySwitch was written against
     # vLLM takes 0 for "all memory", which cannot work beside an actor
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE", "") in ("", "0"):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -87,6 +88,14 @@ def launcher_variables() -> Iterator[None]:
     finally:
         for name in missing:
             os.environ.pop(name, None)
+
+
+def engine_group() -> dist.ProcessGroup | None:
+    """The group of the ranks of the engine just built, over CPU tensors; None where the engine has one rank."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return group.cpu_group if group.world_size > 1 else None
 
 
 @contextmanager
@@ -128,9 +137,6 @@ def untouched_torch_threads() -> Iterator[None]:
     setter, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
-        # numba, behind the ngram drafter, starts its threads in torch's own OpenMP and sets the count of both to the
-        # machine's cores. At the first draft that would go unnoticed, and ranks sharing cores become 10 times slower.
-        importlib.import_module("numba").get_num_threads()
     finally:
         torch.set_num_threads = setter
         if torch.get_num_threads() != threads:
@@ -195,14 +201,25 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
         return None
     if problems := drafter_problems(speculation):
         raise ConfigError("; ".join(problems))
-    chosen = {"method": speculation.drafter, "num_speculative_tokens": speculation.num_speculative_tokens}
     if speculation.path is None:
-        low, high = speculation.ngram.prompt_lookup_min, speculation.ngram.prompt_lookup_max
-        return {**chosen, "prompt_lookup_min": low, "prompt_lookup_max": high}
+        # vLLM's own place for drafters that are no models
+        proposer = "megatron_tlt.rollout.vllm_strategies.NoProposer"
+        return {
+            "method": "custom_class",
+            "model": proposer,
+            "num_speculative_tokens": speculation.num_speculative_tokens,
+        }
     from vllm.config.load import LoadConfig
 
     # loaded from its folder also where the policy's weights are dummies; cut over the same ranks as the policy's
-    return {**chosen, "model": str(speculation.path), "draft_load_config": LoadConfig()}
+    return {
+        "method": speculation.drafter,
+        "model": str(speculation.path),
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "draft_load_config": LoadConfig(),
+        # draft behind the sampled tokens, on the host, where StrategySwitch decides what drafts
+        "disable_padded_drafter_batch": True,
+    }
 
 
 def _max_model_len(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig) -> int:

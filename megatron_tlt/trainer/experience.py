@@ -181,7 +181,7 @@ class ExperienceCollector:
             for sample in range(samples):
                 name = f"{index}-{sample}"
                 seed = request_seed(*seed_parts, problem.uid, index, sample)
-                requests.append(Request(name, prompt, sampling, seed))
+                requests.append(Request(name, prompt, sampling, seed, problem.uid))
                 keys[name] = (index, sample)
         return requests, keys
 

@@ -26,3 +26,16 @@ def chi_squared_p_value(counts: torch.Tensor, probabilities: torch.Tensor, small
     assert degrees >= 5, f"only {degrees} degrees of freedom: the test would say nothing"
     statistic = ((observed_cells - expected_cells) ** 2 / expected_cells).sum()
     return float(torch.special.gammaincc(torch.tensor(degrees / 2).double(), statistic / 2))
+
+
+def total_variation(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, float]:
+    """Half the L1 distance of the sample's frequencies from ``probabilities``, and the most that chance explains.
+
+    The bound is the distance's mean for such a sample from ``probabilities`` (of half-normal cells, from above), and
+    six times the most that its standard deviation can be: 1/2 of the square root of 1/samples (McDiarmid).
+    """
+    observed, exact = counts.flatten().double(), probabilities.flatten().double()
+    samples = float(observed.sum())
+    distance = float((observed / samples - exact).abs().sum()) / 2
+    mean = float((exact * (1 - exact) / samples).sqrt().sum()) / 2 * (2 / torch.pi) ** 0.5
+    return distance, mean + 3 / samples**0.5

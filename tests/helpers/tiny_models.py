@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from transformers import (
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -70,6 +75,14 @@ def write_lively_model(name: str, folder: Path, **options: Any) -> Path:
     return folder
 
 
+def write_letters_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer in which each token is a letter, joined without spaces: token 0 is "a", token 26 "A"."""
+    tokens = {letter: index for index, letter in enumerate(string.ascii_letters[:vocab_size])}
+    tokenizer = Tokenizer(WordLevel(tokens, unk_token="a"))
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 def load_qwen2(folder: Path) -> Qwen2ForCausalLM:
     """The folder's model in float32, for reference answers."""
     return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -99,11 +112,15 @@ def response_log_probs(
     return [float(log_p[t - 1, token_ids[t]]) for t in range(prompt_length, len(log_p))]
 
 
-def processed_log_probs(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0) -> torch.Tensor:
-    """Log-probabilities after temperature and top-p, written from the definition: logits (..., vocabulary).
+def processed_log_probs(
+    logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1
+) -> torch.Tensor:
+    """Log-probabilities after temperature, top-k and top-p, from their definitions: logits (..., vocabulary).
 
     Top-p keeps the smallest set of most likely tokens whose probabilities sum to at least ``top_p``.
     """
+    if top_k > 0:
+        logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
     log_probs = torch.log_softmax(logits.double() / temperature, dim=-1)
     if top_p >= 1.0:
         return log_probs

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from megatron_tlt.config.schema import NgramConfig, RolloutConfig, SpeculationConfig
-from tests.helpers.tiny_models import build_qwen2, load_qwen2
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import NgramConfig, SpeculationConfig
+from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.suffix import SuffixDrafter
+from tests.helpers.drafters import ReplayDrafter
+from tests.helpers.eagle_heads import build_eagle_head
+from tests.helpers.tiny_models import build_qwen2, load_qwen2, logits_of, write_letters_tokenizer
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -25,11 +32,15 @@ ROLLOUT = RolloutConfig(
 )
 # single tokens are looked up, so that any prompt which holds the whole vocabulary leads to drafts at every position
 SPECULATION = SpeculationConfig(num_speculative_tokens=3, ngram=NgramConfig(prompt_lookup_min=1, prompt_lookup_max=3))
+NUM_DRAFTS = 3
+NGRAM = Strategy("ngram", NUM_DRAFTS)
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_qwen2(tmp_path_factory.mktemp("qwen2"), vocab_size=VOCAB, tie=False, scale=0.16)
+    folder = build_qwen2(tmp_path_factory.mktemp("qwen2"), vocab_size=VOCAB, tie=False, scale=0.16)
+    write_letters_tokenizer(folder, VOCAB)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +53,7 @@ def engine(model_folder: Path) -> Iterator[VllmEngine]:
     """An engine that speculates."""
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
-    engine = VllmEngine(model_folder, ROLLOUT, SPECULATION, seed=7)
+    engine = VllmEngine(model_folder, ROLLOUT, SPECULATION, seed=7, token_drafters={"suffix": SuffixDrafter()})
     yield engine
     engine.shutdown()
 
@@ -55,3 +66,59 @@ def plain_engine(model_folder: Path, engine: VllmEngine) -> Iterator[VllmEngine]
     engine = VllmEngine(model_folder, ROLLOUT, SpeculationConfig(enabled=False), seed=7)
     yield engine
     engine.shutdown()
+
+
+@pytest.fixture(scope="session", params=["eagle", "eagle3"])
+def head(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_eagle_head(request.param, model_folder, tmp_path_factory.mktemp("heads") / request.param)
+
+
+@pytest.fixture(scope="session")
+def replay() -> ReplayDrafter:
+    """What engines with a head draft from under "suffix"."""
+    return ReplayDrafter()
+
+
+@pytest.fixture(scope="session")
+def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine, replay: ReplayDrafter) -> Iterator[VllmEngine]:
+    """An engine with that drafter (after the others, one of which owns the process group)."""
+    from megatron_tlt.rollout.vllm_engine import VllmEngine
+
+    speculation = SPECULATION.model_copy(update={"drafter": head.name, "path": head})
+    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7, token_drafters={"suffix": replay})
+    yield engine
+    engine.shutdown()
+
+
+def likely_path(edges: torch.Tensor) -> list[int]:
+    """A path through all nodes along heavy edges; edges (nodes, nodes), taken from the heaviest down where they fit."""
+    follower: dict[int, int] = {}
+    start = {node: node for node in range(len(edges))}  # of the piece that ends in a node
+    for edge in edges.flatten().argsort(descending=True).tolist():
+        a, b = divmod(edge, len(edges))
+        if a in start and b in start.values() and start[a] != b:
+            end = next(node for node, first in start.items() if first == b)
+            follower[a], start[end] = b, start.pop(a)
+    path = list(start.values())
+    while path[-1] in follower:
+        path.append(follower[path[-1]])
+    return path
+
+
+@pytest.fixture(scope="session")
+def prompt(reference: Qwen2ForCausalLM) -> tuple[int, ...]:
+    """Each token of the vocabulary once, and one more: the first block of the prefix cache and a token.
+
+    Whatever is sampled is found in it and drafted from it. A token's follower is likely to follow it once more, as far
+    as that can be had (the order changes the probabilities, so several are tried), so that drafts are often right.
+    """
+    tried: list[tuple[float, tuple[int, ...]]] = []
+    order = list(range(VOCAB))
+    for _ in range(8):
+        prompt = (*order, order[3])
+        logits = logits_of(reference, prompt)[-1]
+        after = torch.stack([logits_of(reference, (*prompt, token))[-1] for token in range(VOCAB)])
+        pairs = logits.softmax(-1)[:, None] * after.softmax(-1)
+        tried.append((float(sum(pairs[a, b] for a, b in itertools.pairwise(order))), prompt))
+        order = likely_path(pairs)
+    return max(tried)[1]

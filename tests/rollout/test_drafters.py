@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_tlt.config.schema import SpeculationConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec, StepRecord
+from megatron_tlt.speculation.strategy import OFF
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2
 
-from .conftest import ROLLOUT, VOCAB
+from .conftest import NUM_DRAFTS, ROLLOUT, VOCAB
 from .test_lossless import greedy_requests, sampled_p_values, total_draft
 from .workers.layouts import PROMPTS
 
@@ -27,24 +26,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
-NUM_DRAFTS = 3
 WORKER = Path(__file__).parent / "workers" / "drafters.py"
-
-
-@pytest.fixture(scope="module", params=["eagle", "eagle3"])
-def head(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_eagle_head(request.param, model_folder, tmp_path_factory.mktemp("heads") / request.param)
-
-
-@pytest.fixture(scope="module")
-def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine) -> Iterator[VllmEngine]:
-    """An engine with that drafter (after the others, one of which owns the process group)."""
-    from megatron_tlt.rollout.vllm_engine import VllmEngine
-
-    speculation = SpeculationConfig(drafter=head.name, path=head, num_speculative_tokens=NUM_DRAFTS)
-    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7)
-    yield engine
-    engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +63,9 @@ def test_greedy_is_that_of_a_plain_engine_and_the_accounts_add_up(
 
 def test_switching_off_and_on(drafting: VllmEngine, expected: list[tuple[int, ...]]) -> None:
     requests = greedy_requests(24, 40)
+    head = drafting.strategy
     first = drafting.generate(requests)
-    drafting.set_speculation(False)
+    drafting.set_strategy(OFF)
     off = drafting.generate(requests)
     assert tokens_of(off) == expected and total_draft(off).num_draft_tokens == 0
     drafted: list[int] = []
@@ -90,10 +73,10 @@ def test_switching_off_and_on(drafting: VllmEngine, expected: list[tuple[int, ..
     def switch(step: StepRecord) -> None:
         drafted.append(step.num_draft_tokens)
         if len(drafted) in (8, 16):
-            drafting.set_speculation(not drafting.speculating)
+            drafting.set_strategy(head if drafting.strategy == OFF else OFF)
 
     switched = drafting.generate(requests, on_step=switch)  # on in the middle of the rollout, off again
-    drafting.set_speculation(True)
+    drafting.set_strategy(head)
     assert tokens_of(switched) == expected
     assert sum(drafted[:8]) == 0 and min(drafted[9:16]) > 0 and sum(drafted[17:]) == 0
     again = drafting.generate(requests)
@@ -106,10 +89,11 @@ def test_up_to_the_longest_sequence(drafting: VllmEngine, plain_engine: VllmEngi
     requests = [Request(f"l{i}", (*range(VOCAB), *range(i, VOCAB), *range(16 + i)), spec, seed=0) for i in range(3)]
     assert {len(request.prompt_token_ids) for request in requests} == {ROLLOUT.max_prompt_tokens}
     expected = tokens_of(plain_engine.generate(requests))
+    head = drafting.strategy
     assert tokens_of(drafting.generate(requests)) == expected
-    drafting.set_speculation(False)
+    drafting.set_strategy(OFF)
     off = drafting.generate(requests)
-    drafting.set_speculation(True)
+    drafting.set_strategy(head)
     assert tokens_of(off) == expected
     assert total_draft(off).num_draft_tokens == 0
 
@@ -131,9 +115,10 @@ def test_weights_are_the_folders_and_new_ones_change_the_drafts_only(
     assert drafting.versions == {"policy": 0, "drafter": None}
     with pytest.raises(RunError, match="the drafter's weights are half-written"):
         drafting.generate(requests)
-    drafting.set_speculation(False)
+    strategy = drafting.strategy
+    drafting.set_strategy(OFF)
     assert tokens_of(drafting.generate(requests)) == expected  # the drafter has no part in it
-    drafting.set_speculation(True)
+    drafting.set_strategy(strategy)
     drafting.finish_update("drafter", 5)
     assert drafting.versions == {"policy": 0, "drafter": 5}
     after = drafting.generate(requests)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from megatron_tlt.config.schema import RolloutConfig, SpeculationConfig
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
+from megatron_tlt.speculation.strategy import OFF
 from tests.helpers.launch import run_python
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2, logits_of, processed_log_probs
 
-from .conftest import ROLLOUT, SPECULATION, VOCAB
+from .conftest import NGRAM, ROLLOUT, SPECULATION, VOCAB
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -289,20 +291,20 @@ def test_speculation_switches_between_steps(engine: VllmEngine, reference: Qwen2
 
     def switch(step: StepRecord) -> None:
         records.append(step)
-        engine.set_speculation(len(records) < 3 or len(records) > 12)
+        engine.set_strategy(NGRAM if len(records) < 3 or len(records) > 12 else OFF)
 
     (response,) = engine.generate(
         [Request("switch", prompt, SamplingSpec(temperature=0.0, max_tokens=60), 0)], on_step=switch
     )
-    engine.set_speculation(True)
+    engine.set_strategy(NGRAM)
     drafting = [step.num_draft_tokens > 0 for step in records]
     assert any(drafting[:3]) and not any(drafting[4:12]) and any(drafting[13:])
     assert list(response.token_ids) == greedy(reference, prompt, response.token_ids)
 
 
 def test_an_engine_without_speculation_says_so(plain_engine: VllmEngine) -> None:
-    with pytest.raises(ConfigError, match=r"speculation\.enabled"):
-        plain_engine.set_speculation(True)
+    with pytest.raises(ConfigError, match=r"strategy ngram-3; this engine's drafters: off$"):
+        plain_engine.set_strategy(NGRAM)
 
 
 @pytest.mark.parametrize(

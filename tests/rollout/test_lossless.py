@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF
 from tests.helpers.statistics import chi_squared_p_value
-from tests.helpers.tiny_models import greedy, logits_of, processed_log_probs
+from tests.helpers.tiny_models import greedy, processed_log_probs
 
-from .conftest import VOCAB
+from .conftest import NGRAM, VOCAB
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -39,9 +40,9 @@ def test_greedy_is_identical_with_and_without_speculation_and_in_transformers(
 ) -> None:
     requests = greedy_requests(count=24, max_tokens=40)
     speculating = engine.generate(requests)
-    engine.set_speculation(False)
+    engine.set_strategy(OFF)
     switched_off = engine.generate(requests)
-    engine.set_speculation(True)
+    engine.set_strategy(NGRAM)
     plain = plain_engine.generate(requests)
     for response in speculating:
         assert len(response.token_ids) == 40
@@ -55,52 +56,25 @@ def test_greedy_is_identical_with_and_without_speculation_and_in_transformers(
     assert total_draft(plain).num_draft_tokens == 0
 
 
-def likely_path(edges: torch.Tensor) -> list[int]:
-    """A path through all nodes along heavy edges; edges (nodes, nodes), taken from the heaviest down where they fit."""
-    follower: dict[int, int] = {}
-    start = {node: node for node in range(len(edges))}  # of the piece that ends in a node
-    for edge in edges.flatten().argsort(descending=True).tolist():
-        a, b = divmod(edge, len(edges))
-        if a in start and b in start.values() and start[a] != b:
-            end = next(node for node, first in start.items() if first == b)
-            follower[a], start[end] = b, start.pop(a)
-    path = list(start.values())
-    while path[-1] in follower:
-        path.append(follower[path[-1]])
-    return path
-
-
-@pytest.fixture(scope="module")
-def prompt(reference: Qwen2ForCausalLM) -> tuple[int, ...]:
-    """Each token of the vocabulary once, and one more: the first block of the prefix cache and a token.
-
-    Whatever is sampled is found in it and drafted from it. A token's follower is likely to follow it once more, as far
-    as that can be had (the order changes the probabilities, so several are tried), so that drafts are often right.
-    """
-    tried: list[tuple[float, tuple[int, ...]]] = []
-    order = list(range(VOCAB))
-    for _ in range(8):
-        prompt = (*order, order[3])
-        logits = logits_of(reference, prompt)[-1]
-        after = torch.stack([logits_of(reference, (*prompt, token))[-1] for token in range(VOCAB)])
-        pairs = logits.softmax(-1)[:, None] * after.softmax(-1)
-        tried.append((float(sum(pairs[a, b] for a, b in itertools.pairwise(order))), prompt))
-        order = likely_path(pairs)
-    return max(tried)[1]
-
-
 @torch.no_grad()
 def exact_marginals(
-    reference: Qwen2ForCausalLM, prompt: tuple[int, ...], temperature: float, top_p: float
+    reference: Qwen2ForCausalLM, prompt: tuple[int, ...], temperature: float, top_p: float, top_k: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact P(t1, t2) as (vocabulary, vocabulary) and P(t3) as (vocabulary) of what follows ``prompt``."""
     pairs = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))
     sequences = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], dim=1)
     logits = torch.cat([reference(batch).logits[:, len(prompt) - 1 :] for batch in sequences.split(256)])
-    probs = processed_log_probs(logits, temperature, top_p).exp()  # (pairs, 3, vocabulary)
+    probs = processed_log_probs(logits, temperature, top_p, top_k).exp()  # (pairs, 3, vocabulary)
     index = torch.arange(len(pairs))
     joint = probs[index, 0, pairs[:, 0]] * probs[index, 1, pairs[:, 1]]
     return joint.view(VOCAB, VOCAB), (joint[:, None] * probs[:, 2]).sum(0)
+
+
+def sampled_counts(responses: list[Response]) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each (t1, t2) was sampled, as (vocabulary, vocabulary), and each t3, as (vocabulary)."""
+    tokens = torch.tensor([response.token_ids for response in responses])
+    joint = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB * VOCAB)
+    return joint.view(VOCAB, VOCAB), torch.bincount(tokens[:, 2], minlength=VOCAB)
 
 
 def sampled_p_values(
@@ -114,15 +88,9 @@ def sampled_p_values(
     """p-values of the first two tokens' joint and the third one's marginal, and what became of the drafts."""
     spec = SamplingSpec(temperature=temperature, top_p=top_p, max_tokens=3)
     responses = engine.generate([Request(f"s{i}", prompt, spec, seed=i) for i in range(samples)])
-    tokens = torch.tensor([response.token_ids for response in responses])
-    joint, third = exact_marginals(reference, prompt, temperature, top_p)
-    joint_counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB * VOCAB)
-    third_counts = torch.bincount(tokens[:, 2], minlength=VOCAB)
-    return (
-        chi_squared_p_value(joint_counts.view(VOCAB, VOCAB), joint),
-        chi_squared_p_value(third_counts, third),
-        total_draft(responses),
-    )
+    counts, exact = sampled_counts(responses), exact_marginals(reference, prompt, temperature, top_p)
+    joint_p, third_p = (chi_squared_p_value(*pair) for pair in zip(counts, exact, strict=True))
+    return joint_p, third_p, total_draft(responses)
 
 
 @pytest.mark.cpu_cure

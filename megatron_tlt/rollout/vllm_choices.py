@@ -1,0 +1,42 @@
+"""One choice on all ranks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.speculation.strategy import DRAFTERS, Strategy
+
+Choice = tuple[Strategy, Mapping[str, int] | None]
+_UNLIMITED = -1
+
+
+def agree(choice: Choice | None, requests: Sequence[str], group: dist.ProcessGroup | None) -> Choice:
+    """The first rank's ``choice`` on every rank of ``group``; others give None. Collective, over CPU tensors.
+
+    Args:
+        choice: as a chooser gives it; budgets of ids that are not in ``requests`` do not arrive.
+        requests: the running requests, in the same order on every rank.
+        group: None for one rank alone, which keeps its choice.
+    """
+    if group is None:
+        assert choice is not None
+        return choice
+    source = dist.get_global_rank(group, 0)
+    head = torch.zeros(4, dtype=torch.int64)
+    if choice is not None:
+        strategy, budgets = choice
+        head = torch.tensor(
+            [DRAFTERS.index(strategy.drafter), strategy.num_tokens, strategy.by_length, budgets is not None]
+        )
+    dist.broadcast(head, source, group)
+    drafter, num_tokens, by_length, limited = head.tolist()
+    strategy = Strategy(DRAFTERS[drafter], num_tokens, bool(by_length))
+    if not limited:
+        return strategy, None
+    mine = (choice[1] if choice is not None else None) or {}
+    row = torch.tensor([mine.get(name, _UNLIMITED) for name in requests], dtype=torch.int64)
+    dist.broadcast(row, source, group)
+    return strategy, {name: value for name, value in zip(requests, row.tolist(), strict=True) if value != _UNLIMITED}

@@ -1,0 +1,139 @@
+"""A drafter model's forward over any tokens of any requests, in vLLM's proposer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass
+class HeadInput:
+    """Tokens of a request that the head has not seen: their states are rows of (features) in ``states``.
+
+    ``row`` is the request's in vLLM's batch, ``position`` the first token's; ``states`` has a row for each token.
+    """
+
+    row: int
+    position: int
+    states: torch.Tensor
+
+    def cut(self, length: int) -> tuple[HeadInput, HeadInput]:
+        """The first ``length`` tokens, and the others."""
+        return (
+            HeadInput(self.row, self.position, self.states[:length]),
+            HeadInput(self.row, self.position + length, self.states[length:]),
+        )
+
+
+def chunks(inputs: Iterable[HeadInput], limit: int) -> Iterable[list[HeadInput]]:
+    """Group ``inputs``, cut where needed, so that no group has more than ``limit`` tokens; order is kept."""
+    group: list[HeadInput] = []
+    room = limit
+    for whole in inputs:
+        rest = whole
+        while len(rest.states) > room:
+            if room:
+                first, rest = rest.cut(room)
+                group.append(first)
+            yield group
+            group, room = [], limit
+        group.append(rest)
+        room -= len(rest.states)
+    if group:
+        yield group
+
+
+class DrafterHead:
+    """Runs vLLM's EAGLE proposer on inputs that we put together; its KV cache is filled at their positions.
+
+    The head at position i reads the target's states at i and token i + 1. It is one layer deep, so what it stores for a
+    token depends on that token's input alone: a gap can be filled later, in any pieces, and gives the same cache.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._proposer = runner.drafter
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one forward can take."""
+        return int(self._proposer.max_num_tokens)
+
+    def fill(self, inputs: Iterable[HeadInput], metadata: Any, sampling: Any) -> None:
+        """Compute the cache at the inputs' positions, drafting nothing."""
+        for group in chunks(inputs, self.max_tokens):
+            self.propose(group, 0, metadata, sampling)
+
+    def propose(self, inputs: Sequence[HeadInput], num_tokens: int, metadata: Any, sampling: Any) -> list[list[int]]:
+        """Compute the cache, then draft ``num_tokens`` behind each input's last token.
+
+        Args:
+            inputs: at most ``max_tokens`` tokens in all; each request's are its newest where something is drafted.
+            metadata: vLLM's CommonAttentionMetadata of the target's step, for its block table.
+            sampling: vLLM's SamplingMetadata of the step.
+        """
+        proposer, batch = self._proposer, self._runner.input_batch
+        lengths = np.array([len(part.states) for part in inputs], dtype=np.int64)
+        rows = np.array([part.row for part in inputs], dtype=np.int64)
+        firsts = np.array([part.position for part in inputs], dtype=np.int64)
+        ends = firsts + lengths
+        starts = np.zeros(len(inputs) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        total = int(starts[-1])
+        rows_of_tokens = np.repeat(rows, lengths)
+        positions = np.arange(total) + np.repeat(firsts - starts[:-1], lengths)
+        device = metadata.block_table_tensor.device
+
+        def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
+            return torch.from_numpy(values).to(device)
+
+        position_tensor = on_device(positions)
+        blocks = metadata.block_table_tensor[on_device(rows_of_tokens), position_tensor // proposer.block_size]
+        drafts = proposer.propose(
+            num_speculative_tokens=num_tokens,
+            target_token_ids=on_device(batch.token_ids_cpu[rows_of_tokens, positions]),
+            target_positions=position_tensor,
+            target_hidden_states=torch.cat([part.states for part in inputs]),
+            next_token_ids=on_device(batch.token_ids_cpu[rows, ends]),
+            token_indices_to_sample=None,
+            common_attn_metadata=self._metadata(
+                metadata,
+                rows=on_device(rows),
+                query_starts=starts,
+                ends=ends.astype(np.int32),
+                slots=blocks.long() * proposer.block_size + position_tensor % proposer.block_size,
+            ),
+            sampling_metadata=sampling,
+        )
+        return drafts.tolist()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _metadata(
+        metadata: Any,
+        rows: torch.Tensor,
+        query_starts: np.ndarray[Any, Any],
+        ends: np.ndarray[Any, Any],
+        slots: torch.Tensor,
+    ) -> Any:
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        starts_cpu = torch.from_numpy(query_starts)
+        ends_cpu = torch.from_numpy(ends)
+        return CommonAttentionMetadata(
+            query_start_loc=starts_cpu.to(slots.device),
+            query_start_loc_cpu=starts_cpu,
+            # the proposer counts these up in place as its drafts grow
+            seq_lens=ends_cpu.to(slots.device, copy=True),
+            seq_lens_cpu_upper_bound=ends_cpu.clone(),
+            num_reqs=len(ends),
+            num_actual_tokens=int(query_starts[-1]),
+            max_query_len=int(np.diff(query_starts).max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=metadata.block_table_tensor[rows],
+            slot_mapping=slots,
+            causal=True,
+        )

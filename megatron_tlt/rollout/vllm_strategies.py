@@ -1,0 +1,344 @@
+"""One vLLM engine, any strategy: what drafts at the end of a step is ours to say, per step and per request."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedLimits, SkippedStates
+from megatron_tlt.rollout.types import Request
+from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
+from megatron_tlt.speculation.ngram import NgramConfig, NgramDrafter
+from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
+from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
+from megatron_tlt.speculation.suffix_tree import SpeculationRule
+from megatron_tlt.speculation.token_drafter import TokenDrafter
+
+
+def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]:
+    """The drafters without a model that a section asks for: n-grams, and suffix trees where they may be chosen."""
+    if not speculation.enabled:
+        return {}
+    ngram, suffix, adaptive = speculation.ngram, speculation.suffix, speculation.adaptive
+    found: dict[str, TokenDrafter] = {
+        "ngram": NgramDrafter(
+            NgramConfig(
+                min_n=ngram.prompt_lookup_min,
+                max_n=ngram.prompt_lookup_max,
+                max_draft=speculation.num_speculative_tokens,
+            )
+        )
+    }
+    named = [speculation.drafter] if adaptive is None else adaptive.strategies or ["suffix"]
+    if any(name.startswith("suffix") for name in named):
+        found["suffix"] = SuffixDrafter(
+            SuffixConfig(
+                max_depth=suffix.max_depth,
+                window=suffix.window,
+                epoch_decay=suffix.epoch_decay,
+                max_bytes=suffix.max_bytes,
+                rule=SpeculationRule(min_probability=suffix.min_probability),
+            )
+        )
+    return found
+
+
+class NoProposer:
+    """For an engine without a head: what vLLM asks of a ``custom_class``; ``StrategySwitch`` does the work."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *_: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, *_: Any, **__: Any) -> list[list[int]]:
+        """Never asked.
+
+        Raises:
+            RunError: always.
+        """
+        raise RunError("vLLM asked a drafter that StrategySwitch stands in for")
+
+
+@dataclass
+class _Tracked:
+    """A request by vLLM's id; ``seen[drafter]`` of its tokens have gone to that token drafter."""
+
+    request: Request
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Row:
+    """A request's place in vLLM's batch after a step, and what it may draft.
+
+    ``start`` is the position of its first token in the step, ``length`` how many of its tokens there are still part of
+    it (rejected drafts are not), ``offset`` the first one's row in the step's hidden states. ``last``: no draft can
+    ever be of use to it again.
+    """
+
+    index: int
+    internal_id: str
+    start: int
+    length: int
+    offset: int
+    prompt: bool
+    num_tokens: int
+    limit: int
+    last: bool
+
+
+class StrategySwitch:
+    """Drafts for a live engine under whichever strategy is in force, which may change between any two steps.
+
+    It stands where vLLM's model runner asks its drafter, behind the sampled tokens. A head (a drafter model) runs under
+    its own strategies only; the target's states of what it skips are kept (``SkippedStates``), and its KV cache is
+    filled from them when a request is next drafted for. Prompts always pass it, since their blocks are shared between
+    requests. Nothing here is able to change what is sampled: drafts are verified.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        num_tokens: int,
+        head: str | None,
+        token_drafters: Mapping[str, TokenDrafter],
+        skipped: SkippedLimits,
+    ) -> None:
+        """Take over drafting in ``runner``, which was built for ``num_tokens`` drafts at most (0: none, ever).
+
+        Raises:
+            ConfigError: a token drafter under a name that is no model-free one.
+        """
+        if unknown := set(token_drafters) - set(MODEL_FREE):
+            raise ConfigError(f"token drafters {sorted(unknown)}; allowed: {', '.join(MODEL_FREE)}")
+        self._runner = runner
+        self._num_tokens = num_tokens
+        self._head_name = head
+        self._token_drafters = dict(token_drafters) if num_tokens else {}
+        self._tracked: dict[str, _Tracked] = {}
+        self._ids: dict[str, str] = {}
+        self._budgets: dict[str, int] = {}
+        self.strategy = OFF
+        # what the drafts that now wait for verification were made under
+        self.drafted_under = OFF
+        # False while the head's weights are not whole: it then takes no part, not even in prompts
+        self.head_is_whole = True
+        if not num_tokens:
+            return
+        self._head = DrafterHead(runner) if head else None
+        self._skipped = SkippedStates(skipped, int(runner.max_num_reqs))
+        runner.propose_draft_token_ids = self._propose
+        # vLLM drafts token 0 for the whole batch where one sequence is near the longest; ``_limit`` looks at each
+        runner._input_fits_in_drafter = lambda metadata: metadata is not None
+        self._sample_drafts = runner._sample
+        runner._sample = self._sample
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those a strategy may name."""
+        return ("off", *self._token_drafters, *([self._head_name] if self._head_name else []))
+
+    @property
+    def skipped(self) -> SkippedCounts:
+        """What the head skipped so far, and what became of it."""
+        return dataclasses.replace(self._skipped.counts) if self._num_tokens else SkippedCounts()
+
+    def release(self) -> None:
+        """Give back the memory for skipped states, between rollouts."""
+        if self._num_tokens:
+            self._skipped.release()
+
+    def set(self, strategy: Strategy, budgets: Mapping[str, int] | None) -> None:
+        """Draft under ``strategy`` from now on, where named with at most so many tokens (by the callers' ids).
+
+        Raises:
+            ConfigError: the engine has no such drafter or was built for fewer tokens, or a budget that is negative.
+        """
+        if strategy.drafter not in self.drafters:
+            raise ConfigError(f"strategy {strategy.name}; this engine's drafters: {', '.join(self.drafters)}")
+        if strategy.num_tokens > self._num_tokens:
+            raise ConfigError(f"strategy {strategy.name}; this engine was built for up to {self._num_tokens} tokens")
+        if bad := {name: budget for name, budget in (budgets or {}).items() if budget < 0}:
+            raise ConfigError(f"draft budgets {bad}; allowed: 0 and more")
+        self.strategy = strategy
+        self._budgets = dict(budgets or {})
+
+    def add(self, internal_id: str, request: Request) -> None:
+        """The engine has queued a request, under vLLM's id."""
+        self._tracked[internal_id] = _Tracked(request)
+
+    def finish(self, internal_id: str, response: Sequence[int]) -> None:
+        """The request has ended with this response, which token drafters learn from, whatever was in force."""
+        tracked = self._tracked.pop(internal_id)
+        tokens = np.array((*tracked.request.prompt_token_ids, *response))
+        for name, drafter in self._token_drafters.items():
+            self._feed(name, tracked, tokens)
+            drafter.finish(tracked.request.request_id)
+        self._forget(internal_id)
+
+    def _feed(self, name: str, tracked: _Tracked, tokens: np.ndarray[Any, Any]) -> None:
+        """Give a token drafter what it has not seen of a request's ``tokens`` (length,), prompt included."""
+        drafter, request = self._token_drafters[name], tracked.request
+        prompt = len(request.prompt_token_ids)
+        if name not in tracked.seen:
+            drafter.start(request.request_id, request.problem_key, request.prompt_token_ids)
+            tracked.seen[name] = prompt
+        if len(tokens) > tracked.seen[name]:
+            drafter.extend(request.request_id, tokens[tracked.seen[name] :].tolist())
+            tracked.seen[name] = len(tokens)
+
+    def _forget(self, internal_id: str) -> None:
+        if self._num_tokens:
+            self._skipped.forget(internal_id)
+
+    def clear(self) -> None:
+        """The rollout is over, requests that are left were given up, and no draft waits."""
+        for internal_id, tracked in self._tracked.items():
+            for name in tracked.seen:
+                self._token_drafters[name].finish(tracked.request.request_id)
+            self._forget(internal_id)
+        self._tracked.clear()
+        self.drafted_under = OFF
+
+    def external_id(self, internal_id: str) -> str:
+        """The caller's id of a request."""
+        return self._tracked[internal_id].request.request_id
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        """vLLM's ``_sample``; a step without drafts is sampled as in an engine without any, which is faster."""
+        drafted = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return self._sample_drafts(logits, spec_decode_metadata if drafted else None)
+
+    def _propose(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        """vLLM's ``propose_draft_token_ids``: drafts for each row of the batch."""
+        self._runner._draft_probs = None  # drafts are certain: verified as one-hot distributions
+        self._runner._draft_prob_req_ids = None
+        self.drafted_under = self.strategy
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.strategy == OFF and self._head is None:
+            return drafts
+        features = None
+        if self._head is not None:
+            states = aux_hidden_states if self._runner.use_aux_hidden_state_outputs else [hidden_states]
+            assert states is not None, "the target was not built to give auxiliary hidden states"
+            total = scheduler_output.total_num_scheduled_tokens  # without a CUDA graph's padding
+            features = torch.cat([part[:total] for part in states], dim=-1) if len(states) > 1 else states[0][:total]
+            if self.strategy == OFF and self._skip_plain_step(features, len(drafts)):
+                return drafts
+        rows = self._rows(scheduler_output, sampled_token_ids)
+        if features is not None:
+            self._use_head(rows, features, common_attn_metadata, sampling_metadata, drafts)
+        if self.strategy.drafter in self._token_drafters:
+            self._look_up(rows, drafts)
+        return drafts
+
+    def _rows(self, scheduler_output: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[_Row]:
+        batch = self._runner.input_batch
+        computed = batch.num_computed_tokens_cpu
+        rows, offset = [], 0
+        for index, internal_id in enumerate(batch.req_ids):
+            scheduled = scheduler_output.num_scheduled_tokens[internal_id]
+            drafted = len(scheduler_output.scheduled_spec_decode_tokens.get(internal_id, ()))
+            sampled = len(sampled_token_ids[index])
+            start, num_tokens = int(computed[index]), int(batch.num_tokens_no_spec[index])
+            # one of the sampled tokens is the verifier's own: its states come with the next step
+            length = scheduled - drafted + max(0, sampled - 1)
+            prompt = scheduled - drafted > 1 or start < int(batch.num_prompt_tokens[index])
+            room = self._room(internal_id, num_tokens)
+            limit = self._limit(internal_id, num_tokens, room) if sampled else 0
+            rows.append(_Row(index, internal_id, start, length, offset, prompt, num_tokens, limit, room < 1))
+            offset += scheduled
+        return rows
+
+    def _room(self, internal_id: str, num_tokens: int) -> int:
+        """Drafts that fit behind so many tokens: the verifier adds a token of its own."""
+        request = self._tracked[internal_id].request
+        generated = num_tokens - len(request.prompt_token_ids)
+        return int(min(request.sampling.max_tokens - generated, self._runner.max_model_len - num_tokens)) - 1
+
+    def _limit(self, internal_id: str, num_tokens: int, room: int) -> int:
+        """How many drafts the request gets now."""
+        most = self.strategy.num_tokens
+        request = self._tracked[internal_id].request
+        limit = min(most, self._budgets.get(request.request_id, most), room)
+        missing = request.sampling.min_tokens - (num_tokens - len(request.prompt_token_ids))
+        if missing > 0:
+            # vLLM bars stop tokens from the verifier's own token by the count before the drafts
+            limit = min(limit, missing - 1)
+        return max(0, limit)
+
+    def _look_up(self, rows: list[_Row], drafts: list[list[int]]) -> None:
+        """Let the strategy's token drafter draft, once it has the newest tokens of all: responses share problems."""
+        name, drafter = self.strategy.drafter, self._token_drafters[self.strategy.drafter]
+        token_ids = self._runner.input_batch.token_ids_cpu
+        for row in rows:
+            tracked = self._tracked[row.internal_id]
+            # a prompt in chunks is known from the beginning, but its response begins behind all of it
+            self._feed(name, tracked, token_ids[row.index, : row.num_tokens])
+        for row in rows:
+            if row.limit:
+                request_id = self._tracked[row.internal_id].request.request_id
+                drafts[row.index] = drafter.propose(request_id, row.limit).tokens[: row.limit]
+
+    def _use_head(
+        self, rows: list[_Row], features: torch.Tensor, metadata: Any, sampling: Any, drafts: list[list[int]]
+    ) -> None:
+        """Run the head over rows that draft with it, and over prompts; keep the states of the others."""
+        assert self._head is not None
+        drafting = self.strategy.drafter == self._head_name
+        used: list[_Row] = []
+        skipped: list[_Row] = []
+        for row in rows:
+            wanted = self.head_is_whole and (row.prompt or (drafting and row.limit > 0))
+            if wanted or not row.last:
+                (used if wanted else skipped).append(row)
+        if skipped:
+            self._skip(skipped, features)
+        if not used:
+            return
+        inputs, late = [], []
+        for row in used:
+            self._skipped.drop_from(row.internal_id, row.start)
+            if drafting and row.limit:
+                for gap in self._skipped.take(row.internal_id):
+                    late.append(HeadInput(row.index, gap.position, self._skipped.states[gap.rows]))
+            inputs.append(HeadInput(row.index, row.start, features[row.offset : row.offset + row.length]))
+        self._head.fill(late, metadata, sampling)
+        num_tokens = max(row.limit for row in used) if drafting else 0
+        for row, draft in zip(used, self._head.propose(inputs, num_tokens, metadata, sampling), strict=True):
+            if drafting:
+                drafts[row.index] = draft[: row.limit]
+
+    def _skip(self, rows: list[_Row], features: torch.Tensor) -> None:
+        picked = [row.offset + token for row in rows for token in range(row.length)]
+        kept = features[torch.tensor(picked, device=features.device)]
+        self._skipped.append(kept, ((row.internal_id, row.start, row.length) for row in rows))
+
+    def _skip_plain_step(self, features: torch.Tensor, size: int) -> bool:
+        """Keep all states of a step of one token per request behind its prompt; False for any other step."""
+        batch = self._runner.input_batch
+        starts = batch.num_computed_tokens_cpu[:size]
+        if len(features) != size or (starts < batch.num_prompt_tokens[:size]).any():
+            return False
+        self._skipped.append(features, zip(batch.req_ids, starts.tolist(), itertools.repeat(1)))
+        return True

@@ -1,0 +1,86 @@
+"""Token drafters and strategy schedules for tests of engines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from megatron_tlt.rollout.types import StepRecord
+from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
+
+
+class ReplayDrafter:
+    """Drafts how an earlier response to the same problem went on that had a request's last token in the same place."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[list[int]]] = {}
+        self._requests: dict[str, tuple[str, list[int]]] = {}
+
+    def remember(self, problem: str, response: Sequence[int]) -> None:
+        """A response that later ones to the problem may repeat."""
+        self._known.setdefault(problem, []).append(list(response))
+
+    def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
+        assert request_id not in self._requests, f"{request_id} started twice"
+        self._requests[request_id] = (problem, [])
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        self._requests[request_id][1].extend(tokens)
+
+    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+        problem, tokens = self._requests[request_id]
+        for response in self._known.get(problem, ()):
+            if tokens and response[len(tokens) - 1 : len(tokens)] == tokens[-1:]:
+                return Proposal(response[len(tokens) : len(tokens) + max_tokens], 1.0, 1)
+        return no_proposal()
+
+    def finish(self, request_id: str) -> None:
+        del self._requests[request_id]
+
+    def end_epoch(self) -> None:
+        self._known.clear()
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def open(self) -> int:
+        """Requests that have started and not finished."""
+        return len(self._requests)
+
+
+class RandomChooser:
+    """Draws a strategy every ``every`` steps, and now and then budgets for some requests; keeps what it saw."""
+
+    def __init__(self, strategies: Sequence[Strategy], seed: int, every: int = 3, budgets: bool = True) -> None:
+        self._random = random.Random(seed)
+        self._strategies = strategies
+        self._every = every
+        self._with_budgets = budgets
+        self._strategy, self._budgets = OFF, None
+        self._step = 0
+        self.records: list[StepRecord] = []
+        self.batches: list[tuple[int, int]] = []
+
+    def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
+        self.batches.append((batch, len(requests)))
+        if self._step % self._every == 0:
+            self._strategy, self._budgets = self._random.choice(self._strategies), None
+            if self._with_budgets and requests and self._strategy != OFF and self._random.random() < 0.5:
+                chosen = self._random.sample(sorted(requests), (len(requests) + 1) // 2)
+                self._budgets = {name: self._random.randint(0, self._strategy.num_tokens) for name in chosen}
+        self._step += 1
+        return self._strategy, self._budgets
+
+    def observe(self, step: StepRecord) -> None:
+        self.records.append(step)
+
+    def drafts_of(self, drafter: str) -> tuple[int, int]:
+        """(drafted, accepted) tokens of the steps that verified this drafter's drafts."""
+        steps = [step for step in self.records if step.strategy.drafter == drafter]
+        return sum(step.num_draft_tokens for step in steps), sum(step.num_accepted_tokens for step in steps)
