@@ -1,0 +1,95 @@
+"""Which strategies a batch may choose among: the bucket mapping of BEG-MAB, and the token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The ``arms`` of all batches up to ``upper`` requests that no smaller bucket takes."""
+
+    upper: int
+    arms: tuple[Strategy, ...]
+
+
+def group_by_verify_tokens(strategies: Iterable[Strategy]) -> list[tuple[Strategy, ...]]:
+    """Those that speculate, grouped by their tokens to verify, most tokens first."""
+    speculating = sorted(set(strategies) - {OFF})
+    counts = sorted({strategy.verify_tokens for strategy in speculating}, reverse=True)
+    return [tuple(s for s in speculating if s.verify_tokens == count) for count in counts]
+
+
+def default_bounds(count: int, max_batch: int) -> tuple[int, ...]:
+    """``count`` upper bounds (fewer where batches are few) that grow like a power and end at ``max_batch``."""
+    bounds = {max(1, round(max_batch ** ((i + 1) / count))) for i in range(count)}
+    return tuple(sorted(bounds))
+
+
+def map_buckets(
+    strategies: Sequence[Strategy],
+    max_batch: int,
+    bounds: Sequence[int] | None = None,
+    neighbours: int | None = 0,
+    always: bool = True,
+) -> tuple[Bucket, ...]:
+    """Groups of like tokens to verify onto buckets of batch sizes, most tokens to the smallest batches (TLT, BEG-MAB).
+
+    Args:
+        max_batch: the largest batch; the last bucket also takes larger ones.
+        bounds: upper bounds of the buckets, ascending; by default one bucket for each group, growing like a power.
+        neighbours: so many groups on either side of a bucket's own are in it too; None: all of them.
+        always: every bucket also has "off" and, where ``strategies`` has any, the model-free strategy whose tokens to
+            verify are nearest to the bucket's own group.
+
+    Raises:
+        ValueError: no strategies, or bounds that are not ascending and positive.
+    """
+    if not strategies:
+        raise ValueError("there are no strategies; at least one is needed")
+    groups = group_by_verify_tokens(strategies) or [()]
+    if bounds is None:
+        bounds = default_bounds(len(groups), max_batch)
+    if not bounds or bounds[0] < 1 or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(f"bounds of the buckets are {list(bounds)}; they must be positive and ascending")
+    count = len(groups)
+    reach = count if neighbours is None else neighbours
+    buckets = []
+    for i, upper in enumerate(bounds):
+        # where buckets and groups differ in number, the more numerous are spread evenly over the others
+        own = [j for j in range(count) if j * len(bounds) // count == i] or [i * count // len(bounds)]
+        near = range(max(0, own[0] - reach), min(count, own[-1] + reach + 1))
+        arms = {strategy for j in near for strategy in groups[j]}
+        if always:
+            arms |= _always(strategies, groups[own[0]])
+        elif not arms:
+            arms = {OFF}
+        buckets.append(Bucket(upper, tuple(sorted(arms))))
+    return tuple(buckets)
+
+
+def _always(strategies: Sequence[Strategy], group: tuple[Strategy, ...]) -> set[Strategy]:
+    wanted = group[0].verify_tokens if group else 1
+    free = [strategy for strategy in strategies if strategy.drafter in MODEL_FREE]
+    nearest = sorted(free, key=lambda s: (abs(s.verify_tokens - wanted), s))[:1]
+    return {OFF, *nearest}
+
+
+def bucket_of(buckets: Sequence[Bucket], batch: int) -> int:
+    """The index of the bucket that takes a batch."""
+    return next((i for i, bucket in enumerate(buckets) if batch <= bucket.upper), len(buckets) - 1)
+
+
+def within_budget(arms: Iterable[Strategy], batch: int, token_budget: int | None) -> list[Strategy]:
+    """The arms whose tokens to verify, over the whole batch, are at most ``token_budget`` (None: no bound).
+
+    What would not fit is filtered, or a step could run out of memory (TLT). "off" is what an engine does without
+    speculation, so it always fits; where nothing else does, it is what is left.
+    """
+    if token_budget is None:
+        return list(arms)
+    return [arm for arm in arms if arm == OFF or batch * arm.verify_tokens <= token_budget] or [OFF]

@@ -1,0 +1,121 @@
+"""What an engine asks before each of its steps: gate, tuner and hold put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.tuner import Tuner
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One engine step as the engine saw it.
+
+    The drafts that a step verifies were made at the end of the step before: ``verified`` is the strategy that made
+    them, ``drafted`` the one that made this step's. ``duration`` is in seconds; ``had_prefill``: a prompt was in it.
+    """
+
+    verified: Strategy
+    drafted: Strategy
+    batch: int
+    duration: float
+    num_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    had_prefill: bool = False
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether one strategy alone answers for its duration and its tokens."""
+        return self.verified == self.drafted and not self.had_prefill and self.duration > 0 and self.num_tokens > 0
+
+    def observation(self) -> StepObservation:
+        """As tuners see it."""
+        return StepObservation(
+            self.drafted,
+            self.batch,
+            self.duration,
+            self.num_tokens,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+        )
+
+
+class SpeculationController:
+    """``next(batch)`` before each engine step, ``observe(step)`` after it.
+
+    Above the gate nothing is drafted. Below it the tuner's choice is held for ``hold_steps`` steps, as the first step
+    after a change belongs to no strategy alone; a batch that grows, or that has halved, ends the hold.
+
+    Decisions depend on nothing but what it is given. The ranks of a tensor-parallel engine measure different durations
+    but must decide alike: have one rank ask a controller and broadcast the strategy, or give all ranks' controllers
+    one rank's duration. Independent engines (data parallel) have a controller each.
+    """
+
+    def __init__(self, tuner: Tuner, gate: ElasticGate | None = None, hold_steps: int = 4) -> None:
+        """
+        Raises:
+            ValueError: ``hold_steps`` is below 2: no step would ever be steady.
+        """
+        if hold_steps < 2:
+            raise ValueError(f"hold_steps is {hold_steps}; allowed: 2 and more")
+        self.tuner = tuner
+        self.gate = gate or ElasticGate()
+        self.hold_steps = hold_steps
+        self.steps: Counter[str] = Counter()
+        """Steps so far by the name of the strategy."""
+        self._current = OFF
+        self._chosen_at = 0
+        self._held = 0
+
+    def next(self, batch: int) -> Strategy:
+        """The strategy that drafts in the step to come, of this many requests."""
+        if not self.gate.update(batch):
+            self._current, self._held = OFF, 0
+        elif self._held == 0 or batch > self._chosen_at or 2 * batch <= self._chosen_at:
+            self._current = self.tuner.choose(max(batch, 1))
+            self._chosen_at, self._held = batch, self.hold_steps - 1
+        else:
+            self._held -= 1
+        self.steps[self._current.name] += 1
+        return self._current
+
+    def observe(self, step: EngineStep) -> bool:
+        """Take in a step; whether the tuner learnt from it."""
+        if not step.is_steady:
+            return False
+        self.tuner.observe(step.observation())
+        return True
+
+    def begin_rollout(self) -> None:
+        """A new rollout begins: the gate closes, what the tuner has learnt stays."""
+        self.gate.reset()
+        self._current, self._held = OFF, 0
+
+    def state(self) -> dict[str, Any]:
+        """As JSON: to be kept across rollouts, RL steps and resumes."""
+        return {
+            "tuner": self.tuner.state(),
+            "gate": self.gate.state(),
+            "current": self._current.name,
+            "chosen_at": self._chosen_at,
+            "held": self._held,
+            "steps": dict(self.steps),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state()``'s result.
+
+        Raises:
+            ValueError: it is of another tuner, or over other strategies.
+        """
+        self.tuner.load_state(state["tuner"])
+        self.gate.load_state(state["gate"])
+        self._current = Strategy.parse(state["current"])
+        self._chosen_at, self._held = int(state["chosen_at"]), int(state["held"])
+        self.steps = Counter(state["steps"])

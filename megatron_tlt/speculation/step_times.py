@@ -1,0 +1,181 @@
+"""How long an engine step takes, by strategy and batch, learnt from few and noisy steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
+
+_RIDGE = 0.3
+"""Weight of the prior against a measured cell's 1."""
+_NEAR = 0.5
+"""Width, in doublings of the batch, within which measured cells speak for others of their strategy."""
+_PATIENCE = 32
+"""Observations between two fits, unless a strategy was seen at a batch for the first time."""
+_TRUST = 2.0
+"""Steps' worth of trust in the fit against what a strategy measured nearby."""
+_SUPPRESSED = 0.9
+"""Share of the machine's mood that is taken out of the times that it was seen by."""
+_KNOWN = 8.0
+"""Steps nearby from which on a strategy's times are known well enough to see the machine's mood by them."""
+
+
+class StepTimes:
+    """Seconds of a step under any strategy at any batch.
+
+    t(s, b) = w_0 + w_1 b + w_2 b K + (drafter's own) (w_3 + w_4 K), with w >= 0: a step, its requests, the drafts that
+    are verified, the drafting. It is fitted to medians of the latest steps by least squares of the relative error,
+    towards a prior shape; what a strategy measured at nearby batches then corrects it there. So one strategy's steps
+    say something of all others at once, and a strategy's own soon outweigh that.
+
+    A shared machine has slow spells, and a strategy that is tried in one must not be remembered as slow: while its
+    times are not known well, they are divided by what the steps just before took over what was expected of them.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], per_cell: int = 48, max_batch: int = 64) -> None:
+        """``per_cell`` latest steps are kept of a strategy at a batch; batches above ``max_batch`` are passed over."""
+        self._per_cell, self._max_batch = per_cell, max_batch
+        drafters = sorted({s.drafter for s in strategies} - {OFF.drafter})
+        self._drafter_column = {drafter: 3 + 2 * i for i, drafter in enumerate(drafters)}
+        prior = [1.0, 0.01, 0.01]
+        for drafter in drafters:
+            prior += [0.05, 0.01] if drafter in MODEL_FREE else [0.1, 0.1]
+        self._prior = np.array(prior)
+        self._cells: dict[tuple[Strategy, int], list[float]] = {}
+        self._medians: dict[tuple[Strategy, int], float] = {}
+        self._weights: list[float] = prior
+        self._since_fit = 0
+        self._mood: list[float] = []
+        self._rows: dict[tuple[Strategy, int], list[float]] = {}
+        self._residuals: dict[Strategy, dict[int, tuple[float, float, int]]] = {}
+        self._predictions: dict[Strategy, dict[int, tuple[float, float]]] = {}
+
+    def __len__(self) -> int:
+        """Cells (strategy, batch) that were seen."""
+        return len(self._cells)
+
+    def observe(self, strategy: Strategy, batch: int, duration: float) -> None:
+        """Take in one step of ``duration`` seconds."""
+        if batch > self._max_batch:
+            return
+        cell = (strategy, batch)
+        expected, doubt = self.predict(strategy, batch)
+        known = doubt <= _doubt(_KNOWN)
+        if known:
+            self._mood = [*self._mood[-7:], math.log(duration / expected)]
+        if len(self._mood) >= 4:
+            mood = min(1.4, max(-1.4, statistics.median(self._mood)))
+            # not wholly where the strategy itself says what the mood is: an expectation that is wrong must heal
+            duration *= math.exp(-mood * (_SUPPRESSED if known else 1.0))
+        values = self._cells.setdefault(cell, [])
+        values.append(duration)
+        del values[: -self._per_cell]
+        self._medians[cell] = statistics.median(values)
+        self._since_fit += 1
+        if len(values) == 1 or self._since_fit >= _PATIENCE:
+            self._fit()
+        self._compare(cell)
+        self._predictions.pop(strategy, None)
+
+    def count(self, strategy: Strategy, batch: int) -> int:
+        """Steps that are known of a strategy at exactly this batch."""
+        return len(self._cells.get((strategy, batch), ()))
+
+    def predict(self, strategy: Strategy, batch: int) -> tuple[float, float]:
+        """(seconds, their relative uncertainty); in units of a plain step as long as nothing was seen."""
+        known = self._predictions.setdefault(strategy, {})
+        if batch not in known:
+            known[batch] = self._predict(strategy, batch)
+        return known[batch]
+
+    def _predict(self, strategy: Strategy, batch: int) -> tuple[float, float]:
+        position, weight, total = math.log2(batch), 0.0, 0.0
+        for at, residual, count in self._residuals.get(strategy, {}).values():
+            near = min(count, 12) * math.exp(-(((position - at) / _NEAR) ** 2) / 2)
+            weight += near
+            total += near * residual
+        return self._parametric(strategy, batch) * math.exp(total / (weight + _TRUST)), _doubt(weight)
+
+    def _compare(self, cell: tuple[Strategy, int]) -> None:
+        """Notes by how much a cell's steps differ from the fit."""
+        strategy, batch = cell
+        residual = math.log(self._medians[cell] / self._parametric(strategy, batch))
+        self._residuals.setdefault(strategy, {})[batch] = math.log2(batch), residual, len(self._cells[cell])
+
+    def _features(self, strategy: Strategy, batch: int) -> list[float]:
+        row = [1.0, float(batch), float(batch * strategy.num_tokens)] + [0.0] * (len(self._prior) - 3)
+        if strategy != OFF:
+            column = self._drafter_column[strategy.drafter]
+            row[column : column + 2] = 1.0, float(strategy.num_tokens)
+        return row
+
+    def _parametric(self, strategy: Strategy, batch: int) -> float:
+        w = self._weights
+        seconds = w[0] + w[1] * batch
+        if strategy != OFF:
+            column = self._drafter_column[strategy.drafter]
+            seconds += w[2] * batch * strategy.num_tokens + w[column] + w[column + 1] * strategy.num_tokens
+        return seconds
+
+    def _fit(self) -> None:
+        self._since_fit = 0
+        cells = list(self._medians)
+        for cell in cells:
+            if cell not in self._rows:
+                self._rows[cell] = self._features(*cell)
+        rows = np.array([self._rows[cell] for cell in cells])
+        measured = np.array([self._medians[cell] for cell in cells])
+        scale = float(np.median(measured / (rows @ self._prior)))
+        prior = self._prior * scale
+        x = rows * prior / measured[:, None]
+        confidence = np.array([min(len(self._cells[cell]), 6) / 6 for cell in cells])
+        gram = (x * confidence[:, None]).T @ x + _RIDGE * np.eye(len(prior))
+        self._weights = (prior * _non_negative(gram, x.T @ confidence + _RIDGE)).tolist()
+        for cell in cells:
+            self._compare(cell)
+        self._predictions.clear()
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "cells": [[strategy.name, batch, values] for (strategy, batch), values in self._cells.items()],
+            "weights": list(self._weights),
+            "since_fit": self._since_fit,
+            "mood": self._mood,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state()``'s result."""
+        self._cells = {(Strategy.parse(name), int(batch)): list(values) for name, batch, values in state["cells"]}
+        self._medians = {cell: statistics.median(values) for cell, values in self._cells.items()}
+        self._weights = list(state["weights"])
+        self._since_fit = int(state["since_fit"])
+        self._mood = list(state["mood"])
+        self._residuals.clear()
+        self._predictions.clear()
+        for cell in self._cells:
+            self._compare(cell)
+
+
+def _doubt(weight: float) -> float:
+    return 0.3 / math.sqrt(1.0 + weight)
+
+
+def _non_negative(gram: np.ndarray, target: np.ndarray, sweeps: int = 40) -> np.ndarray:
+    """Minimises u'Gu/2 - u't over u >= 0, by coordinate descent where an entry would be negative; G is definite."""
+    u = np.linalg.solve(gram, target)
+    if u.min() >= 0:
+        return u
+    u = np.maximum(u, 0.0)
+    for _ in range(sweeps):
+        before = u.copy()
+        for i in range(len(u)):
+            u[i] = max(0.0, u[i] + (target[i] - gram[i] @ u) / gram[i, i])
+        if np.abs(u - before).max() < 1e-3:
+            break
+    return u

@@ -1,0 +1,221 @@
+"""Bucketed-Epsilon-Greedy: a bandit for each bucket of batch sizes (TLT, adaptive rollout engine)."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_tlt.speculation.acceptance import AcceptanceLengths
+from megatron_tlt.speculation.buckets import bucket_of, map_buckets, within_budget
+from megatron_tlt.speculation.options import check_at_least, check_one_of, check_state
+from megatron_tlt.speculation.step_times import StepTimes
+from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+
+_PLAIN_STEPS = 4
+"""Steps of "off" that are wanted before it waits for its turn like the others."""
+REWARDS = ("model", "per_request", "throughput")
+
+
+@dataclass(frozen=True)
+class BegMabOptions:
+    """Options of ``BegMabTuner``.
+
+    Attributes:
+        reward: ``throughput`` is the published score, the median of tokens / duration over a bucket's window, an
+            untried arm first; ``per_request`` divides it by the batch, as batches in one bucket differ; ``model`` is
+            the ratio of the two things that tokens / duration is made of, each learnt from all buckets.
+        epsilon: chance that a choice explores. Under ``model`` untried drafters are looked at without waiting for it.
+        window: steps that count, of an arm in a bucket (under ``model``: half-life of what is known of acceptance).
+        explore_cost: under ``model``: share of the time that exploring may cost; one choice more after the other.
+        explore_credit: under ``model``: choices' worth of time that it may cost at once, as at the start.
+        drift: standard deviations by which the latest steps must contradict the earlier for those to be dropped.
+        max_batch: the largest batch that is speculated for, which the buckets end at.
+        bounds: the buckets' upper bounds; None: one bucket for each number of tokens to verify.
+        neighbours: groups on either side of its own that a bucket has; None: all.
+        always: every bucket has "off" and a model-free arm.
+        token_budget: bound of batch times tokens to verify; None: no bound.
+    """
+
+    reward: str = "model"
+    epsilon: float = 0.1
+    window: int = 300
+    explore_cost: float = 0.01
+    explore_credit: float = 3.0
+    drift: float = 3.5
+    max_batch: int = 32
+    bounds: tuple[int, ...] | None = None
+    neighbours: int | None = None
+    always: bool = True
+    token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of("beg_mab", REWARDS, reward=self.reward)
+        check_at_least(
+            "tuner beg_mab", 0, epsilon=self.epsilon, explore_cost=self.explore_cost, neighbours=self.neighbours
+        )
+        check_at_least("tuner beg_mab", 0, explore_credit=self.explore_credit, drift=self.drift)
+        check_at_least("tuner beg_mab", 1, window=self.window, max_batch=self.max_batch, token_budget=self.token_budget)
+        if self.epsilon > 1:
+            raise ValueError(f"tuner beg_mab: epsilon is {self.epsilon}; allowed: 0 to 1")
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", tuple(self.bounds))
+
+
+PUBLISHED = {"reward": "throughput", "neighbours": 0, "always": False}
+"""Options of the published code's default: each bucket has its own group and nothing else."""
+
+
+class BegMabTuner:
+    """Epsilon-greedy inside the bucket of the batch.
+
+    What is not published is how ``reward="model"`` explores: an arm must be able to be the best one, at the upper end
+    of what is known of it, and what it is expected to cost is taken from a credit that grows with the choices made. So
+    an arm that is clearly worse is looked at rarely, one that is nearly as good often, and all of it costs what
+    ``explore_cost`` says. An arm's knowledge ages, so one that was bad becomes uncertain, and is looked at again.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], options: BegMabOptions | None = None, seed: int = 0) -> None:
+        """
+        Raises:
+            ValueError: no strategies, or options that do not fit them.
+        """
+        options = options or BegMabOptions()
+        self._strategies = tuple(dict.fromkeys(strategies))
+        self._options = options
+        self.buckets = map_buckets(
+            self._strategies, options.max_batch, options.bounds, options.neighbours, options.always
+        )
+        self._known = {OFF, *self._strategies}
+        self._seed = seed
+        self._choices = 0
+        self._scores: _Scores = _Model(self) if options.reward == "model" else _Windows(self)
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        budget = () if self._options.token_budget is None else (OFF,)
+        return tuple(sorted({arm for bucket in self.buckets for arm in bucket.arms}.union(budget)))
+
+    @property
+    def options(self) -> BegMabOptions:
+        return self._options
+
+    def arms(self, batch: int) -> list[Strategy]:
+        """What a batch may choose among: its bucket's arms within the token budget."""
+        return within_budget(self.buckets[bucket_of(self.buckets, batch)].arms, batch, self._options.token_budget)
+
+    def choose(self, batch: int) -> Strategy:
+        arms = self.arms(batch)
+        # a generator of its own for every choice: there is no state of one to be kept
+        rng = random.Random(f"{self._seed} {self._choices}")
+        self._choices += 1
+        return self._scores.choose(arms, batch, rng) if len(arms) > 1 else arms[0]
+
+    def observe(self, step: StepObservation) -> None:
+        if step.strategy in self._known:
+            self._scores.observe(step)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "tuner": "beg_mab",
+            "strategies": [strategy.name for strategy in self.strategies],
+            "reward": self._options.reward,
+            "choices": self._choices,
+            "scores": self._scores.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        check_state(state, "beg_mab", self.strategies)
+        if state["reward"] != self._options.reward:
+            raise ValueError(f"tuner beg_mab: the state is of reward {state['reward']}; it is {self._options.reward}")
+        self._choices = int(state["choices"])
+        self._scores.load_state(state["scores"])
+
+
+class _Windows:
+    """The published scores: medians over sliding windows, one for each arm of each bucket."""
+
+    def __init__(self, tuner: BegMabTuner) -> None:
+        self._tuner = tuner
+        self._rewards: dict[tuple[int, Strategy], list[float]] = {}
+
+    def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random) -> Strategy:
+        if rng.random() < self._tuner.options.epsilon:
+            return rng.choice(arms)
+        bucket = bucket_of(self._tuner.buckets, batch)
+        return max(arms, key=lambda arm: self._score(bucket, arm))
+
+    def _score(self, bucket: int, arm: Strategy) -> float:
+        rewards = self._rewards.get((bucket, arm))
+        return statistics.median(rewards) if rewards else math.inf
+
+    def observe(self, step: StepObservation) -> None:
+        rewards = self._rewards.setdefault((bucket_of(self._tuner.buckets, step.batch), step.strategy), [])
+        per_request = self._tuner.options.reward == "per_request"
+        rewards.append(step.num_tokens / step.duration / (step.batch if per_request else 1))
+        del rewards[: -self._tuner.options.window]
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": [[bucket, arm.name, values] for (bucket, arm), values in self._rewards.items()]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._rewards = {(int(i), Strategy.parse(name)): list(values) for i, name, values in state["rewards"]}
+
+
+class _Model:
+    """Scores from acceptance lengths and step times, and exploration within a credit."""
+
+    def __init__(self, tuner: BegMabTuner) -> None:
+        self._options = tuner.options
+        self._times = StepTimes([*tuner.strategies, OFF], max_batch=2 * self._options.max_batch)
+        self._lengths = AcceptanceLengths(self._options.window, self._options.drift)
+        self._credit = self._options.explore_credit
+        self._plain_steps = 0
+
+    def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random) -> Strategy:
+        options = self._options
+        lengths = {arm: self._lengths.predict(arm) for arm in arms}
+        times = {arm: self._times.predict(arm, batch) for arm in arms}
+        rates = {arm: lengths[arm][0] / times[arm][0] for arm in arms}
+        best = max(arms, key=lambda arm: (rates[arm], arm))
+        self._credit = min(self._credit + options.explore_cost, options.explore_credit)
+        eager = rng.random() < options.epsilon
+        found, gain = best, 0.0
+        for arm in arms:
+            # "off" is what all the others' overhead is told from
+            untried = self._plain_steps < _PLAIN_STEPS if arm == OFF else not self._lengths.knows_drafter(arm)
+            if arm == best or not (eager or untried):
+                continue
+            (length, error), (seconds, doubt) = lengths[arm], times[arm]
+            # two standard errors, at most all drafts
+            optimistic = min(length + 2 * error, arm.verify_tokens) / (seconds * max(0.5, 1 - doubt)) / rates[best]
+            cost = seconds / times[best][0] * (1 - rates[arm] / rates[best])
+            if optimistic > 1.0 and cost <= self._credit and (optimistic - 1.0) / (cost + 0.05) > gain:
+                found, gain = arm, (optimistic - 1.0) / (cost + 0.05)
+        if found != best:
+            self._credit -= times[found][0] / times[best][0] * (1 - rates[found] / rates[best])
+        return found
+
+    def observe(self, step: StepObservation) -> None:
+        self._plain_steps += step.strategy == OFF and step.batch <= self._options.max_batch
+        self._times.observe(step.strategy, step.batch, step.duration)
+        self._lengths.observe(step)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "times": self._times.state(),
+            "lengths": self._lengths.state(),
+            "credit": self._credit,
+            "plain_steps": self._plain_steps,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._times.load_state(state["times"])
+        self._lengths.load_state(state["lengths"])
+        self._credit, self._plain_steps = float(state["credit"]), int(state["plain_steps"])
+
+
+_Scores = _Windows | _Model

@@ -1,0 +1,144 @@
+"""Speed-up by strategy and batch from one profiling pass, and the best of it (ReSpec, adaptive solver)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_tlt.speculation.acceptance import AcceptanceLengths
+from megatron_tlt.speculation.buckets import within_budget
+from megatron_tlt.speculation.options import check_at_least, check_state
+from megatron_tlt.speculation.step_times import StepTimes
+from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """Options of ``SolverTuner``.
+
+    Attributes:
+        batches: the grid's batch sizes.
+        samples: steps that a cell (strategy, batch) of the grid needs.
+        inline: profile while rolling out, at the batches that come by; otherwise ``wanted`` is for a pass before.
+        refresh: steps after which every drafter's acceptance is looked at again; a drift asks for it at once.
+        half_life: of what is known of acceptance, in steps.
+        drift: standard deviations by which the latest steps must contradict the earlier ones.
+        token_budget: bound of batch times tokens to verify; None: no bound.
+    """
+
+    batches: tuple[int, ...] = (1, 4, 16)
+    samples: int = 3
+    inline: bool = True
+    refresh: int = 400
+    half_life: int = 300
+    drift: float = 3.5
+    token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batches", tuple(sorted(set(self.batches))))
+        if not self.batches:
+            raise ValueError("tuner solver: batches is empty; allowed: one and more")
+        check_at_least("tuner solver", 1, batches=self.batches[0], samples=self.samples, refresh=self.refresh)
+        check_at_least("tuner solver", 1, half_life=self.half_life, token_budget=self.token_budget)
+        check_at_least("tuner solver", 0, drift=self.drift)
+
+
+class SolverTuner:
+    """argmax over strategies of tokens per step over time per step, both fitted; "off" where no speed-up is above 1.
+
+    It never explores; it profiles. Ordinary steps refine the fit. Acceptance of drafters that are not in use is looked
+    at anew, by one strategy of each, when a drift was seen and every ``refresh`` steps.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], options: SolverOptions | None = None, seed: int = 0) -> None:
+        """
+        Raises:
+            ValueError: "off" is not among the strategies: speed-up is over it.
+        """
+        self._strategies = tuple(dict.fromkeys(strategies))
+        if OFF not in self._strategies:
+            names = ", ".join(strategy.name for strategy in strategies) or "none"
+            raise ValueError(f"tuner solver: the strategies are {names}; off must be among them")
+        self._options = options or SolverOptions()
+        self._times = StepTimes(self._strategies)
+        self._lengths = AcceptanceLengths(self._options.half_life, self._options.drift)
+        self._steps = 0
+        self._missing = {
+            (strategy, batch): self._options.samples
+            for batch in self._options.batches
+            for strategy in self._strategies
+            if within_budget([strategy], batch, self._options.token_budget) == [strategy]
+        }
+        self._stale: dict[str, int] = {}
+        self._refreshed = 0
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        return self._strategies
+
+    def wanted(self) -> list[tuple[Strategy, int]]:
+        """The cells (strategy, batch) that it still wants steps of, in order."""
+        return list(self._missing)
+
+    def speedup(self, strategy: Strategy, batch: int) -> float:
+        """Expected tokens per second over those of "off"."""
+        plain = self._times.predict(OFF, batch)[0]
+        return self._lengths.predict(strategy)[0] * plain / self._times.predict(strategy, batch)[0]
+
+    def choose(self, batch: int) -> Strategy:
+        arms = within_budget(self._strategies, batch, self._options.token_budget)
+        if self._options.inline:
+            grid = self._options.batches
+            nearest = min(grid, key=lambda b: (abs(b - batch) / (b + batch), b))
+            for strategy in arms:
+                if (strategy, nearest) in self._missing:
+                    return strategy
+        best = max(arms, key=lambda arm: (self.speedup(arm, batch), arm == OFF))
+        for drafter in self._stale:
+            own = [arm for arm in arms if arm.drafter == drafter]
+            if own and drafter != best.drafter:
+                return max(own, key=lambda arm: self.speedup(arm, batch))
+        return best if self.speedup(best, batch) > 1.0 else OFF
+
+    def observe(self, step: StepObservation) -> None:
+        if step.strategy not in self._strategies:
+            return
+        self._steps += 1
+        self._times.observe(step.strategy, step.batch, step.duration)
+        drifted = self._lengths.observe(step)
+        grid = self._options.batches
+        cell = (step.strategy, min(grid, key=lambda b: (abs(b - step.batch) / (b + step.batch), b)))
+        if cell in self._missing:
+            self._missing[cell] -= 1
+            if self._missing[cell] == 0:
+                del self._missing[cell]
+        drafter = step.strategy.drafter
+        if drafter in self._stale:
+            self._stale[drafter] -= 1
+            if self._stale[drafter] == 0:
+                del self._stale[drafter]
+        if drifted or self._steps - self._refreshed >= self._options.refresh:
+            self._refreshed = self._steps
+            drafters = {s.drafter for s in self._strategies} - {OFF.drafter, drafter}
+            self._stale = dict.fromkeys(sorted(drafters), self._options.samples)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "tuner": "solver",
+            "strategies": [strategy.name for strategy in self._strategies],
+            "steps": self._steps,
+            "refreshed": self._refreshed,
+            "missing": [[strategy.name, batch, count] for (strategy, batch), count in self._missing.items()],
+            "stale": list(self._stale.items()),
+            "times": self._times.state(),
+            "lengths": self._lengths.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        check_state(state, "solver", self._strategies)
+        self._steps, self._refreshed = int(state["steps"]), int(state["refreshed"])
+        self._missing = {(Strategy.parse(name), int(batch)): int(count) for name, batch, count in state["missing"]}
+        self._stale = {drafter: int(count) for drafter, count in state["stale"]}
+        self._times.load_state(state["times"])
+        self._lengths.load_state(state["lengths"])

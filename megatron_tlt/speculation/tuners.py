@@ -1,0 +1,42 @@
+"""Tuners by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.tuner import Tuner
+from megatron_tlt.speculation.tuner_beg_mab import BegMabOptions, BegMabTuner
+from megatron_tlt.speculation.tuner_solver import SolverOptions, SolverTuner
+from megatron_tlt.speculation.tuner_static import StaticOptions, StaticTuner
+
+TUNERS: dict[str, tuple[Any, Any]] = {
+    "beg_mab": (BegMabTuner, BegMabOptions),
+    "solver": (SolverTuner, SolverOptions),
+    "static": (StaticTuner, StaticOptions),
+}
+"""Name to class and class of options; the oracle, which is told the truth, is built by benchmarks alone."""
+
+
+def build_tuner(
+    name: str, strategies: Sequence[Strategy], options: Mapping[str, Any] | None = None, seed: int = 0
+) -> Tuner:
+    """The tuner of a name, over ``strategies``.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that it does not allow; it says what is allowed.
+    """
+    if name not in TUNERS:
+        raise ValueError(f"tuner {name!r}: allowed are {', '.join(sorted(TUNERS))}")
+    tuner, own = TUNERS[name]
+    allowed = [field.name for field in fields(own)]
+    unknown = sorted(set(options or {}) - set(allowed))
+    if unknown:
+        raise ValueError(f"tuner {name}: unknown option {', '.join(unknown)}; allowed are {', '.join(allowed)}")
+    try:
+        built: Tuner = tuner(strategies, own(**(options or {})), seed)
+    except TypeError as error:
+        raise ValueError(f"tuner {name}: an option has the wrong type: {error}") from error
+    return built

@@ -1,0 +1,119 @@
+"""Gate, hold and attribution around a tuner."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.speculation.controller import EngineStep, SpeculationController
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.tuners import build_tuner
+
+ARMS = [Strategy("ngram", 1), Strategy("ngram", 3)]
+STRATEGIES = [OFF, *ARMS, Strategy("eagle", 3)]
+
+
+class Alternating:
+    """Another choice each time; remembers what it is told."""
+
+    strategies = ARMS
+
+    def __init__(self) -> None:
+        self.seen: list[StepObservation] = []
+        self.batches: list[int] = []
+
+    def choose(self, batch: int) -> Strategy:
+        self.batches.append(batch)
+        return ARMS[len(self.batches) % 2]
+
+    def observe(self, step: StepObservation) -> None:
+        self.seen.append(step)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def play(controller: SpeculationController, batches: list[int], seed: int = 0) -> list[Strategy]:
+    """The strategies that it gives, each step observed as an engine would see it."""
+    rng, verified, given = random.Random(seed), OFF, []
+    for batch in batches:
+        drafted = controller.next(batch)
+        accepted = rng.randint(0, batch * verified.num_tokens)
+        seconds = 0.01 * rng.lognormvariate(0, 0.2) * (1 + 0.1 * verified.num_tokens)
+        drafts = batch * verified.num_tokens
+        controller.observe(EngineStep(verified, drafted, batch, seconds, batch + accepted, drafts, accepted))
+        given.append(drafted)
+        verified = drafted
+    return given
+
+
+def test_a_choice_is_held_and_only_its_steady_steps_are_learnt_from() -> None:
+    tuner = Alternating()
+    controller = SpeculationController(tuner, ElasticGate(8, patience=1), hold_steps=4)
+    given = play(controller, [4] * 12)
+    assert given == [ARMS[1]] * 4 + [ARMS[0]] * 4 + [ARMS[1]] * 4
+    assert [step.strategy for step in tuner.seen] == [ARMS[1]] * 3 + [ARMS[0]] * 3 + [ARMS[1]] * 3
+    assert controller.steps == {ARMS[1].name: 8, ARMS[0].name: 4}
+
+
+def test_above_the_gate_nothing_is_drafted_and_plain_steps_are_learnt_from() -> None:
+    tuner = Alternating()
+    controller = SpeculationController(tuner, ElasticGate(8, patience=2, hysteresis=1), hold_steps=3)
+    assert play(controller, [20, 8, 9, 8, 8, 8, 10, 8]) == [OFF] * 4 + [ARMS[1]] * 2 + [OFF] * 2
+    assert [step.strategy for step in tuner.seen] == [OFF] * 4 + [ARMS[1], OFF]
+
+
+def test_a_batch_that_grows_or_halves_ends_the_hold() -> None:
+    tuner = Alternating()
+    controller = SpeculationController(tuner, ElasticGate(16, patience=1), hold_steps=10)
+    play(controller, [8, 7, 5, 4, 4, 6, 6])
+    assert tuner.batches == [8, 4, 6]
+
+
+def test_steps_with_prompts_belong_to_no_strategy() -> None:
+    controller = SpeculationController(Alternating())
+    assert controller.observe(EngineStep(OFF, OFF, 4, 0.1, 4))
+    assert not controller.observe(EngineStep(OFF, OFF, 4, 0.1, 4, had_prefill=True))
+    assert not controller.observe(EngineStep(OFF, ARMS[0], 4, 0.1, 4))
+    assert not controller.observe(EngineStep(OFF, OFF, 4, 0.0, 4))
+
+
+def test_a_new_rollout_closes_the_gate_and_keeps_what_was_learnt() -> None:
+    controller = SpeculationController(build_tuner("beg_mab", STRATEGIES), ElasticGate(8, patience=2))
+    play(controller, [4] * 40)
+    learnt = controller.tuner.state()
+    controller.begin_rollout()
+    assert controller.next(4) == OFF and controller.tuner.state() == learnt
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(["beg_mab", "solver"]), st.integers(0, 99), st.lists(st.integers(1, 20), max_size=60), st.data())
+def test_ranks_that_are_told_alike_decide_alike_also_after_a_resume(
+    name: str, seed: int, batches: list[int], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(batches)))
+    ranks = [SpeculationController(build_tuner(name, STRATEGIES, {}, seed), ElasticGate(12, 2, 2)) for _ in range(3)]
+    first = [play(rank, batches[:cut], seed) for rank in ranks[:2]]
+    assert first[0] == first[1]
+    ranks[2].load_state(json.loads(json.dumps(ranks[0].state())))
+    assert (
+        play(ranks[0], batches[cut:], seed)
+        == play(ranks[1], batches[cut:], seed)
+        == play(ranks[2], batches[cut:], seed)
+    )
+    assert ranks[0].state() == ranks[1].state() == ranks[2].state()
+
+
+def test_a_hold_without_a_steady_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="hold_steps is 1; allowed: 2 and more"):
+        SpeculationController(Alternating(), hold_steps=1)

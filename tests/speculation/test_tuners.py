@@ -1,0 +1,201 @@
+"""Tuners behind one interface: what they choose, what they refuse, and that a state goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.tuner import Tuner
+from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED
+from megatron_tlt.speculation.tuner_oracle import OracleTuner
+from megatron_tlt.speculation.tuner_solver import SolverTuner
+from megatron_tlt.speculation.tuners import TUNERS, build_tuner
+
+EAGLE = [Strategy("eagle", k) for k in (1, 3, 5)]
+STRATEGIES = [OFF, Strategy("ngram", 3), *EAGLE]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("beg_mab", {}),
+    ("beg_mab", {"reward": "throughput", "neighbours": 0}),
+    ("beg_mab", {"reward": "per_request", "epsilon": 0.5}),
+    ("solver", {"refresh": 40}),
+    ("solver", {"inline": False}),
+]
+cases = st.sampled_from(CASES)
+
+
+def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7) -> StepObservation:
+    """A step that takes longer the more is verified, of a drafter whose tokens are accepted with ``alpha``."""
+    accepted = 0
+    for _ in range(batch * (strategy != OFF)):
+        while accepted < batch * strategy.num_tokens and rng.random() < alpha * 0.8:
+            accepted += 1
+    seconds = 0.01 * (1 + 0.015 * batch * strategy.verify_tokens + 0.05 * strategy.num_tokens)
+    drafts = batch * strategy.num_tokens
+    return StepObservation(
+        strategy, batch, seconds * rng.lognormvariate(0, 0.1), batch + accepted, drafts, min(drafts, accepted)
+    )
+
+
+def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> list[Strategy]:
+    """What it chooses while batches fall from 32 to 1 again and again; each choice is observed for three steps."""
+    chosen = []
+    for step in range(steps):
+        batch = max(1, int(32 * 0.9 ** (step % 40)))
+        strategy = tuner.choose(batch)
+        chosen.append(strategy)
+        for _ in range(3):
+            tuner.observe(world(rng, strategy, batch, alpha))
+    return chosen
+
+
+@settings(deadline=None, max_examples=25)
+@given(cases, st.integers(0, 1000), st.integers(0, 60))
+def test_a_state_goes_on_and_choices_are_those_of_the_seed(
+    case: tuple[str, dict[str, Any]], seed: int, cut: int
+) -> None:
+    name, options = case
+    whole, first, resumed = (build_tuner(name, STRATEGIES, options, seed) for _ in range(3))
+    rng = random.Random(seed)
+    before = drive(whole, rng, cut)
+    assert before == drive(first, random.Random(seed), cut)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    position = rng.getstate()
+    after = drive(whole, rng, 30)
+    rng.setstate(position)
+    assert after == drive(resumed, rng, 30)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases, st.integers(0, 1000), st.integers(1, 100), st.lists(st.integers(1, 40), max_size=40))
+def test_no_choice_is_over_the_token_budget(
+    case: tuple[str, dict[str, Any]], seed: int, budget: int, batches: list[int]
+) -> None:
+    name, options = case
+    tuner = build_tuner(name, STRATEGIES, {**options, "token_budget": budget}, seed)
+    rng = random.Random(seed)
+    for batch in batches:
+        chosen = tuner.choose(batch)
+        assert chosen in tuner.strategies
+        assert chosen == OFF or batch * chosen.verify_tokens <= budget
+        tuner.observe(world(rng, chosen, batch))
+
+
+@pytest.mark.parametrize("name", ["beg_mab", "solver"])
+def test_a_drafter_that_is_never_right_is_dropped(name: str) -> None:
+    chosen = drive(build_tuner(name, STRATEGIES, {}, 1), random.Random(2), 200, alpha=0.0)
+    assert chosen[-100:].count(OFF) >= 75
+
+
+@pytest.mark.parametrize("name", ["beg_mab", "solver"])
+def test_a_good_drafter_is_found_again_after_it_was_bad(name: str) -> None:
+    tuner, rng = build_tuner(name, STRATEGIES, {}, 1), random.Random(2)
+    drive(tuner, rng, 120, alpha=0.0)
+    assert drive(tuner, rng, 200, alpha=0.9)[-100:].count(OFF) <= 10
+
+
+def test_published_one_group_in_each_bucket_and_untried_arms_first() -> None:
+    two = [*EAGLE, Strategy("eagle3", 5)]
+    tuner = build_tuner("beg_mab", two, {**PUBLISHED, "epsilon": 0.0, "bounds": [2, 8, 32]}, 0)
+    first = tuner.choose(1)
+    tuner.observe(StepObservation(first, 1, 1.0, 5))
+    second = tuner.choose(1)
+    assert {first, second} == {Strategy("eagle", 5), Strategy("eagle3", 5)}
+    tuner.observe(StepObservation(second, 1, 1.0, 3))
+    assert tuner.choose(2) == first
+    for _ in range(3):
+        tuner.observe(StepObservation(first, 2, 4.0, 6))
+    assert tuner.choose(1) == second, "the median of tokens per second"
+    assert tuner.choose(8) == Strategy("eagle", 3) and tuner.choose(9) == Strategy("eagle", 1)
+
+
+def test_published_window_forgets() -> None:
+    tuner = build_tuner("beg_mab", [OFF, EAGLE[0]], {"reward": "per_request", "epsilon": 0.0, "window": 5}, 0)
+    for reward in [1] * 100 + [4] * 5:
+        tuner.observe(StepObservation(EAGLE[0], 2, 1.0, 2 * reward))
+        tuner.observe(StepObservation(OFF, 2, 0.5, 2))
+    assert tuner.choose(2) == EAGLE[0]
+
+
+def test_exploring_costs_what_it_may() -> None:
+    bad, rng = Strategy("eagle", 5), random.Random(0)
+    tuner = build_tuner("beg_mab", [OFF, bad], {"explore_cost": 0.01, "explore_credit": 1.0}, 0)
+    chosen = drive(tuner, rng, 600, alpha=0.0)
+    assert 1 <= chosen.count(bad) <= 20
+    assert drive(build_tuner("beg_mab", [OFF, bad], PUBLISHED | {"always": True}, 0), rng, 600, 0.0).count(bad) > 40
+
+
+def test_a_solver_says_what_it_wants_profiled_and_profiles_it_inline_or_before() -> None:
+    rng = random.Random(0)
+    before = SolverTuner(STRATEGIES)
+    assert set(before.wanted()) == {(strategy, batch) for strategy in STRATEGIES for batch in (1, 4, 16)}
+    while before.wanted():
+        before.observe(world(rng, *before.wanted()[0]))
+    assert drive(before, rng, 10) != STRATEGIES[:1] * 10
+    for strategy in STRATEGIES:
+        expected = {"off": 1.0}.get(strategy.drafter, before.speedup(strategy, 8))
+        assert before.speedup(strategy, 8) == pytest.approx(expected)
+    inline = SolverTuner(STRATEGIES)
+    drive(inline, rng, 80)
+    assert inline.wanted() == []
+
+
+def test_an_oracle_takes_the_best() -> None:
+    rates = {OFF: 1.0, EAGLE[0]: 2.0, EAGLE[2]: 3.0}
+    tuner = OracleTuner(list(rates), lambda strategy, batch: rates[strategy] / (batch if strategy != OFF else 1))
+    assert [tuner.choose(batch) for batch in (1, 2, 4)] == [EAGLE[2], EAGLE[2], OFF]
+    assert OracleTuner(list(rates), lambda s, b: rates[s], token_budget=4).choose(2) == EAGLE[0]
+
+
+def test_steps_of_strategies_that_are_not_its_own_do_no_harm() -> None:
+    for name in ("beg_mab", "solver"):
+        tuner = build_tuner(name, [OFF, EAGLE[0]], {}, 0)
+        tuner.observe(StepObservation(Strategy("suffix", 9), 1, 1.0, 5))
+        assert tuner.choose(1) in (OFF, EAGLE[0])
+
+
+def test_a_static_tuner_stays_within_the_budget() -> None:
+    tuner = build_tuner("static", [EAGLE[1]], {"token_budget": 32})
+    assert [tuner.choose(batch) for batch in (8, 9)] == [EAGLE[1], OFF]
+    with pytest.raises(ValueError, match="exactly one"):
+        build_tuner("static", STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("greedy", {}, "allowed are beg_mab, solver, static"),
+        ("beg_mab", {"epsilom": 0.1}, "unknown option epsilom; allowed are .*epsilon"),
+        ("beg_mab", {"epsilon": 1.5}, "epsilon is 1.5; allowed: 0 to 1"),
+        ("beg_mab", {"epsilon": "high"}, "wrong type"),
+        ("beg_mab", {"reward": "mean"}, "reward is 'mean'; allowed: model, per_request, throughput"),
+        ("beg_mab", {"window": 0}, "window is 0; allowed: 1 and more"),
+        ("beg_mab", {"bounds": [4, 2]}, "ascending"),
+        ("solver", {"batches": []}, "batches is empty"),
+        ("solver", {"samples": 0}, "samples is 0; allowed: 1 and more"),
+        ("static", {"token_budget": 0}, "token_budget is 0; allowed: 1 and more"),
+    ],
+)
+def test_a_wrong_name_or_option_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_tuner(name, STRATEGIES[:1] if name == "static" else STRATEGIES, options)
+
+
+def test_a_solver_without_off_is_refused() -> None:
+    with pytest.raises(ValueError, match="off must be among them"):
+        build_tuner("solver", EAGLE)
+
+
+@pytest.mark.parametrize("name", sorted(TUNERS))
+def test_another_tuners_state_is_refused(name: str) -> None:
+    few = STRATEGIES[:1] if name == "static" else STRATEGIES[:2]
+    tuner = build_tuner(name, few)
+    with pytest.raises(ValueError, match=f"tuner {name}: the state is of tuner 'other'"):
+        tuner.load_state({**tuner.state(), "tuner": "other"})
+    with pytest.raises(ValueError, match=f"tuner {name}: the state is over"):
+        tuner.load_state({**tuner.state(), "strategies": ["eagle-9"]})
