@@ -18,6 +18,7 @@ _NAMES = (
     "layouts",
     "packing",
     "reshard",
+    "rollout",
     "speculation",
 )
 BENCHMARKS = {name: f"megatron_tlt.bench.{name.replace('-', '_')}" for name in _NAMES}

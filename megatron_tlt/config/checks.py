@@ -21,7 +21,6 @@ from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.speculation.strategy import MODEL_FREE
 
 # vLLM's CPU attention has no kernel for smaller heads.
 _SMALLEST_HEAD = 32
@@ -132,7 +131,7 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
             f"speculation.ngram.prompt_lookup_min: found {ngram.prompt_lookup_min}; allowed: at most "
             f"prompt_lookup_max = {ngram.prompt_lookup_max}"
         )
-    if speculation.drafter in MODEL_FREE:
+    if speculation.drafter in ("ngram", "suffix"):
         if path is not None:
             lines.append(
                 f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "
@@ -163,6 +162,15 @@ def _drafter(config: TltConfig) -> Iterator[str]:
         )
     if drafter.kind == "eagle3" and drafter.loss.name == "tv":
         yield "drafter.loss.name: found tv; allowed with eagle3, which learns from sampled tokens: eagle, kl"
+
+
+def _adaptive(config: TltConfig) -> Iterator[str]:
+    adaptive = config.speculation.adaptive
+    if adaptive is not None and config.run.deterministic and adaptive.tuner != "static":
+        yield (
+            f"run.deterministic: found true; tuner {adaptive.tuner} of speculation.adaptive goes by measured times, "
+            "and with other drafts other responses are sampled; allowed: false, or tuner static"
+        )
 
 
 def _optimizer(config: TltConfig) -> Iterator[str]:
@@ -229,5 +237,5 @@ def check_fields_together(config: TltConfig) -> list[str]:
     except ConfigError as error:
         lines, model, where = str(error).splitlines(), {}, ""
     rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
-    others = (rule(config) for rule in (_files, _drafter, _optimizer, _adam_only))
+    others = (rule(config) for rule in (_files, _drafter, _adaptive, _optimizer, _adam_only))
     return [*lines, *chain(*rules, *others)]

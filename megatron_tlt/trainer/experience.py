@@ -15,9 +15,11 @@ from megatron_tlt.platform.collectives import all_gather_data, any_rank
 from megatron_tlt.platform.device import barrier, rank, world_size
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.types import Reward
+from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.engine_lane import EngineLane
 
 
 class StopRequested(Exception):
@@ -66,7 +68,7 @@ def one_request_each(
 ) -> list[Request]:
     """One response to each problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i."""
     return [
-        Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i))
+        Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i), problem.uid)
         for i, problem in enumerate(problems)
     ]
 
@@ -83,6 +85,7 @@ class ExperienceCollector:
         max_prompt_tokens: longer prompts are refused.
         max_response_tokens: responses are cut there.
         tensor_parallel_size: ranks per engine.
+        chooser: of the strategy in force, if it is chosen.
         should_stop: asked after every engine step; True ends the rollout early.
     """
 
@@ -96,6 +99,7 @@ class ExperienceCollector:
         max_response_tokens: int,
         tensor_parallel_size: int,
         timeline: Timeline,
+        chooser: AdaptiveSpeculation | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
@@ -105,6 +109,8 @@ class ExperienceCollector:
         self._max_response_tokens = max_response_tokens
         self._tp = tensor_parallel_size
         self._timeline = timeline
+        self._lane = EngineLane(timeline)
+        self._chooser = chooser
         self._should_stop = should_stop
 
     def collect(
@@ -134,20 +140,29 @@ class ExperienceCollector:
             if leads:
                 problem = problems[keys[response.request_id][0]]
                 self._pool.submit(response.request_id, problem, self._text(response))
+            if self._chooser is not None:
+                self._chooser.finished(response)
             if on_finished is not None:
                 on_finished(1)
 
         def stepped(record: StepRecord) -> None:
-            self._timeline.counter("running requests", record.running)
+            self._lane.add(record)
             # Ranks of one engine step together: one of them must not leave the others alone in a collective.
             if self._tp == 1 and self._should_stop():
                 raise StopRequested
 
+        if self._chooser is not None:
+            self._chooser.begin_rollout(requests)
         with self._timeline.span("rollout", requests=len(requests)):
+            self._lane.begin_rollout()
             try:
-                responses = self._engine.generate(requests, finished, stepped)
+                responses = self._engine.generate(requests, finished, stepped, self._chooser)
             except StopRequested:
                 stopped = True
+            finally:
+                self._lane.flush()
+                if self._chooser is not None:
+                    self._chooser.end_rollout(requests)
         decoded = time.perf_counter()
         with self._timeline.span("idle"):
             stopped = any_rank(stopped or self._should_stop())

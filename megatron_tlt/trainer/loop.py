@@ -37,6 +37,7 @@ from megatron_tlt.trainer.evaluation import Evaluation
 from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested, training_sampling
 from megatron_tlt.trainer.export import save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
+from megatron_tlt.trainer.speculation import Speculating
 from megatron_tlt.trainer.step import StepResult, TrainingStep
 from megatron_tlt.trainer.synchronization import policy_sync
 
@@ -97,6 +98,7 @@ class Run:
         self._engine = VllmEngine(self._side_files, rollout, speculation, config.run.seed)
         if self._drafting is not None:
             self._drafting.attach(self._engine)
+        self._speculating = Speculating(config, self._engine.token_drafters)
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
         self._collector = ExperienceCollector(
             self._engine,
@@ -106,6 +108,7 @@ class Run:
             max_response_tokens=config.rollout.max_response_tokens,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
             timeline=self._timeline,
+            chooser=self._speculating.chooser,
             should_stop=self._stop,
         )
         self._step = TrainingStep(
@@ -119,11 +122,16 @@ class Run:
             self._timeline,
             training_sampling(config.rollout, self._tokenizer.eos_id),
             self._drafting,
+            self._speculating,
         )
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
-            [RngState(self._policy.layout), *([self._drafting] if self._drafting is not None else [])],
+            [
+                RngState(self._policy.layout),
+                self._speculating,
+                *([self._drafting] if self._drafting is not None else []),
+            ],
             side_files=self._side_files,
             in_background=config.trainer.async_save,
         )

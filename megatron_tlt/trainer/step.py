@@ -25,6 +25,7 @@ from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.trainer.acceptance import acceptance_metrics
 from megatron_tlt.trainer.drafting import LearnsWhileTraining
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
+from megatron_tlt.trainer.speculation import Speculating
 
 
 @dataclass
@@ -46,6 +47,7 @@ class TrainingStep:
     Args:
         reference: a frozen copy of the first policy; needed only with a KL coefficient.
         drafting: the drafter that is trained, if any.
+        speculating: what speculation learns beside it, if anything.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TrainingStep:
         timeline: Timeline,
         sampling: SamplingSpec,
         drafting: LearnsWhileTraining | None = None,
+        speculating: Speculating | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -71,6 +74,7 @@ class TrainingStep:
         self._timeline = timeline
         self._sampling = sampling
         self._drafting = drafting
+        self._speculating = speculating
         self._loss = ClippedPolicyLoss(config.algorithm)
 
     def run(
@@ -123,6 +127,8 @@ class TrainingStep:
         if self._drafting is not None:
             self._drafting.check(self._engine)
         problems = [self._problems.problem(step * count + i) for i in range(count)]
+        if self._speculating is not None:
+            self._speculating.begin_step(problem.uid for problem in problems)
         scored, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response
         )
@@ -157,6 +163,8 @@ class TrainingStep:
                 **acceptance_metrics([s.response for s in scored], self._engine.versions.get("drafter")),
             }
         )
+        if self._speculating is not None:
+            result.metrics.update(self._speculating.metrics())
         return scored
 
     def _log_probs(

@@ -1,0 +1,121 @@
+"""Whole rollouts, long-tailed, under every way to speculate: off, each strategy alone, vLLM's own, and the tuners."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.models.recipe import model_folder
+from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
+from megatron_tlt.observe.environment import describe_environment
+
+TUNERS = ("beg_mab", "solver", "oracle")
+WHOLE = "whole rollout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--targets", nargs="+", choices=("quickstart", "large"), default=["quickstart", "large"])
+    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="initial batch sizes")
+    parser.add_argument("--rollouts", type=int, default=4, help="rollouts of each initial batch in one measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved, behind one in which tuners know nothing")
+    parser.add_argument("--requests", type=int, default=96, help="in quickstart's whole rollout")
+    parser.add_argument("--drafts", type=int, default=7, help="draft tokens at most")
+    parser.add_argument("--threshold", type=int, default=32, help="running batch up to which tuners may speculate")
+    parser.add_argument("--warm-problems", type=int, default=384, help="responses that quickstart's head learns from")
+    parser.add_argument("--warm-steps", type=int, default=600, help="of that head's training")
+    parser.add_argument("--large-requests", type=int, default=32, help="in the large target's whole rollout")
+    parser.add_argument("--large-layers", type=int, default=12, help="of the large target; 12 make 105 million weights")
+    parser.add_argument("--large-shortest", type=int, default=8, help="tokens of its shortest response")
+    parser.add_argument("--large-longest", type=int, default=160, help="tokens of its longest")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="share of replayed draft tokens that are right")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one target")
+
+
+def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
+    own = set(vars(arguments)) - {"targets", "config", "model", "timeout", "json"}
+    given = {key: getattr(arguments, key) for key in own} | {"target": target, "config": str(arguments.config)}
+    if target == "quickstart":
+        given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work, "out.json")
+        run_worker(f"rollout, {target}", "rollout", [json.dumps(given), work, str(out)], 1, arguments.timeout)
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By case and arm: seconds of the repeats in order, the first round's, and the acceptance length."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        arm = found.setdefault(row["case"], {}).setdefault(row["arm"], {"seconds": [], "cold": None})
+        if row["repeat"]:
+            arm["seconds"].append(row["seconds"])
+        else:
+            arm["cold"] = row["seconds"]
+        arm["acceptance_length"], arm["tokens"] = row["acceptance_length"], row["tokens"]
+    return found
+
+
+def _median(arm: Mapping[str, Any]) -> float:
+    return statistics.median(arm["seconds"])
+
+
+def judge(result: BenchmarkResult, target: str, cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """The targets of one target model, for each tuner that does not know the future."""
+    whole = cases[WHOLE]
+    own = [arm for arm in whole if arm not in (*TUNERS, "off") and not arm.startswith("vLLM's")]
+    single = min(_median(whole[arm]) for arm in [*own, "off"])
+    for tuner in ("beg_mab", "solver"):
+        at_batches = [
+            min(_median(arms[arm]) for arm in [*own, "off"]) / _median(arms[tuner])
+            for name, arms in cases.items()
+            if name != WHOLE
+        ]
+        against_off = [_median(arms["off"]) / _median(arms[tuner]) for arms in cases.values()]
+        name = f"{target}, {tuner}"
+        result.target(f"{name}: speed over the best strategy at each batch, lowest", min(at_batches), ">=", 0.97)
+        result.target(
+            f"{name}: speed over the best single strategy, whole rollout", single / _median(whole[tuner]), ">=", 1.10
+        )
+        result.target(f"{name}: speed over off, whole rollout", against_off[list(cases).index(WHOLE)], ">=", 2.0)
+        result.target(f"{name}: speed over off, lowest anywhere", min(against_off), ">=", 0.98)
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per target, case and arm; ratios are of medians of interleaved repeats, with the spread of pairs.
+
+    Raises:
+        ConfigError: the model is not there yet.
+        RunError: a target's process failed.
+    """
+    result = BenchmarkResult(environment=describe_environment(), name="rollout")
+    for target in arguments.targets:
+        found = _measured(arguments, target)
+        cases = summarize(found["rows"])
+        for case, arms in cases.items():
+            for arm, measured in arms.items():
+                result.rows.append(
+                    {
+                        "target": target,
+                        "drafts": "replayed" if target == "large" else "real",
+                        "case": case,
+                        "arm": arm,
+                        "seconds": _median(measured),
+                        "speed_over_off": ratio_of_medians(arms["off"]["seconds"], measured["seconds"]),
+                        "first_round_s": measured["cold"],
+                        "acceptance_length": measured["acceptance_length"],
+                        "tokens": measured["tokens"],
+                    }
+                )
+        judge(result, target, cases)
+    return result

@@ -1,0 +1,97 @@
+"""What `tlt bench rollout` decodes: long-tailed requests of fixed lengths, and drafts that are replayed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_tlt.rollout.types import Request
+from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once."""
+
+    batch: int
+    rollouts: tuple[tuple[Request, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """As in the rows."""
+        return f"batch {self.batch}" if self.batch else "whole rollout"
+
+
+def of_length(request: Request, num_tokens: int) -> Request:
+    """The request with a response of exactly that length."""
+    sampling = replace(request.sampling, max_tokens=num_tokens, min_tokens=num_tokens)
+    return replace(request, sampling=sampling)
+
+
+def pareto_lengths(count: int, shortest: int, longest: int, tail: float, seed: int) -> list[int]:
+    """Lengths of a Pareto law with that exponent, cut off at ``longest``."""
+    draw = random.Random(seed)
+    return [min(longest, int(shortest * draw.paretovariate(tail))) for _ in range(count)]
+
+
+def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int, seed: int) -> list[Case]:
+    """The whole pool, and for each batch size up to ``rollouts`` disjoint rollouts of so many of its requests."""
+    shuffled = list(pool)
+    random.Random(seed).shuffle(shuffled)
+    cases = [Case(0, (tuple(pool),))]
+    for batch in batches:
+        starts = range(0, len(shuffled) - batch + 1, batch)
+        cases.append(Case(batch, tuple(tuple(shuffled[start : start + batch]) for start in starts[:rollouts])))
+    return cases
+
+
+class ReplayDrafter:
+    """A ``TokenDrafter`` that knows how each request goes on, and errs at one token in so many.
+
+    It stands for a head whose acceptance per position is ``acceptance``: which tokens it gets right depends on request
+    and position alone. It costs nothing to run, which a head does not.
+    """
+
+    def __init__(self, responses: Mapping[str, Sequence[int]], acceptance: float, vocab_size: int) -> None:
+        self._responses = responses
+        self._acceptance = acceptance
+        self._vocab_size = vocab_size
+        self._lengths: dict[str, int] = {}
+        self.memory_bytes = 0
+
+    def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
+        """As ``TokenDrafter.start``."""
+        self._lengths[request_id] = 0
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        """As ``TokenDrafter.extend``."""
+        self._lengths[request_id] += len(tokens)
+
+    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+        """As ``TokenDrafter.propose``."""
+        at = self._lengths[request_id]
+        known = self._responses[request_id][at : at + max_tokens]
+        if not known:
+            return no_proposal()
+        drafts = [
+            token if self._is_right(request_id, at + i) else (token + 1) % self._vocab_size
+            for i, token in enumerate(known)
+        ]
+        return Proposal(drafts, self._acceptance * len(drafts), at)
+
+    def _is_right(self, request_id: str, position: int) -> bool:
+        digest = hashlib.blake2b(f"{request_id}/{position}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") < self._acceptance * 2**32
+
+    def finish(self, request_id: str) -> None:
+        """As ``TokenDrafter.finish``."""
+        del self._lengths[request_id]
+
+    def end_epoch(self) -> None:
+        """It learns nothing."""
+
+    def counters(self) -> dict[str, int]:
+        """As ``TokenDrafter.counters``."""
+        return {}

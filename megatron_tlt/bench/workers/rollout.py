@@ -1,0 +1,258 @@
+"""Rollouts under every way to speculate, interleaved; one process holds all engines of one target."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.workers.stock_engine import StockEngine
+from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
+from megatron_tlt.data.tokenizer import load_tokenizer
+from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
+from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.platform.device import initialize_distributed, prepare
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.processes import die_with_parent
+from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec, StepRecord
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.speculation.controller import SpeculationController
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.token_drafter import TokenDrafter
+from megatron_tlt.speculation.tuner_oracle import OracleTuner
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.trainer.experience import one_request_each, training_sampling
+
+Rollout = Callable[[Sequence[Request]], list[Response]]
+
+
+class RateTable:
+    """Tokens per second by strategy and batch, as the static strategies showed them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Strategy, dict[int, list[tuple[float, int]]]] = {}
+
+    def add(self, step: StepRecord) -> None:
+        """Takes in a step, unless two strategies or a prompt share it."""
+        if step.strategy == step.next_strategy and not step.prefilled:
+            self._seen.setdefault(step.strategy, {}).setdefault(step.running, []).append(
+                (step.duration, step.num_tokens)
+            )
+
+    def rate(self, strategy: Strategy, batch: int) -> float:
+        """Of the nearest batch that was seen; 0 for a strategy that never was."""
+        batches = self._seen.get(strategy)
+        if not batches:
+            return 0.0
+        steps = batches[min(batches, key=lambda seen: (abs(seen - batch), seen))]
+        return statistics.fmean(tokens for _, tokens in steps) / statistics.median(seconds for seconds, _ in steps)
+
+
+class OracleChooser:
+    """The best of a table, without a tuner's doubts: what adaptivity could give."""
+
+    def __init__(self, strategies: Sequence[Strategy], table: RateTable) -> None:
+        tuner = OracleTuner(strategies, table.rate)
+        self._controller = SpeculationController(tuner, ElasticGate(threshold=10**6, patience=1), hold_steps=2)
+
+    def next(self, batch: int, requests: object) -> tuple[Strategy, None]:
+        return self._controller.next(batch), None
+
+    def observe(self, step: StepRecord) -> None:
+        """It knows already."""
+
+
+class Target:
+    """One target: its engines, its requests, and a way to roll out per arm."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rollout: RolloutConfig,
+        speculation: SpeculationConfig,
+        drafters: Mapping[str, TokenDrafter],
+        statics: Sequence[Strategy],
+        given: dict[str, Any],
+    ) -> None:
+        seed = given["seed"]
+        self._plain = VllmEngine(folder, rollout, SpeculationConfig(enabled=False), seed)
+        self._engine = VllmEngine(folder, rollout, speculation, seed, drafters)
+        self.table = RateTable()
+        self.arms: dict[str, Rollout] = {"off": self._plain.generate}
+        strategies = [OFF, *statics]
+        for strategy in statics:
+            self.arms[strategy.name] = self._static(strategy)
+        for tuner in ("beg_mab", "solver"):
+            adaptive = AdaptiveConfig(
+                tuner=tuner, strategies=[s.name for s in strategies], threshold=given["threshold"]
+            )
+            section = speculation.model_copy(update={"adaptive": adaptive})
+            self.arms[tuner] = self._adaptive(AdaptiveSpeculation(section, rollout.max_response_tokens, seed))
+        oracle = OracleChooser(strategies, self.table)
+        self.arms["oracle"] = lambda requests: self._engine.generate(requests, chooser=oracle)
+        tokens = speculation.num_speculative_tokens
+        self.arms[f"vLLM's ngram-{tokens}"] = StockEngine(folder, rollout, "ngram", tokens, seed).generate
+        if importlib.util.find_spec("arctic_inference"):
+            self.arms[f"vLLM's suffix-{tokens}"] = StockEngine(folder, rollout, "suffix", tokens, seed).generate
+
+    def _static(self, strategy: Strategy) -> Rollout:
+        def rollout(requests: Sequence[Request]) -> list[Response]:
+            self._engine.set_strategy(strategy)
+            return self._engine.generate(requests, on_step=self.table.add)
+
+        return rollout
+
+    def _adaptive(self, adaptive: AdaptiveSpeculation) -> Rollout:
+        def rollout(requests: Sequence[Request]) -> list[Response]:
+            adaptive.begin_rollout(requests)
+            try:
+                return self._engine.generate(requests, on_finished=adaptive.finished, chooser=adaptive)
+            finally:
+                adaptive.end_rollout(requests)
+
+        return rollout
+
+    def learn_off(self, requests: Sequence[Request]) -> list[Response]:
+        """Rolls out without drafts, for the table and for lengths."""
+        return self._plain.generate(requests, on_step=self.table.add)
+
+    def end_epoch(self) -> None:
+        """All arms have had the requests once; drafters without a model move their windows."""
+        for drafter in self._engine.token_drafters.values():
+            drafter.end_epoch()
+
+
+def _lengths(most: int) -> list[int]:
+    return sorted({k for k in (1, 3, 5) if k < most} | {most})
+
+
+def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], int]:
+    """The recipe's model, its held-out problems at the training's temperature, and a head that is trained in place."""
+    config = load_config(given["config"], ["launcher.nproc_per_node=1"])
+    folder = Path(given["model"])
+    tokenizer = load_tokenizer(folder)
+    sampling = training_sampling(config.rollout, tokenizer.eos_id)
+    first = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), given["seed"])
+    problems = build_sources(config.tasks, "train", config.run.seed)
+    asked = one_request_each(map(problems.problem, range(given["warm_problems"])), tokenizer, sampling, "head")
+    pairs = [Pair(r.prompt_token_ids, r.token_ids) for r in first.generate(asked)]
+    held_out = build_sources(config.tasks, "held_out", config.run.seed).held_out(given["requests"])
+    requests = one_request_each(held_out, tokenizer, sampling, "rollout")
+    pool = [of_length(r, len(found.token_ids)) for r, found in zip(requests, first.generate(requests), strict=True)]
+    first.shutdown()
+
+    model = drafter_from_target(folder, "eagle", seed=1)
+    states = TargetStates(folder, "eagle", taps_of(model.config), torch.device("cpu"))
+    plan = WarmupPlan(steps=given["warm_steps"])
+    with Progress(0, plan.steps, enabled=False) as progress:
+        warm_up(model, DrafterConfig(lr=1e-3), pairs, states, work / "head", plan, progress)
+    most = given["drafts"]
+    statics = [Strategy("ngram", min(3, most))] + [Strategy("suffix", k) for k in sorted({min(3, most), most})]
+    statics += [Strategy("eagle", k) for k in _lengths(most)]
+    speculation = SpeculationConfig(
+        drafter="eagle", path=work / "head" / "drafter", num_speculative_tokens=most, adaptive=AdaptiveConfig()
+    )
+    target = Target(folder, config.rollout, speculation, {}, statics, given)
+    return target, pool, 0
+
+
+def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], int]:
+    """A random target of 100 million weights whose own greedy responses are replayed as drafts."""
+    folder = write_tiny_model(
+        "qwen2-untied",
+        work / "large",
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=given["large_layers"],
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        vocab_size=512,
+        max_position_embeddings=1024,
+    )
+    options = {"dtype": "float32", "max_num_seqs": 64, "num_gpu_blocks_override": 512, "max_model_len": 512}
+    rollout = RolloutConfig(max_prompt_tokens=16, max_response_tokens=given["large_longest"], vllm=options)
+    draw = torch.Generator().manual_seed(given["seed"])
+    prompts = torch.randint(0, 512, (given["large_requests"], 8), generator=draw).tolist()
+    lengths = pareto_lengths(len(prompts), given["large_shortest"], given["large_longest"], 1.1, given["seed"])
+    greedy = SamplingSpec(temperature=0.0)
+    pool = [
+        of_length(Request(str(i), tuple(prompt), greedy, i, str(i)), length)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    recorded: dict[str, Sequence[int]] = {}
+    drafters: dict[str, TokenDrafter] = {"suffix": ReplayDrafter(recorded, given["acceptance"], 512)}
+    most = given["drafts"]
+    speculation = SpeculationConfig(drafter="suffix", num_speculative_tokens=most)
+    statics = [Strategy("suffix", k) for k in _lengths(most)]
+    target = Target(folder, rollout, speculation, drafters, statics, given)
+    recorded.update({response.request_id: response.token_ids for response in target.learn_off(pool)})
+    return target, pool, sum(p.numel() for p in target_parameters(folder))
+
+
+def target_parameters(folder: Path) -> list[torch.Tensor]:
+    """The weights of a folder."""
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").values())
+
+
+def measure(target: Target, cases: Sequence[Case], repeats: int) -> list[dict[str, Any]]:
+    """A row per case, arm and repeat; the first time round, in which tuners know nothing, has repeat 0."""
+    rows = []
+    names = list(target.arms)
+    for repeat in range(repeats + 1):
+        for case in cases:
+            turn = repeat % len(names)
+            for name in names[turn:] + names[:turn]:
+                began = time.perf_counter()
+                responses = [r for requests in case.rollouts for r in target.arms[name](requests)]
+                seconds = time.perf_counter() - began
+                stats = sum((response.draft for response in responses), DraftStats())
+                rows.append(
+                    {
+                        "case": case.name,
+                        "arm": name,
+                        "repeat": repeat,
+                        "seconds": seconds,
+                        "tokens": sum(len(response.token_ids) for response in responses),
+                        "acceptance_length": stats.acceptance_length if stats.num_steps else None,
+                    }
+                )
+            for requests in case.rollouts:
+                if repeat == 0:
+                    target.learn_off(requests)
+            print(f"repeat {repeat}, {case.name}", flush=True)
+        target.end_epoch()
+    return rows
+
+
+def main(given_json: str, work: str, out: str) -> None:
+    die_with_parent(signal.SIGKILL)
+    given = json.loads(given_json)
+    prepare()
+    initialize_distributed(600)
+    make = {"quickstart": quickstart, "large": large}[given["target"]]
+    target, pool, weights = make(given, Path(work))
+    cases = make_cases(pool, given["batches"], given["rollouts"], given["seed"])
+    rows = measure(target, cases, given["repeats"])
+    lengths = sorted(request.sampling.max_tokens for request in pool)
+    atomic_write_text(Path(out), json.dumps({"rows": rows, "lengths": lengths, "weights": weights}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,148 @@
+"""The choice of strategy of one engine: controller and length-aware budgets put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.rollout.types import Request, Response, StepRecord
+from megatron_tlt.speculation.controller import EngineStep, SpeculationController
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.length import LengthPolicy
+from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.tuners import build_tuner
+
+
+def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
+    """All strategies that the section may put in force.
+
+    Raises:
+        ConfigError: one that the engine cannot have.
+    """
+    most, drafter = speculation.num_speculative_tokens, speculation.drafter
+    if not speculation.enabled:
+        return [OFF]
+    if speculation.adaptive is None:
+        return [Strategy(drafter, most)]
+    if not speculation.adaptive.strategies:
+        return default_strategies(drafter, most)
+    allowed = {"off", "ngram", "suffix", drafter}
+    found = [Strategy.parse(name) for name in speculation.adaptive.strategies]
+    for strategy in found:
+        if strategy.drafter not in allowed or strategy.num_tokens > most:
+            raise ConfigError(
+                f"speculation.adaptive.strategies: found {strategy.name}; allowed: drafters "
+                f"{', '.join(sorted(allowed))} with up to speculation.num_speculative_tokens = {most}"
+            )
+    return found
+
+
+def default_strategies(drafter: str, most: int) -> list[Strategy]:
+    """Off, one without a model, and the drafter with every odd number of tokens up to ``most``, and ``most``."""
+    lengths = sorted({*range(1, most + 1, 2), most})
+    free = [] if drafter in ("ngram", "suffix") else [Strategy("suffix", most)]
+    return [OFF, *free, *(Strategy(drafter, length) for length in lengths)]
+
+
+class AdaptiveSpeculation:
+    """A ``StrategyChooser`` that learns over rollouts; one per engine, asked on its first rank.
+
+    Args:
+        speculation: the section; its ``adaptive`` is there.
+        max_response_tokens: of the rollout.
+        seed: of what the tuner tries.
+
+    Raises:
+        ConfigError: strategies that the engine cannot have, or options that the tuner has not.
+    """
+
+    def __init__(self, speculation: SpeculationConfig, max_response_tokens: int, seed: int) -> None:
+        assert speculation.adaptive is not None
+        own = speculation.adaptive
+        strategies = strategies_of(speculation)
+        try:
+            tuner = build_tuner(own.tuner, strategies, own.options, seed)
+        except ValueError as error:
+            raise ConfigError(f"speculation.adaptive: {error}") from error
+        gate = ElasticGate(own.threshold, own.patience, own.hysteresis)
+        self._controller = SpeculationController(tuner, gate, own.hold_steps)
+        by_length = own.lengths is not None or any(strategy.by_length for strategy in strategies)
+        self._lengths = LengthPolicy(own.lengths or "classes", max_response_tokens) if by_length else None
+        self._always_by_length = own.lengths is not None
+        self._steps: Counter[str] = Counter()
+
+    def begin_rollout(self, requests: Sequence[Request]) -> None:
+        """These requests are about to be decoded."""
+        self._controller.begin_rollout()
+        self._steps.clear()
+        if self._lengths is not None:
+            for request in requests:
+                self._lengths.start(request.request_id, request.problem_key)
+
+    def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
+        """As ``StrategyChooser.next``."""
+        strategy = self._controller.next(batch)
+        if self._lengths is None or not (strategy.by_length or (self._always_by_length and strategy != OFF)):
+            return strategy, None
+        for name, num_tokens in requests.items():
+            self._lengths.update(name, num_tokens)
+        return strategy, self._lengths.budgets(requests, strategy.num_tokens)
+
+    def observe(self, step: StepRecord) -> None:
+        """As ``StrategyChooser.observe``."""
+        self._steps[step.strategy.name] += 1
+        seen = EngineStep(
+            verified=step.strategy,
+            drafted=step.next_strategy,
+            batch=step.running,
+            duration=step.duration,
+            num_tokens=step.num_tokens,
+            num_draft_tokens=step.num_draft_tokens,
+            num_accepted_tokens=step.num_accepted_tokens,
+            had_prefill=step.prefilled,
+        )
+        if self._controller.observe(seen) and self._lengths is not None:
+            self._lengths.observe(seen.observation())
+
+    def finished(self, response: Response) -> None:
+        """A response has ended, by itself or because it was aborted."""
+        if self._lengths is None:
+            return
+        if response.finish_reason == "abort":
+            self._lengths.drop(response.request_id)
+        else:
+            draft = response.draft
+            self._lengths.finish(
+                response.request_id, len(response.token_ids), draft.num_draft_tokens, draft.num_accepted_tokens
+            )
+
+    def end_rollout(self, requests: Sequence[Request]) -> None:
+        """The rollout is over; what did not finish was given up."""
+        if self._lengths is not None:
+            for request in requests:
+                self._lengths.drop(request.request_id)
+
+    @property
+    def steps(self) -> Mapping[str, int]:
+        """Engine steps of the rollout by the strategy that was verified in them."""
+        return self._steps
+
+    def state(self) -> dict[str, Any]:
+        """All that it has learnt, as JSON."""
+        return {
+            "controller": self._controller.state(),
+            "lengths": None if self._lengths is None else self._lengths.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state()``'s result.
+
+        Raises:
+            ValueError: it is of another tuner or over other strategies.
+        """
+        self._controller.load_state(state["controller"])
+        if self._lengths is not None and state["lengths"] is not None:
+            self._lengths.load_state(state["lengths"])

@@ -1,0 +1,59 @@
+"""Engine steps in the timeline: which strategy, which batch, what was accepted, how long a step took."""
+
+from __future__ import annotations
+
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.rollout.types import StepRecord
+
+LANE = "engine"
+# a span of the timeline covers at most so many steps: their acceptance may change
+_MOST_STEPS = 64
+
+
+class EngineLane:
+    """A span for each stretch of steps of one strategy and batch, in a lane of its own below the rank's phases."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._origin = timeline.now()
+        self._steps: list[StepRecord] = []
+
+    def begin_rollout(self) -> None:
+        """Steps are told from now on in seconds since this moment."""
+        self._origin = self._timeline.now()
+        self._steps = []
+
+    def add(self, step: StepRecord) -> None:
+        """A step has ended."""
+        last = self._steps[-1] if self._steps else None
+        if last is not None and (
+            (last.strategy, last.running, last.prefilled) != (step.strategy, step.running, step.prefilled)
+            or len(self._steps) >= _MOST_STEPS
+        ):
+            self.flush()
+        if last is None or last.running != step.running:
+            self._timeline.counter("running requests", step.running, self._origin + step.start)
+        self._steps.append(step)
+
+    def flush(self) -> None:
+        """Writes the stretch so far."""
+        if not self._steps:
+            return
+        first, last = self._steps[0], self._steps[-1]
+        seconds = sum(step.duration for step in self._steps)
+        tokens = sum(step.num_tokens for step in self._steps)
+        self._timeline.add(
+            first.strategy.name,
+            self._origin + first.start,
+            last.start + last.duration - first.start,
+            LANE,
+            lane=LANE,
+            batch=first.running,
+            steps=len(self._steps),
+            ms_per_step=round(1e3 * seconds / len(self._steps), 3),
+            tokens_per_request=round(tokens / (len(self._steps) * max(1, first.running)), 3),
+            drafted=sum(step.num_draft_tokens for step in self._steps),
+            accepted=sum(step.num_accepted_tokens for step in self._steps),
+            prefill=first.prefilled,
+        )
+        self._steps = []
