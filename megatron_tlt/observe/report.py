@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from megatron_tlt.observe import report_plots as plots
 from megatron_tlt.observe import report_speculation as speculation
-from megatron_tlt.observe.report_data import RunData, is_number, last_step_timeline, load_run, section
+from megatron_tlt.observe.report_data import RunData, is_number, last_rollout, last_step_timeline, load_run, section
 from megatron_tlt.observe.summary import describe_lengths, flatten, time_totals
 from megatron_tlt.platform.files import atomic_write_text
 
@@ -195,10 +195,15 @@ def make_cards(run: RunData) -> list[Card]:
             speculation.plot_drafts(run),
         ),
         ("Rollout against actor", "the two log-probabilities of each sampled token", plots.plot_mismatch(run)),
+        (
+            "Last rollout's strategies",
+            "what drafted for which batch, on the rank that decoded longest",
+            speculation.plot_strategies(last_rollout(run.trace)),
+        ),
         ("Last step's timeline", "by rank; hatched: idle", plots.plot_timeline(timeline) if timeline else None),
         ("Training", "what the optimizer and the engines report", plots.plot_training(run)),
     ]
-    wide = ("Accepted drafts", "Last step's timeline", "Training")
+    wide = ("Accepted drafts", "Last rollout's strategies", "Last step's timeline", "Training")
     return [Card(title, caption, None if svg is None else Markup(svg), title in wide) for title, caption, svg in made]
 
 

@@ -13,7 +13,7 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.observe.jsonl import read_jsonl
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
-from megatron_tlt.observe.timeline import TRACE_FILE, read_trace
+from megatron_tlt.observe.timeline import ENGINE_LANE, TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.resolved.yaml"
 LENGTHS_FILE = "lengths.jsonl"
@@ -129,10 +129,50 @@ class StepTimeline:
     counters: dict[str, dict[int, list[tuple[float, float]]]]
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Engine steps of one strategy and batch; ``start`` and ``duration`` in seconds since the rollout's first one."""
+
+    strategy: str
+    batch: int
+    start: float
+    duration: float
+    ms_per_step: float
+    tokens_per_request: float
+
+
+def last_rollout(trace: Mapping[str, Any]) -> list[Stretch]:
+    """The newest rollout's engine steps, of the rank that decoded longest; empty where there are none."""
+    spans = [e for e in trace.get("traceEvents", []) if isinstance(e, dict) and e.get("ph") == "X"]
+    events = [e for e in spans if e.get("cat") == ENGINE_LANE and is_number(section(e, "args", "batch"))]
+    if not events:
+        return []
+    step = max(e["args"]["step"] for e in events)
+    events = [e for e in events if e["args"]["step"] == step]
+    last = max(events, key=lambda e: e["ts"] + e["dur"])
+    rows = [e for e in events if e["pid"] == last["pid"]]
+    origin = min(e["ts"] for e in rows)
+    return [
+        Stretch(
+            str(e["name"]),
+            int(e["args"]["batch"]),
+            (e["ts"] - origin) / 1e6,
+            e["dur"] / 1e6,
+            float(e["args"]["ms_per_step"]),
+            float(e["args"]["tokens_per_request"]),
+        )
+        for e in rows
+    ]
+
+
 def last_step_timeline(trace: Mapping[str, Any], max_rows: int = 64) -> StepTimeline | None:
     """The newest step with a rollout (else the newest one) of a merged trace; None where there is none."""
     events = [e for e in trace.get("traceEvents", []) if isinstance(e, dict)]
-    spans = [e for e in events if e.get("ph") == "X" and is_number(section(e, "args", "step"))]
+    spans = [
+        e
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") != ENGINE_LANE and is_number(section(e, "args", "step"))
+    ]
     if not spans:
         return None
     step = max((e["args"]["step"] for e in spans if e.get("cat") == "rollout"), default=None)

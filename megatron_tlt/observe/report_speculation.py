@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 
-from megatron_tlt.observe.report_data import RunData, numbers
+from megatron_tlt.observe.report_data import RunData, Stretch, numbers
 from megatron_tlt.observe.report_style import (
     BLUE,
     GREEN,
     INK,
     ORANGE,
+    PHASE_COLORS,
     RED,
     STYLE,
     legend,
@@ -21,6 +24,14 @@ from megatron_tlt.observe.report_style import (
 )
 
 _CLASSES = (("short", GREEN), ("medium", ORANGE), ("long", RED))
+STRATEGY_COLORS = (
+    PHASE_COLORS["idle"],
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    *(PHASE_COLORS[n] for n in ("reward", "evaluate", "drafter")),
+)
 _POSITION_COLORS = (BLUE, GREEN, ORANGE, RED)
 
 
@@ -82,3 +93,29 @@ def _plot_over_versions(axes: Axes, run: RunData, name: str, trained: bool, colo
     shown = [(versions[step], value) for step, value in zip(steps, values, strict=True) if step in versions]
     if shown:
         axes.plot(*zip(*shown, strict=True), marker=".", color=color, label=label)
+
+
+def plot_strategies(stretches: Sequence[Stretch]) -> str | None:
+    """One rollout: the running batch over time before the strategy in force, and tokens per request and step."""
+    if not stretches:
+        return None
+    names = sorted({stretch.strategy for stretch in stretches}, key=lambda name: (name != "off", name))
+    colors = {name: STRATEGY_COLORS[index % len(STRATEGY_COLORS)] for index, name in enumerate(names)}
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(height=3.6, width=13.0)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.7, 1.0])
+        for name in names:
+            spans = [(one.start, one.duration) for one in stretches if one.strategy == name]
+            top = max(one.batch for one in stretches) * 1.05
+            above.broken_barh(spans, (0, top), facecolor=colors[name], alpha=0.35, lw=0, label=name)
+        edges = [stretches[0].start, *(one.start + one.duration for one in stretches)]
+        above.stairs([one.batch for one in stretches], edges, color=INK["text"], lw=1.4, baseline=None)
+        above.set_ylabel("running requests")
+        above.set_ylim(bottom=0)
+        below.stairs([one.tokens_per_request for one in stretches], edges, color=BLUE, lw=1.2, baseline=None)
+        below.axhline(1.0, color=INK["muted"], lw=1.0, ls=":")
+        below.set_ylabel("tokens per\nrequest, step")
+        below.set_xlabel("seconds since the first engine step")
+        above.margins(x=0.005)
+        legend(above, 10)
+        return to_svg(figure, "strategies")

@@ -23,6 +23,8 @@ PHASES = ("rollout", "idle", "reward", "log_probs", "update", "reshard", "evalua
 
 TRACE_FILE = "timeline.json"
 MAIN_LANE = "phases"
+ENGINE_LANE = "engine"
+"""Where stretches of engine steps are, below the phases; also their category."""
 RANK_FILE_BYTES = 8 << 20
 TRACE_BYTES = 32 << 20
 

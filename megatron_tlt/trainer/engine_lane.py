@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline
 from megatron_tlt.rollout.types import StepRecord
 
-LANE = "engine"
 # a span of the timeline covers at most so many steps: their acceptance may change
 _MOST_STEPS = 64
 
@@ -46,8 +45,8 @@ class EngineLane:
             first.strategy.name,
             self._origin + first.start,
             last.start + last.duration - first.start,
-            LANE,
-            lane=LANE,
+            ENGINE_LANE,
+            lane=ENGINE_LANE,
             batch=first.running,
             steps=len(self._steps),
             ms_per_step=round(1e3 * seconds / len(self._steps), 3),

@@ -18,7 +18,7 @@ from megatron_tlt.observe.summary import (
     undocumented_keys,
     write_summary,
 )
-from megatron_tlt.observe.timeline import Timeline, write_trace
+from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline, write_trace
 from megatron_tlt.trainer.acceptance import CLASSES
 
 RANKS = 2
@@ -123,6 +123,15 @@ def _step_events(
         timeline.counter("running", 64, at=clock)
         for count, end in enumerate(ends):
             timeline.counter("running", 63 - count, at=clock + end)
+        for begin, end, strategy, batch in (
+            (0.0, 0.4, "off", 64),
+            (0.4, 0.7, "suffix-3", 24),
+            (0.7, 1.0, "eagle-5", 4),
+        ):
+            seconds = (times["rollout"] - waits) * (end - begin) * 0.999
+            at = clock + (times["rollout"] - waits) * begin
+            shown = {"batch": batch, "ms_per_step": 8.0, "tokens_per_request": 1.0 + 2 * begin}
+            timeline.add(strategy, at, seconds, ENGINE_LANE, lane=ENGINE_LANE, **shown)
         if rank == 0:
             timeline.add("verify", clock + 1.0, times["rollout"] - 0.5, "reward", lane="verifiers")
         at = clock + times["rollout"]

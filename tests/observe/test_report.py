@@ -65,7 +65,7 @@ def test_page_is_self_contained_and_well_formed(page: str) -> None:
 
 def test_page_has_every_plot_with_its_own_ids(page: str) -> None:
     plots = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(plots) == 9
+    assert len(plots) == 10
     every: list[str] = []
     for svg in plots:
         ElementTree.fromstring(svg)
@@ -132,7 +132,7 @@ def test_what_remains_is_drawn(run_folder: Path, tmp_path: Path) -> None:
     (folder / "config.resolved.yaml").unlink()
     (folder / "metrics.jsonl").write_text("rubbish\nand more\n")
     page = write_report(folder).read_text(encoding="utf-8")
-    assert page.count("<svg") == 4 and "metrics.jsonl cannot be read" in page
+    assert page.count("<svg") == 5 and "metrics.jsonl cannot be read" in page
     assert "Not measured in this run: reward and held-out accuracy, time per step" in page
     assert "Held-out pass@1" in page  # the summary still has it
 

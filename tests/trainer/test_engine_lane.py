@@ -1,0 +1,52 @@
+"""Engine steps in the timeline, and what the report reads of them."""
+
+from __future__ import annotations
+
+from megatron_tlt.observe.report_data import last_rollout
+from megatron_tlt.observe.timeline import Timeline, merge, trace_problems
+from megatron_tlt.rollout.types import StepRecord
+from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.trainer.engine_lane import EngineLane
+
+EAGLE = Strategy("eagle", 3)
+
+
+def step(at: int, running: int, strategy: Strategy, tokens: int) -> StepRecord:
+    drafted = running * strategy.num_tokens
+    return StepRecord(0.01 * at, 0.01, running, tokens, drafted, tokens - running, strategy, strategy)
+
+
+def test_steps_of_one_strategy_and_batch_are_one_stretch() -> None:
+    timeline = Timeline(0)
+    timeline.begin_step(3)
+    lane = EngineLane(timeline)
+    lane.begin_rollout()
+    steps = [step(0, 4, OFF, 4), step(1, 4, OFF, 4), step(2, 2, OFF, 2), step(3, 2, EAGLE, 5), step(4, 2, EAGLE, 7)]
+    for record in steps:
+        lane.add(record)
+    lane.flush()
+    trace = merge([timeline.to_events()])
+    assert trace_problems(trace) == []
+    found = last_rollout(trace)
+    assert [(s.strategy, s.batch, round(s.duration, 6)) for s in found] == [
+        ("off", 4, 0.02),
+        ("off", 2, 0.01),
+        ("eagle-3", 2, 0.02),
+    ]
+    assert [s.tokens_per_request for s in found] == [1.0, 1.0, 3.0]
+    assert {s.ms_per_step for s in found} == {10.0}
+    spans = [e["args"] for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert (spans[-1]["drafted"], spans[-1]["accepted"], spans[-1]["steps"]) == (12, 8, 2)
+
+
+def test_no_stretch_is_endless() -> None:
+    timeline = Timeline(0)
+    lane = EngineLane(timeline)
+    for at in range(200):
+        lane.add(step(at, 1, EAGLE, 2))
+    lane.flush()
+    assert [e["args"]["steps"] for e in timeline.to_events() if e["kind"] == "span"] == [64, 64, 64, 8]
+
+
+def test_a_trace_without_engine_steps_has_no_rollout() -> None:
+    assert last_rollout(merge([[]])) == []
