@@ -17,7 +17,7 @@ _MOST = 8
 """Requests' steps that one engine step counts for at most: a few sequences are not the many that follow."""
 _CLUSTER = 1.5
 """Steps of one sequence resemble each other: variances of means are larger by this."""
-_FADING = 0.001
+_FADING = 0.002
 """A mean of so long ago as 1 / _FADING steps says no more than one request's step of now: drafters change meanwhile."""
 _RECENT = 0.5 ** (1.0 / 10.0)
 
@@ -141,7 +141,9 @@ class AcceptanceLengths:
         """(tokens per request and step, their standard error)."""
         if strategy == OFF:
             return 1.0, 0.0
-        chain, found, weight, support = 0.5 * _UNKNOWN, 0.5, 0.5, 0.5
+        # what little is left of old evidence must not be outweighed by a guess that was made without any
+        prior = 0.1 if self.knows_drafter(strategy) else 0.5
+        chain, found, weight, support = prior * _UNKNOWN, prior, prior, prior
         for other, sums in self._all.items():
             if other.drafter != strategy.drafter or not sums.samples:
                 continue

@@ -11,12 +11,16 @@ import numpy as np
 
 from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 
-_RIDGE = 0.3
-"""Weight of the prior against a measured cell's 1."""
+_RIDGE = 0.03
+"""Variance of a measured cell's relative error, with the fit's own: the prior's weight against cells."""
 _NEAR = 0.5
 """Width, in doublings of the batch, within which measured cells speak for others of their strategy."""
 _PATIENCE = 32
 """Observations between two fits, unless a strategy was seen at a batch for the first time."""
+_FLOOR = 0.25
+"""Least share of its prior that a cost has: a few noisy steps must not make drafting or verifying free."""
+_UNSEEN = 0.3
+"""Relative uncertainty of what was seen nowhere near."""
 _TRUST = 2.0
 """Steps' worth of trust in the fit against what a strategy measured nearby."""
 _SUPPRESSED = 0.9
@@ -28,8 +32,8 @@ _KNOWN = 8.0
 class StepTimes:
     """Seconds of a step under any strategy at any batch.
 
-    t(s, b) = w_0 + w_1 b + w_2 b K + (drafter's own) (w_3 + w_4 K), with w >= 0: a step, its requests, the drafts that
-    are verified, the drafting. It is fitted to medians of the latest steps by least squares of the relative error,
+    t(s, b) = w_0 + w_1 b + w_2 b K + (drafter's own) (w_3 + w_4 K), all w above 0: a step, its requests, the drafts
+    that are verified, the drafting. It is fitted to medians of the latest steps by least squares of the relative error,
     towards a prior shape; what a strategy measured at nearby batches then corrects it there. So one strategy's steps
     say something of all others at once, and a strategy's own soon outweigh that.
 
@@ -42,10 +46,12 @@ class StepTimes:
         self._per_cell, self._max_batch = per_cell, max_batch
         drafters = sorted({s.drafter for s in strategies} - {OFF.drafter})
         self._drafter_column = {drafter: 3 + 2 * i for i, drafter in enumerate(drafters)}
-        prior = [1.0, 0.01, 0.01]
+        prior, spread = [1.0, 0.01, 0.01], [0.5, 0.03, 0.03]
         for drafter in drafters:
             prior += [0.05, 0.01] if drafter in MODEL_FREE else [0.1, 0.1]
+            spread += [0.4, 0.05] if drafter in MODEL_FREE else [0.4, 0.2]
         self._prior = np.array(prior)
+        self._stiffness = np.diag(_RIDGE * (self._prior / np.array(spread)) ** 2)
         self._cells: dict[tuple[Strategy, int], list[float]] = {}
         self._medians: dict[tuple[Strategy, int], float] = {}
         self._weights: list[float] = prior
@@ -134,8 +140,8 @@ class StepTimes:
         prior = self._prior * scale
         x = rows * prior / measured[:, None]
         confidence = np.array([min(len(self._cells[cell]), 6) / 6 for cell in cells])
-        gram = (x * confidence[:, None]).T @ x + _RIDGE * np.eye(len(prior))
-        self._weights = (prior * _non_negative(gram, x.T @ confidence + _RIDGE)).tolist()
+        gram = (x * confidence[:, None]).T @ x + self._stiffness
+        self._weights = (prior * _bounded(gram, x.T @ confidence + self._stiffness.diagonal())).tolist()
         for cell in cells:
             self._compare(cell)
         self._predictions.clear()
@@ -163,19 +169,19 @@ class StepTimes:
 
 
 def _doubt(weight: float) -> float:
-    return 0.3 / math.sqrt(1.0 + weight)
+    return _UNSEEN / math.sqrt(1.0 + weight)
 
 
-def _non_negative(gram: np.ndarray, target: np.ndarray, sweeps: int = 40) -> np.ndarray:
-    """Minimises u'Gu/2 - u't over u >= 0, by coordinate descent where an entry would be negative; G is definite."""
+def _bounded(gram: np.ndarray, target: np.ndarray, sweeps: int = 40) -> np.ndarray:
+    """Minimises u'Gu/2 - u't over u >= _FLOOR, by coordinate descent where an entry would be below; G is definite."""
     u = np.linalg.solve(gram, target)
-    if u.min() >= 0:
+    if u.min() >= _FLOOR:
         return u
-    u = np.maximum(u, 0.0)
+    u = np.maximum(u, _FLOOR)
     for _ in range(sweeps):
         before = u.copy()
         for i in range(len(u)):
-            u[i] = max(0.0, u[i] + (target[i] - gram[i] @ u) / gram[i, i])
+            u[i] = max(_FLOOR, u[i] + (target[i] - gram[i] @ u) / gram[i, i])
         if np.abs(u - before).max() < 1e-3:
             break
     return u

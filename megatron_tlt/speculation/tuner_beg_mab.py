@@ -15,8 +15,8 @@ from megatron_tlt.speculation.options import check_at_least, check_one_of, check
 from megatron_tlt.speculation.step_times import StepTimes
 from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
 
-_PLAIN_STEPS = 4
-"""Steps of "off" that are wanted before it waits for its turn like the others."""
+_UNSURE = 0.25
+"""Relative uncertainty of its time from which on "off" does not wait for its turn like the others."""
 REWARDS = ("model", "per_request", "throughput")
 
 
@@ -173,7 +173,6 @@ class _Model:
         self._times = StepTimes([*tuner.strategies, OFF], max_batch=2 * self._options.max_batch)
         self._lengths = AcceptanceLengths(self._options.window, self._options.drift)
         self._credit = self._options.explore_credit
-        self._plain_steps = 0
 
     def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random) -> Strategy:
         options = self._options
@@ -183,24 +182,23 @@ class _Model:
         best = max(arms, key=lambda arm: (rates[arm], arm))
         self._credit = min(self._credit + options.explore_cost, options.explore_credit)
         eager = rng.random() < options.epsilon
-        found, gain = best, 0.0
+        found, gain, price = best, 0.0, 0.0
         for arm in arms:
-            # "off" is what all the others' overhead is told from
-            untried = self._plain_steps < _PLAIN_STEPS if arm == OFF else not self._lengths.knows_drafter(arm)
+            # "off" is what all the others' overhead is told from: it should be known wherever it could be the best
+            untried = times[OFF][1] > _UNSURE if arm == OFF else not self._lengths.knows_drafter(arm)
             if arm == best or not (eager or untried):
                 continue
             (length, error), (seconds, doubt) = lengths[arm], times[arm]
             # two standard errors, at most all drafts
             optimistic = min(length + 2 * error, arm.verify_tokens) / (seconds * max(0.5, 1 - doubt)) / rates[best]
+            # in times of a choice of the best arm
             cost = seconds / times[best][0] * (1 - rates[arm] / rates[best])
             if optimistic > 1.0 and cost <= self._credit and (optimistic - 1.0) / (cost + 0.05) > gain:
-                found, gain = arm, (optimistic - 1.0) / (cost + 0.05)
-        if found != best:
-            self._credit -= times[found][0] / times[best][0] * (1 - rates[found] / rates[best])
+                found, gain, price = arm, (optimistic - 1.0) / (cost + 0.05), cost
+        self._credit -= price
         return found
 
     def observe(self, step: StepObservation) -> None:
-        self._plain_steps += step.strategy == OFF and step.batch <= self._options.max_batch
         self._times.observe(step.strategy, step.batch, step.duration)
         self._lengths.observe(step)
 
@@ -209,13 +207,12 @@ class _Model:
             "times": self._times.state(),
             "lengths": self._lengths.state(),
             "credit": self._credit,
-            "plain_steps": self._plain_steps,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._times.load_state(state["times"])
         self._lengths.load_state(state["lengths"])
-        self._credit, self._plain_steps = float(state["credit"]), int(state["plain_steps"])
+        self._credit = float(state["credit"])
 
 
 _Scores = _Windows | _Model

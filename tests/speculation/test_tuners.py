@@ -29,13 +29,22 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 cases = st.sampled_from(CASES)
 
 
+def seconds_of(strategy: Strategy, batch: int) -> float:
+    return 0.01 * (1 + 0.015 * batch * strategy.verify_tokens + 0.05 * strategy.num_tokens)
+
+
+def batch_of(step: int) -> int:
+    """Batches fall from 32 to 1 again and again."""
+    return max(1, int(32 * 0.9 ** (step % 40)))
+
+
 def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7) -> StepObservation:
     """A step that takes longer the more is verified, of a drafter whose tokens are accepted with ``alpha``."""
     accepted = 0
     for _ in range(batch * (strategy != OFF)):
         while accepted < batch * strategy.num_tokens and rng.random() < alpha * 0.8:
             accepted += 1
-    seconds = 0.01 * (1 + 0.015 * batch * strategy.verify_tokens + 0.05 * strategy.num_tokens)
+    seconds = seconds_of(strategy, batch)
     drafts = batch * strategy.num_tokens
     return StepObservation(
         strategy, batch, seconds * rng.lognormvariate(0, 0.1), batch + accepted, drafts, min(drafts, accepted)
@@ -43,10 +52,10 @@ def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7
 
 
 def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> list[Strategy]:
-    """What it chooses while batches fall from 32 to 1 again and again; each choice is observed for three steps."""
+    """What it chooses; each choice is observed for three steps."""
     chosen = []
     for step in range(steps):
-        batch = max(1, int(32 * 0.9 ** (step % 40)))
+        batch = batch_of(step)
         strategy = tuner.choose(batch)
         chosen.append(strategy)
         for _ in range(3):
@@ -123,11 +132,20 @@ def test_published_window_forgets() -> None:
 
 
 def test_exploring_costs_what_it_may() -> None:
-    bad, rng = Strategy("eagle", 5), random.Random(0)
-    tuner = build_tuner("beg_mab", [OFF, bad], {"explore_cost": 0.01, "explore_credit": 1.0}, 0)
-    chosen = drive(tuner, rng, 600, alpha=0.0)
-    assert 1 <= chosen.count(bad) <= 20
-    assert drive(build_tuner("beg_mab", [OFF, bad], PUBLISHED | {"always": True}, 0), rng, 600, 0.0).count(bad) > 40
+    bad = Strategy("eagle", 5)
+
+    def cost(**options: Any) -> float:
+        """Of choices of a drafter that is never right, in times of the choice of "off"."""
+        tuner = build_tuner("beg_mab", [OFF, bad], options, 0)
+        chosen = drive(tuner, random.Random(0), 600, alpha=0.0)
+        assert bad in chosen
+        batches = (batch_of(step) for step, strategy in enumerate(chosen) if strategy == bad)
+        return sum(seconds_of(bad, batch) / seconds_of(OFF, batch) - 1 for batch in batches)
+
+    bounded = cost(explore_cost=0.01, explore_credit=1.0)
+    # what a choice is expected to cost is off by as much as the times are
+    assert bounded < 1.3 * (1.0 + 600 * 0.01)
+    assert bounded < cost(reward="per_request"), "one choice in ten at random"
 
 
 def test_a_solver_says_what_it_wants_profiled_and_profiles_it_inline_or_before() -> None:
