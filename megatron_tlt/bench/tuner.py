@@ -1,0 +1,198 @@
+"""Tuners against an oracle on rollouts that are replayed: regret, and how soon they recover from a shift."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.bench.tuner_traces import (
+    MAX_BATCH,
+    SHIFTS,
+    STRATEGIES,
+    Played,
+    RecordedTimes,
+    Shift,
+    SyntheticTimes,
+    Times,
+    Trace,
+    Truth,
+    play,
+    recorded_files,
+)
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.benchmark import BenchmarkResult
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.speculation.controller import SpeculationController
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.tuner import Tuner
+from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED
+from megatron_tlt.speculation.tuner_oracle import OracleTuner
+from megatron_tlt.speculation.tuner_solver import SolverTuner
+from megatron_tlt.speculation.tuners import build_tuner
+
+EARLY = 500
+"""Steps from a cold start after which regret is held against the target."""
+WINDOW = 100
+"""Steps of the window whose regret says whether a tuner has recovered."""
+LIMIT = 0.05
+DEFAULT, PUBLISHED_TUNER = "beg_mab", "beg_mab, published"
+PROFILED = "solver, profiled before"
+LEARNED = tuple(strategy for strategy in STRATEGIES if strategy.drafter == "eagle")
+
+Build = Callable[[Trace, Truth, int], Tuner]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=2400, help="engine steps of a trace; the shift is half-way")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each tuner on each trace")
+    parser.add_argument("--times", nargs="+", help="of the step times, only these (synthetic or a recording's name)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="batches that stay")
+
+
+def _named(name: str, strategies: Sequence[Strategy] = STRATEGIES, **options: Any) -> Build:
+    return lambda trace, truth, seed: build_tuner(name, strategies, options, seed)
+
+
+def _profiled(trace: Trace, truth: Truth, seed: int) -> Tuner:
+    """A solver after its profiling pass: steps of full batches before the first rollout, as noisy as all others."""
+    tuner = SolverTuner(STRATEGIES, seed=seed)
+    rng = np.random.default_rng(1000 + seed)
+    noise = trace.times.noise(rng)
+    drafters = trace.drafters(0)
+    while wanted := tuner.wanted():
+        strategy, batch = wanted[0]
+        accepted = drafts = 0
+        if strategy != OFF:
+            found, gained = drafters[strategy.drafter].draw(rng, rng.normal(size=batch), strategy.num_tokens)
+            accepted, drafts = int(gained.sum()), int(found.sum()) * strategy.num_tokens
+        seconds = trace.times.mean(strategy, batch) * next(noise)
+        tuner.observe(StepObservation(strategy, batch, seconds, batch + accepted, drafts, accepted))
+    return tuner
+
+
+TUNERS: dict[str, Build] = {
+    "oracle": lambda trace, truth, seed: OracleTuner(STRATEGIES, truth.rate),
+    DEFAULT: _named("beg_mab"),
+    "beg_mab, per request": _named("beg_mab", reward="per_request"),
+    "beg_mab, published score": _named("beg_mab", reward="throughput", neighbours=0),
+    PUBLISHED_TUNER: _named("beg_mab", LEARNED, **PUBLISHED),
+    "solver": _named("solver"),
+    PROFILED: _profiled,
+    "static off": _named("static", [OFF]),
+}
+"""All over the same strategies but the published code's default, whose buckets have one learned strategy each."""
+
+
+def run_tuner(trace: Trace, build: Build, seed: int, fixed_batch: int | None = None) -> Played:
+    """Plays a trace with a tuner behind the controller that engines have; its gate and hold count as regret, too."""
+    truth = Truth(trace)
+    gate = ElasticGate(MAX_BATCH, patience=3, hysteresis=4)
+    return play(trace, SpeculationController(build(trace, truth, seed), gate), truth, seed, fixed_batch)
+
+
+def recovery_steps(played: Played, shift_at: int, window: int = WINDOW, limit: float = LIMIT) -> int | None:
+    """Steps from a shift until the regret of the ``window`` steps before is at most ``limit``; None: never."""
+    ends = range(shift_at + window, len(played.seconds) + 1)
+    return next((end - shift_at for end in ends if played.regret(end - window, end) <= limit), None)
+
+
+def _spread(values: Iterable[float]) -> dict[str, float]:
+    values = list(values)
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def _best_static(trace: Trace) -> Build:
+    """The strategy that, kept throughout, loses least on the first seed: what a user could find by trying all."""
+    regrets = {s: run_tuner(trace, _named("static", [s]), 0).regret() for s in STRATEGIES}
+    return _named("static", [min(STRATEGIES, key=regrets.__getitem__)])
+
+
+def _row(trace: Trace, name: str, runs: Sequence[Played]) -> dict[str, Any]:
+    steps, shift = trace.steps, trace.shift_at
+    recovered = [recovery_steps(played, shift) for played in runs]
+    chosen = Counter(name for played in runs for name in played.chosen)
+    return {
+        "trace": trace.name,
+        "tuner": name,
+        "regret_at_500": _spread(played.regret(0, EARLY) for played in runs),
+        "regret": _spread(played.regret() for played in runs),
+        "regret_after_shift": _spread(played.regret(shift) for played in runs),
+        "regret_settled": _spread(played.regret((shift + steps) // 2) for played in runs),
+        # who has not recovered by the end counts with all the steps there were
+        "recovery_steps": _spread(steps - shift if n is None else n for n in recovered),
+        "not_recovered": sum(n is None for n in recovered),
+        "shares": {name: round(count / chosen.total(), 3) for name, count in chosen.most_common(4)},
+    }
+
+
+def _selected(names: Sequence[str] | None) -> list[Times]:
+    every: list[Times] = [SyntheticTimes(), *map(RecordedTimes, recorded_files())]
+    times = {one.name: one for one in every}
+    for name in names or ():
+        if name not in times:
+            raise ConfigError(f"--times {name}: allowed are {', '.join(times)}")
+    return [one for one in times.values() if names is None or one.name in names]
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """Regret is the share of the expected time that the best strategy at each step's batch would have saved.
+
+    It is counted from a cold start, against an oracle that knows the acceptance of the very requests that run and every
+    step's expected time, and that needs neither gate nor hold nor switch. Targets are held against the median over
+    seeds, on the worst trace. A second set of rows has a batch that stays, where the best choice is one strategy.
+
+    Raises:
+        ConfigError: step times that there are none of.
+    """
+    result = BenchmarkResult(environment=describe_environment(), name="tuner")
+    times = _selected(arguments.times)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in times:
+        for shift in SHIFTS:
+            trace = Trace(one, shift, arguments.steps)
+            for name, build in {**TUNERS, "static, best in hindsight": _best_static(trace)}.items():
+                runs = [run_tuner(trace, build, seed) for seed in range(arguments.seeds)]
+                rows[trace.name, name] = _row(trace, name, runs)
+    result.rows += rows.values()
+    for name in (DEFAULT, PROFILED):
+        own = [row for (_, tuner), row in rows.items() if tuner == name]
+        short = name.split(",")[0]
+        result.target(f"{short}_regret_at_500", max(row["regret_at_500"]["median"] for row in own), "<=", LIMIT)
+        result.target(f"{short}_recovery_steps", max(row["recovery_steps"]["median"] for row in own), "<=", 300)
+    ratios = [
+        rows[trace, PUBLISHED_TUNER]["regret"]["median"] / row["regret"]["median"]
+        for (trace, name), row in rows.items()
+        if name == DEFAULT
+    ]
+    result.target("published_over_beg_mab_regret", min(ratios), ">", 1.0)
+    _steady(result, times, arguments)
+    return result
+
+
+def _steady(result: BenchmarkResult, times: Sequence[Times], arguments: argparse.Namespace) -> None:
+    """Rows with a batch that stays: what a tuner loses to the best static strategy there, once it has settled."""
+    worst = 0.0
+    for one in times:
+        for drafters in (SHIFTS[0].before, SHIFTS[0].after):
+            trace = Trace(one, Shift("none", drafters, drafters), 2 * EARLY)
+            for batch in arguments.batches:
+                runs = [run_tuner(trace, TUNERS[DEFAULT], seed, batch) for seed in range(arguments.seeds)]
+                settled = _spread(played.regret(EARLY) for played in runs)
+                chosen = Counter(name for played in runs for name in played.chosen[EARLY:])
+                result.rows.append(
+                    {
+                        "trace": f"{one.name}, batch {batch}, alpha {drafters['eagle'].alpha}",
+                        "tuner": DEFAULT,
+                        "regret_at_500": _spread(played.regret(0, EARLY) for played in runs),
+                        "regret_settled": settled,
+                        "shares": {name: round(n / chosen.total(), 3) for name, n in chosen.most_common(4)},
+                    }
+                )
+                worst = max(worst, settled["median"])
+    result.target("beg_mab_loss_to_best_static_at_any_batch", worst, "<=", 0.03)
