@@ -20,6 +20,7 @@ _NAMES = (
     "reshard",
     "rollout",
     "speculation",
+    "suffix",
     "tuner",
 )
 BENCHMARKS = {name: f"megatron_tlt.bench.{name.replace('-', '_')}" for name in _NAMES}

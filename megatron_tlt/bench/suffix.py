@@ -1,0 +1,144 @@
+"""Drafters without a model: what they get accepted from epoch to epoch, how fast they are, what they hold."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.arctic import ArcticDrafter, SuffixDecodingCache
+from megatron_tlt.bench.responses import PolicyLaw, RecordedResponse, read_recorded, synthetic_responses
+from megatron_tlt.bench.suffix_speed import bounded_memory, speed
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.benchmark import BenchmarkResult
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.speculation.ngram import NgramDrafter
+from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
+from megatron_tlt.speculation.token_drafter import TokenDrafter
+
+WINDOWS = (0, 1, 4, 16)
+OURS = "suffix, window 16"
+FORGETFUL = "suffix, window 0"
+"""Learns from the samples of the same epoch alone."""
+EVERYWHERE = "suffix, global"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--responses", type=Path, help="JSON lines: problem, epoch, token_ids (default: a stated law)")
+    parser.add_argument("--problems", type=int, default=96, help="in an epoch")
+    parser.add_argument("--samples", type=int, default=4, help="of each problem, decoded side by side")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--concurrent", type=int, default=32, help="requests that decode at once")
+    parser.add_argument("--drafts", type=int, default=8, help="draft tokens per round at most")
+    parser.add_argument("--depth", type=int, default=32, help="of the trees")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**6, 10**7], help="stored tokens to time at")
+    parser.add_argument("--repeats", type=int, default=15, help="responses timed at each size, interleaved")
+    parser.add_argument("--appends", type=int, default=10**7, help="tokens to put through bounded memory")
+    parser.add_argument("--bound-mb", type=int, default=256, help="that bound")
+
+
+def decode(drafter: TokenDrafter, responses: Sequence[RecordedResponse], concurrent: int, drafts: int) -> list[float]:
+    """Decodes recorded responses greedily against drafts; gives the drafts accepted per round in each epoch.
+
+    A round verifies one proposal: its longest prefix that the response goes on with is accepted, and one more token
+    follows. So many requests decode at once, in the order given; one that ends makes room for the next.
+    """
+    accepted_per_round = []
+    for _, group in groupby(responses, lambda response: response.epoch):
+        waiting = list(group)[::-1]
+        decoding: dict[str, tuple[RecordedResponse, int]] = {}
+        rounds = accepted = number = 0
+        while waiting or decoding:
+            while waiting and len(decoding) < concurrent:
+                number += 1
+                response = waiting.pop()
+                drafter.start(str(number), response.problem, response.prompt)
+                decoding[str(number)] = (response, 0)
+            for request_id, (response, done) in list(decoding.items()):
+                left = response.tokens[done:]
+                proposal = drafter.propose(request_id, drafts).tokens
+                good = 0
+                while good < min(len(proposal), len(left) - 1) and proposal[good] == left[good]:
+                    good += 1
+                rounds, accepted = rounds + 1, accepted + good
+                drafter.extend(request_id, left[: good + 1])
+                decoding[request_id] = (response, done + good + 1)
+                if done + good + 1 >= len(response.tokens):
+                    drafter.finish(request_id)
+                    del decoding[request_id]
+        drafter.end_epoch()
+        accepted_per_round.append(accepted / rounds)
+    return accepted_per_round
+
+
+def _drafters(depth: int) -> dict[str, Callable[[], TokenDrafter]]:
+    def suffix(**changes: Any) -> Callable[[], TokenDrafter]:
+        return lambda: SuffixDrafter(SuffixConfig(max_depth=depth, **changes))
+
+    drafters: dict[str, Callable[[], TokenDrafter]] = {
+        f"suffix, window {window}": suffix(window=window) for window in WINDOWS
+    }
+    drafters[EVERYWHERE] = suffix(scope="global")
+    drafters["suffix, without own tree"] = suffix(own_tree=False)
+    drafters["n-gram"] = NgramDrafter
+    if SuffixDecodingCache is not None:
+        drafters["arctic, global"] = lambda: ArcticDrafter(depth, per_problem=False)
+        drafters["arctic, per problem"] = lambda: ArcticDrafter(depth, per_problem=True)
+    return drafters
+
+
+def _laws(arguments: argparse.Namespace) -> dict[str, list[RecordedResponse]]:
+    """Responses by epoch to problems that come back, and to ones that never do."""
+    if arguments.responses is None:
+        sizes = (arguments.problems, arguments.samples, arguments.epochs)
+        return {
+            "repeated": synthetic_responses(PolicyLaw(), *sizes),
+            "never repeated": synthetic_responses(PolicyLaw(repeated=False), *sizes),
+        }
+    recorded = sorted(read_recorded(arguments.responses), key=lambda response: response.epoch)
+    if not recorded:
+        raise ConfigError(f"{arguments.responses}: holds no responses")
+    renamed = [replace(response, problem=f"{response.problem} in epoch {response.epoch}") for response in recorded]
+    return {"repeated": recorded, "never repeated": renamed}
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """Rows by ``part``: acceptance per epoch, speed by stored tokens, memory under a bound.
+
+    Raises:
+        ConfigError: ``--responses`` is not such a file.
+    """
+    result = BenchmarkResult(environment=describe_environment(), name="suffix")
+    laws = _laws(arguments)
+    bounded_memory(result, arguments.appends, arguments.bound_mb << 20)
+    _acceptance(result, laws, arguments)
+    if SuffixDecodingCache is None:
+        result.rows.append({"part": "arctic-inference", "case": "not installed: not compared with"})
+    speed(result, arguments.sizes, arguments.repeats, arguments.depth, arguments.drafts)
+    return result
+
+
+def _acceptance(
+    result: BenchmarkResult, laws: dict[str, list[RecordedResponse]], arguments: argparse.Namespace
+) -> None:
+    found: dict[tuple[str, str], list[float]] = {}
+    for law, responses in laws.items():
+        for name, make in _drafters(arguments.depth).items():
+            accepted = found[law, name] = decode(make(), responses, arguments.concurrent, arguments.drafts)
+            by_epoch = {str(epoch): value for epoch, value in enumerate(accepted, 1)}
+            result.rows.append({"part": "acceptance", "case": f"{name}, {law}", "accepted_per_round": by_epoch})
+    ours, control = found["repeated", OURS], found["never repeated", OURS]
+    growth = ours[-1] / ours[0]
+    result.target("accepted_last_over_first_epoch", growth, ">=", 1.2)
+    # a policy that grows surer is drafted better without any history: the control grows too, by that alone
+    result.target("growth_over_that_of_never_repeated", growth / (control[-1] / control[0]), ">=", 1.2)
+    forgetful = found["never repeated", FORGETFUL][-1]
+    result.target("accepted_with_over_without_history_never_repeated", control[-1] / forgetful, "<=", 1.02)
+    result.target("accepted_problem_over_global", ours[-1] / found["repeated", EVERYWHERE][-1], ">=", 1.0)
+    result.target("accepted_suffix_over_ngram", ours[-1] / found["repeated", "n-gram"][-1], ">=", 1.0)
+    arctic = [found["repeated", name][-1] for name in _drafters(arguments.depth) if name.startswith("arctic")]
+    if arctic:
+        result.target("accepted_over_best_arctic", ours[-1] / max(arctic), ">=", 1.0)
