@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_tlt.speculation import ngram_kernels as kernels
 from megatron_tlt.speculation import suffix_nodes as nodes
+from megatron_tlt.speculation.growing_array import GrowingArray
 from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, Tokens, as_tokens, check_tokens
 
 _FIRST_ENTRIES = 256
@@ -25,7 +26,7 @@ class NgramIndex:
         ring = 1 << (most - 1).bit_length()
         self._header[: nodes.STRIDE + 1] = (span, ring, 2 * span, stride)
         self._header[nodes.FREE_BLOCK] = nodes.NONE
-        self._text = np.empty(2 * stride, np.int32)
+        self._text = GrowingArray(2 * stride, np.int32)
         self._table = np.full((most - least + 1, _FIRST_ENTRIES), nodes.NONE, np.int32)
         self._entries = np.zeros(len(self._table), np.int64)
         self._slots = np.zeros(1, nodes.SLOT)
@@ -35,7 +36,7 @@ class NgramIndex:
     @property
     def nbytes(self) -> int:
         """All memory of the index, capacity and not use."""
-        arrays = (self._header, self._text, self._table, self._entries, self._slots, self._begins)
+        arrays = (self._header, self._text.array, self._table, self._entries, self._slots, self._begins)
         return sum(array.nbytes for array in arrays)
 
     def start(self) -> int:
@@ -65,7 +66,7 @@ class NgramIndex:
         while True:
             before = done
             done = kernels.append(
-                self._text,
+                self._text.array,
                 self._table,
                 self._entries,
                 self._begins,
@@ -85,15 +86,15 @@ class NgramIndex:
 
     def finish(self, handle: int) -> None:
         """Ends a growing sequence; what it said stays."""
-        kernels.finish(self._text, self._slots, self._header, handle)
+        kernels.finish(self._text.array, self._slots, self._header, handle)
 
     def context(self, handle: int, out: Tokens) -> int:
         """Copies a growing sequence's last tokens to the end of ``out``; gives how many there are."""
-        return int(kernels.last_tokens(self._text, self._begins, self._slots, self._header, handle, out))
+        return int(kernels.last_tokens(self._text.array, self._begins, self._slots, self._header, handle, out))
 
     def follow(self, context: Tokens, size: int, out: Tokens) -> int:
         """Writes what followed the latest occurrence of the context's last ``size`` tokens; gives how many tokens."""
-        return int(kernels.follow(self._text, self._table, self._header, context, size, self._least, out))
+        return int(kernels.follow(self._text.array, self._table, self._header, context, size, self._least, out))
 
     def _ask(self, nbytes: int) -> None:
         if self._allow is not None and not self._allow(nbytes):
@@ -104,10 +105,10 @@ class NgramIndex:
         if 4 * (int(self._entries.max()) + 1) > 3 * self._table.shape[1]:
             self._ask(self._table.nbytes)
             larger = np.full((len(self._table), 2 * self._table.shape[1]), nodes.NONE, np.int32)
-            kernels.rehash(self._text, self._table, larger, self._least)
+            kernels.rehash(self._text.array, self._table, larger, self._least)
             self._table = larger
         stride = int(self._header[nodes.STRIDE])
-        if (self._header[nodes.LIVE_BLOCKS] + 1) * stride > len(self._text):
-            more = max(1, len(self._text) // stride // 4) * stride
+        if (self._header[nodes.LIVE_BLOCKS] + 1) * stride > len(self._text.array):
+            more = max(1, len(self._text.array) // stride // 4) * stride
             self._ask(4 * more)
-            self._text.resize(len(self._text) + more, refcheck=False)
+            self._text.grow(len(self._text.array) + more)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_tlt.speculation import suffix_kernels as kernels
 from megatron_tlt.speculation import suffix_nodes as nodes
+from megatron_tlt.speculation.growing_array import GrowingArray
 from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
 
 Tokens: TypeAlias = NDArray[np.int32]
@@ -73,10 +74,10 @@ class SuffixTree:
         self._header[: nodes.STRIDE + 1] = (max_depth, ring, 2 * max_depth, self._stride)
         self._header[[nodes.TOP_NODE, nodes.LIVE_NODES]] = 1
         self._header[nodes.FREE_BLOCK] = nodes.NONE
-        self._nodes = np.zeros(max(_FIRST_NODES, 4 * max_depth), nodes.NODE)
-        self._nodes[nodes.ROOT]["best"] = nodes.NONE
-        self._table = np.zeros(_table_size(len(self._nodes)), np.int32)
-        self._text = np.empty(2 * self._stride, np.int32)
+        self._nodes = GrowingArray(max(_FIRST_NODES, 4 * max_depth), nodes.NODE)
+        self._nodes.array[nodes.ROOT]["best"] = nodes.NONE
+        self._table = GrowingArray(_table_size(len(self._nodes.array)), np.int32)
+        self._text = GrowingArray(2 * self._stride, np.int32)
         self._slots = np.zeros(1, nodes.SLOT)
         self._loci = np.zeros((1, 3, ring), np.int32)
         self._best = np.empty(max_depth, np.int32)
@@ -90,9 +91,9 @@ class SuffixTree:
         """All memory of the tree, capacity and not use."""
         arrays = (
             self._header,
-            self._nodes,
-            self._table,
-            self._text,
+            self._nodes.array,
+            self._table.array,
+            self._text.array,
             self._slots,
             self._loci,
             self._best,
@@ -107,7 +108,7 @@ class SuffixTree:
 
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self._nodes, self._table, self._text, self._loci, self._slots, self._header
+        return self._nodes.array, self._table.array, self._text.array, self._loci, self._slots, self._header
 
     def start(self, weight: float = 1.0) -> int:
         """Begins an empty sequence and gives its handle.
@@ -185,7 +186,7 @@ class SuffixTree:
             self.num_tokens -= sequence.length
             del self._sequences[handle]
         if taken:
-            kernels.sweep(self._nodes, self._text, self._loci, self._slots, self._header)
+            kernels.sweep(self._nodes.array, self._text.array, self._loci, self._slots, self._header)
 
     def length(self, handle: int) -> int:
         """A sequence's number of tokens; raises KeyError where it is not there."""
@@ -204,8 +205,8 @@ class SuffixTree:
         for begin in range(0, sequence.length, starts):
             part = result[begin : begin + starts]
             at = block * self._stride + nodes.BLOCK_HEADER
-            part[:] = self._text[at : at + len(part)]
-            block = int(self._text[block * self._stride])
+            part[:] = self._text.array[at : at + len(part)]
+            block = int(self._text.array[block * self._stride])
         return result
 
     def propose(self, handle: int, max_tokens: int, rule: SpeculationRule) -> Proposal:
@@ -220,8 +221,8 @@ class SuffixTree:
         """
         sequence = self._growing(handle)
         count, score, matched = kernels.propose(
-            self._nodes,
-            self._text,
+            self._nodes.array,
+            self._text.array,
             self._loci,
             self._slots,
             self._header,
@@ -244,20 +245,20 @@ class SuffixTree:
         array = as_tokens(tokens)
         if not 1 <= len(array) <= self.max_depth:
             raise ValueError(f"{len(array)} tokens; allowed: 1 to {self.max_depth}")
-        node = kernels.locate(self._nodes, self._table, self._text, self._header, array)
+        node = kernels.locate(self._nodes.array, self._table.array, self._text.array, self._header, array)
         if node == nodes.ROOT:
             return 0.0
-        upper = int(self._nodes[self._nodes[node]["parent"]]["depth"])
+        upper = int(self._nodes.array[self._nodes.array[node]["parent"]]["depth"])
         # windows that still grow and end above have entered the edge, but do not hold the whole string (one alone on
         # its leaf holds all that is known of it)
         shorter = nodes.growing_weight(
             self._loci, self._slots, self._header, node, upper + 1, len(array) - 1, nodes.NONE
         )
-        return float(self._nodes[node]["count"]) - shorter
+        return float(self._nodes.array[node]["count"]) - shorter
 
     def scale(self, factor: float) -> None:
         """Multiplies all weights; exact for powers of two."""
-        kernels.scale(self._nodes, self._slots, self._header, factor)
+        kernels.scale(self._nodes.array, self._slots, self._header, factor)
         for sequence in self._sequences.values():
             sequence.weight *= factor
 
@@ -268,27 +269,27 @@ class SuffixTree:
         return sequence
 
     def _needs_nodes(self) -> bool:
-        return self.num_nodes + 2 * self.max_depth > len(self._nodes)
+        return self.num_nodes + 2 * self.max_depth > len(self._nodes.array)
 
     def _needs_blocks(self) -> bool:
-        return (self._header[nodes.LIVE_BLOCKS] + 1) * self._stride > len(self._text)
+        return (self._header[nodes.LIVE_BLOCKS] + 1) * self._stride > len(self._text.array)
 
     def _grow(self) -> None:
         """Enlarges what is short; in place, so that large arrays are remapped and never there twice."""
         while self._needs_nodes():
-            size = int(len(self._nodes) * _GROWTH) + 1
+            size = int(len(self._nodes.array) * _GROWTH) + 1
             table = _table_size(size)
-            more = (size - len(self._nodes)) * nodes.NODE.itemsize + 4 * (table - len(self._table))
+            more = (size - len(self._nodes.array)) * nodes.NODE.itemsize + 4 * (table - len(self._table.array))
             if self._granted(more):
-                self._nodes.resize(size, refcheck=False)
-                if table != len(self._table):
-                    self._table = np.zeros(0, np.int32)
-                    self._table = np.zeros(table, np.int32)
-                    kernels.rebuild_table(self._nodes, self._table, self._header)
+                self._nodes.grow(size)
+                if table != len(self._table.array):
+                    self._table = GrowingArray(0, np.int32)  # the old one goes before the new one comes
+                    self._table = GrowingArray(table, np.int32)
+                    kernels.rebuild_table(self._nodes.array, self._table.array, self._header)
         while self._needs_blocks():
-            more = max(1, int(len(self._text) // self._stride * (_GROWTH - 1.0))) * self._stride
+            more = max(1, int(len(self._text.array) // self._stride * (_GROWTH - 1.0))) * self._stride
             if self._granted(4 * more):
-                self._text.resize(len(self._text) + more, refcheck=False)
+                self._text.grow(len(self._text.array) + more)
 
     def _granted(self, nbytes: int) -> bool:
         """Whether the arrays may grow; if not, sequences have gone and there may be room in them.

@@ -1,0 +1,36 @@
+"""Arrays that grow in place and give their memory back."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+MAPPED_FROM = 1 << 16
+"""Bytes from which an array is a mapping of its own: malloc keeps arrays of some MiB that were freed, in pieces."""
+
+
+class GrowingArray:
+    """A one-dimensional array, zero where nothing was written. ``array`` is its present form; no other may be kept."""
+
+    def __init__(self, length: int, dtype: DTypeLike) -> None:
+        self._dtype = np.dtype(dtype)
+        self._map: mmap.mmap | None = None
+        self.array: NDArray[Any] = np.zeros(0, self._dtype)
+        self.grow(length)
+
+    def grow(self, length: int) -> None:
+        """Lengthens it; a large array is remapped, so it is never there twice."""
+        nbytes = length * self._dtype.itemsize
+        if nbytes < MAPPED_FROM:
+            self.array.resize(length, refcheck=False)
+        elif self._map is None:
+            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            before, self.array = self.array, np.frombuffer(self._map, self._dtype, length)
+            self.array[: len(before)] = before
+        else:
+            self.array = np.zeros(0, self._dtype)  # a mapping that an array looks at cannot be moved
+            self._map.resize(nbytes)
+            self.array = np.frombuffer(self._map, self._dtype, length)

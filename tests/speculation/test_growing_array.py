@@ -1,0 +1,38 @@
+"""Arrays that grow in place."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_tlt.speculation.growing_array import MAPPED_FROM, GrowingArray
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.dtype([("a", "f8"), ("b", "i4")])])
+def test_what_was_written_stays_and_the_rest_is_zero(dtype: np.dtype) -> None:
+    growing, written, before = GrowingArray(3, dtype), 0, b""
+    rng = np.random.default_rng(0)
+    for length in (3, 50, MAPPED_FROM // 16, MAPPED_FROM, MAPPED_FROM + 1, 9 * MAPPED_FROM):
+        growing.grow(length)
+        assert growing.array.shape == (length,) and growing.array.dtype == dtype
+        assert not growing.array[written:].view(np.uint8).any()
+        fresh = rng.integers(0, 255, (length - written) * growing.array.itemsize, dtype=np.uint8)
+        growing.array[written:].view(np.uint8)[:] = fresh
+        before += fresh.tobytes()
+        assert growing.array.tobytes() == before
+        written = length
+
+
+def test_memory_goes_back_to_the_system() -> None:
+    process = psutil.Process()
+    begin = process.memory_info().rss
+    arrays = [GrowingArray(1 << 18, np.int32) for _ in range(64)]
+    for growing in arrays:
+        growing.array[:] = 1
+    assert process.memory_info().rss - begin > 60 << 20
+    del arrays[1::2], growing
+    gc.collect()
+    assert process.memory_info().rss - begin < 40 << 20, "half of it is gone, though the rest lies between"
