@@ -115,7 +115,11 @@ class SuffixDrafter:
         self._append_own(request, array)
 
     def propose(self, request_id: str, max_tokens: int) -> Proposal:
-        """As ``TokenDrafter.propose``: of the problem's tree or the request's own, whichever scores higher."""
+        """As ``TokenDrafter.propose``: of the problem's tree, or of the request's own after a longer match.
+
+        DAS takes whichever scores higher. Here the problem's tree holds the request's response too, and the few counts
+        of the own tree make it too sure of itself; what only it knows is the prompt, and there its match is longer.
+        """
         request = self._requests[request_id]
         best = no_proposal()
         if request.handle is not None:
@@ -124,7 +128,7 @@ class SuffixDrafter:
             best = tree.propose(request.handle, max_tokens, self.config.rule)
         if request.own is not None and best.score < max_tokens:  # else there is none better
             own = request.own.propose(request.own_handle, max_tokens, self.config.rule)
-            if own.score > best.score:
+            if own.score > best.score and own.match_length > best.match_length:
                 return own
         return best
 
