@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
         pairs = _pairs(arguments, folder, target.vocab_size, config, progress)
         model = first_drafter(drafter, folder, arguments.seed).to(device)
         model.share(model.shared.to(device))
-        states = TargetStates(folder, arguments.kind, taps_of(model.config), device)
+        states = TargetStates(folder, taps_of(model.config), device)
         report = warm_up(model, drafter, pairs, states, arguments.out, plan, progress, should_stop, about)
     if report is None:
         print(f"stopped; what was done is in {arguments.out}: the same command goes on", file=sys.stderr)

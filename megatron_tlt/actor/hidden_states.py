@@ -2,7 +2,8 @@
 
 The samples of a data-parallel rank are shared out over its tensor-, pipeline- and context-parallel ranks, each of which
 has seen some positions at some taps. States go from the one to the other rank point to point, micro-batch by
-micro-batch. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k taps of H features.
+micro-batch. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k columns (the taps, and
+last the output of the final norm) of H features.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device
 
 TappedStates = dict[int, list[torch.Tensor | None]]
-"""By tap (its place in the list of taps) a rank's states of each micro-batch, (S, R, H) on the host."""
+"""By column a rank's states of each micro-batch, (S, R, H) on the host."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank of the world, its places in the parallel dimensions, and which taps lie on it."""
+    """A rank of the world, its places in the parallel dimensions, and which columns lie on it."""
 
     data: int
     context: int
@@ -75,12 +76,12 @@ class StateExchange:
         batches: of this data-parallel rank.
         tapped: what this rank kept of them; emptied on the way.
         holders: the ranks that ``batches`` passed through, this one among them.
-        num_taps: k.
+        num_columns: k.
         hidden_size: H.
         dtype: of the states.
 
     Raises:
-        RunError: a tap did not see every micro-batch.
+        RunError: a column did not see every micro-batch.
     """
 
     def __init__(
@@ -89,15 +90,15 @@ class StateExchange:
         tapped: TappedStates,
         holders: Sequence[Holder],
         *,
-        num_taps: int,
+        num_columns: int,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
         for column, calls in tapped.items():
             if len(calls) != len(batches):
-                raise RunError(f"tap {column} saw {len(calls)} micro-batches; allowed: each of {len(batches)} once")
+                raise RunError(f"column {column} saw {len(calls)} micro-batches; allowed: each of {len(batches)} once")
         self._batches, self._tapped, self._holders = batches, tapped, holders
-        self._features, self._hidden_size, self._dtype = num_taps * hidden_size, hidden_size, dtype
+        self._features, self._hidden_size, self._dtype = num_columns * hidden_size, hidden_size, dtype
         self._sizes = (1 + max(holder.context for holder in holders), 1 + max(holder.tensor for holder in holders))
         self._owners = share_out(batches, len(holders))
         self._own = [holder.rank for holder in holders].index(dist.get_rank())
@@ -150,7 +151,7 @@ class StateExchange:
         return pieces
 
     def _packed(self, number: int, pieces: Sequence[_Piece]) -> torch.Tensor:
-        """This rank's pieces, tap by tap in each, (sum of N times taps, H)."""
+        """This rank's pieces, column by column in each, (sum of N times columns, H)."""
         columns = self._holders[self._own].columns
         rows = []
         for piece in pieces:

@@ -57,13 +57,13 @@ def _tapped_module(chunk: GPTModel, tap: int, num_layers: int) -> Any:
 
 @contextmanager
 def tap_hidden_states(model: MegatronModel, taps: Sequence[int], dtype: torch.dtype) -> Iterator[TappedStates]:
-    """What this rank sees of the tapped states while the block runs, which is one forward pass.
+    """What this rank sees of the states, by column, while the block runs, which is one forward pass.
 
     Args:
         model: its layers, on whatever ranks.
         taps: layers whose input, the residual stream before any norm, is taken: transformers' ``hidden_states[i]``
-            for i below the number of layers, and for i equal to it the stream before the final norm. Without any, the
-            output of the final norm is taken, which the LM head reads.
+            for i below the number of layers, and for i equal to it the stream before the final norm. The output of
+            the final norm, which the LM head reads, is taken in any case: it is the column behind theirs.
         dtype: of the copies on the host.
 
     Raises:
@@ -76,14 +76,13 @@ def tap_hidden_states(model: MegatronModel, taps: Sequence[int], dtype: torch.dt
     handles = []
     try:
         for chunk in model.chunks:
-            for column, tap in enumerate(taps or [num_layers]):
-                if (module := _tapped_module(chunk, tap, num_layers)) is None:
-                    continue
-                recorder = recorders[column] = _Recorder(model.config.sequence_parallel, dtype)
-                if taps:
+            for column, tap in enumerate(taps):
+                if (module := _tapped_module(chunk, tap, num_layers)) is not None:
+                    recorder = recorders[column] = _Recorder(model.config.sequence_parallel, dtype)
                     handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
-                else:
-                    handles.append(module.register_forward_hook(recorder.behind))
+            if (module := chunk.decoder.final_layernorm) is not None:
+                recorder = recorders[len(taps)] = _Recorder(model.config.sequence_parallel, dtype)
+                handles.append(module.register_forward_hook(recorder.behind))
         yield {column: recorder.calls for column, recorder in recorders.items()}
     finally:
         for handle in handles:

@@ -188,16 +188,16 @@ class Policy:
             samples: the same list on every rank.
             temperature: of the log-probs.
             taps: layers i whose input is taken, before any norm: transformers' ``hidden_states[i]`` for i below the
-                number of layers, the stream before the final norm for i equal to it. Without any (EAGLE), the output
-                of the final norm.
+                number of layers, the stream before the final norm for i equal to it. EAGLE has none.
             dtype: of the states.
 
         Returns:
-            The scores of all samples, and the states of this rank's, by their index in ``samples``: (T, H) for a
-            sample of T tokens, or (T, len(taps) * H) tap by tap in the order given; on the host. Each sample's are on
-            exactly one rank of the world: those of a data-parallel rank are shared out over its model-parallel ranks
-            by tokens. The last row is zeros: the last token predicts nothing, so the pass leaves it out, and nothing
-            that trains or evaluates drafters reads it.
+            The scores of all samples, and the states of this rank's, by their index in ``samples``: (T, (k + 1) * H)
+            for a sample of T tokens and k taps, these in the order given and behind them the output of the final norm,
+            which the LM head makes the target's distribution of; on the host. Each sample's are on exactly one rank of
+            the world: those of a data-parallel rank are shared out over its model-parallel ranks by tokens. The last
+            row is zeros: the last token predicts nothing, so the pass leaves it out, and nothing that trains or
+            evaluates drafters reads it.
 
         Raises:
             ConfigError: a tap that the model has not.
@@ -209,7 +209,7 @@ class Policy:
             batches,
             tapped,
             holders(tapped),
-            num_taps=max(1, len(taps)),
+            num_columns=len(taps) + 1,
             hidden_size=self.model.config.hidden_size,
             dtype=dtype,
         )

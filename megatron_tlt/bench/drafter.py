@@ -15,8 +15,7 @@ from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 
-# EAGLE-3 learns from sampled tokens, against which total variation says nothing.
-LOSSES = {"eagle": ("eagle", "kl", "tv"), "eagle3": ("eagle", "kl")}
+LOSSES = {"eagle": ("eagle", "kl", "tv"), "eagle3": ("eagle", "kl", "tv")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

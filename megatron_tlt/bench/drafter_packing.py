@@ -225,7 +225,7 @@ def _compare(
     trainers: dict[tuple[str, int], DrafterTrainer],
     arguments: argparse.Namespace,
 ) -> None:
-    width = next(iter(trainers.values())).model.feature_size
+    width = next(iter(trainers.values())).model.entry_size
     entries = _entries(arguments.samples, arguments.longest, width)
     gradients = {case: _gradients(trainer, entries) for case, trainer in trainers.items()}
     packed = next(gradients[case] for case in trainers if case[0] == PACKED)

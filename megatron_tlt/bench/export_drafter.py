@@ -93,7 +93,7 @@ def _responses(target: Path, count: int) -> list[Pair]:
 def _warmed_up(target: Path, kind: Kind, pairs: list[Pair], folder: Path, steps: int) -> Path:
     """The exported folder of a drafter that was warmed up in ``folder``."""
     model = drafter_from_target(target, kind, seed=1)
-    states = TargetStates(target, kind, taps_of(model.config), torch.device("cpu"))
+    states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
     plan = WarmupPlan(steps=steps)
     with Progress(0, steps, enabled=False) as progress:
         report = warm_up(model, DrafterConfig(kind=kind, lr=1e-3), pairs, states, folder, plan, progress)

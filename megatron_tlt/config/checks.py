@@ -160,8 +160,6 @@ def _drafter(config: TltConfig) -> Iterator[str]:
             f"drafter.max_tokens_per_micro_batch: found {drafter.max_tokens_per_micro_batch}; allowed: at least "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}"
         )
-    if drafter.kind == "eagle3" and drafter.loss.name == "tv":
-        yield "drafter.loss.name: found tv; allowed with eagle3, which learns from sampled tokens: eagle, kl"
 
 
 def _adaptive(config: TltConfig) -> Iterator[str]:

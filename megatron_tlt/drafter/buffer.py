@@ -23,6 +23,7 @@ from megatron_tlt.drafter.entry import (
     read_entry,
     to_bytes,
 )
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.files import atomic_write_bytes
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class BufferCounts:
 
     ``found`` were in the folder when it was opened. Dropped are: ``too_short`` to draft anything, ``too_large`` for the
     buffer by themselves, for want of ``capacity``, ``expired`` by age, ``rewound`` as a resumed run samples them again,
-    ``damaged`` files.
+    ``damaged`` files, files with hidden states of ``other_width`` than asked for.
     """
 
     found: int = 0
@@ -43,7 +44,7 @@ class BufferCounts:
     replaced: int = 0
     dropped: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
-            ("too_short", "too_large", "capacity", "expired", "rewound", "damaged"), 0
+            ("too_short", "too_large", "capacity", "expired", "rewound", "damaged", "other_width"), 0
         )
     )
 
@@ -68,10 +69,11 @@ class DataBuffer:
         folder: this rank's own; made if need be. What is in it is taken over, the oldest dropped beyond the bounds.
         config: the bounds.
         seed: of :meth:`sample`.
+        width: of all entries' hidden states; files of another drafter's are dropped. None takes any.
     """
 
-    def __init__(self, folder: Path, config: DrafterBufferConfig, seed: int) -> None:
-        self._folder, self._config, self._seed = folder, config, seed
+    def __init__(self, folder: Path, config: DrafterBufferConfig, seed: int, width: int | None = None) -> None:
+        self._folder, self._config, self._seed, self._width = folder, config, seed, width
         self._stored: dict[str, _Stored] = {}
         self._serial = 0
         self._newest_step = 0
@@ -95,8 +97,23 @@ class DataBuffer:
                 self._damaged(path, damage)
                 continue
             self._keep(_Stored(description, None, True, 0))
+        self._drop_other_widths()
         self._expire()
         self._make_room()
+
+    def _drop_other_widths(self) -> None:
+        others = [item for item in self._stored.values() if self._width not in (None, item.description.width)]
+        for stored in others:
+            self._drop(stored, "other_width")
+        if others:
+            widths = sorted({item.description.width for item in others})
+            logger.warning(
+                "%s: %d responses dropped from the drafter's data: hidden states of width %s; the drafter asks for %d",
+                self._folder,
+                len(others),
+                widths,
+                self._width,
+            )
 
     def _damaged(self, path: Path, damage: DamagedEntry) -> None:
         logger.warning("%s: dropped from the drafter's data: %s", path, damage)
@@ -139,8 +156,13 @@ class DataBuffer:
         for one that is dropped, too.
 
         Raises:
+            ConfigError: its hidden states have another width than the buffer's.
             RunError: the disk is full (of other things) while entries go to files.
         """
+        if self._width not in (None, entry.width):
+            raise ConfigError(
+                f"drafter entry {entry.key!r} has hidden states of width {entry.width}; the buffer holds {self._width}"
+            )
         self.counts.added += 1
         self._newest_step = max(self._newest_step, entry.step)
         old = self._stored.get(entry.key)

@@ -29,6 +29,10 @@ class Eagle(DraftModel):
         return int(self.config.hidden_size)
 
     @property
+    def entry_size(self) -> int:
+        return self.feature_size
+
+    @property
     def head_VH(self) -> torch.Tensor:
         return self.shared.head
 

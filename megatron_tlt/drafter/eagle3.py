@@ -46,6 +46,10 @@ class Eagle3(DraftModel):
         return NUM_TAPS * int(self.config.hidden_size)
 
     @property
+    def entry_size(self) -> int:
+        return self.feature_size + int(self.config.hidden_size)
+
+    @property
     def head_VH(self) -> torch.Tensor:
         return self.lm_head.weight
 

@@ -43,7 +43,8 @@ class Entry:
         step: the RL step that it was sampled in.
         token_ids: (T), int32.
         prompt_length: tokens before the response.
-        hidden: (T, F) in bfloat16 (or float32): row t is the target's hidden state(s) at token t; F is H or 3 H.
+        hidden: (T, E) in bfloat16 (or float32): row t is the target's hidden states at token t, the one behind its
+            final norm last. E is H, or 4 H with three tapped layers before it.
         reward: the response's.
         top: the target's distribution behind every token, (T, k) and (T), if stored.
     """
@@ -82,6 +83,11 @@ class Entry:
         return len(self.token_ids)
 
     @property
+    def width(self) -> int:
+        """Of the hidden states, E."""
+        return int(self.hidden.shape[1])
+
+    @property
     def num_drafted(self) -> int:
         """Response tokens that a first draft step can be asked for: all but the response's first."""
         return max(0, self.length - self.prompt_length - 1)
@@ -110,12 +116,15 @@ class Description:
     length: int
     prompt_length: int
     reward: float
+    width: int
     nbytes: int
 
 
 def describe(entry: Entry) -> Description:
     """The entry's description."""
-    return Description(entry.key, entry.step, entry.length, entry.prompt_length, entry.reward, entry.nbytes)
+    return Description(
+        entry.key, entry.step, entry.length, entry.prompt_length, entry.reward, entry.width, entry.nbytes
+    )
 
 
 def to_bytes(entry: Entry) -> bytes:

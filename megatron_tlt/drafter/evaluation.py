@@ -80,10 +80,11 @@ def teacher_forced_acceptance(model: DraftModel, entries: Sequence[Entry], depth
     device = next(model.parameters()).device
     right = torch.zeros(depth, dtype=torch.float64, device=device)
     chains = 0
-    for on_host, _ in build_packs(entries, max_tokens, DrafterLossConfig(), model.feature_size):
+    for on_host, _ in build_packs(entries, max_tokens, DrafterLossConfig(), model.entry_size):
         pack = on_host.to(device)
+        hidden_TF = pack.hidden_SE[pack.anchors_T, : model.feature_size]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            drafts = greedy_chains(model, pack.inputs(0), pack.hidden_SF[pack.anchors_T], pack.lengths, depth)
+            drafts = greedy_chains(model, pack.inputs(0), hidden_TF, pack.lengths, depth)
         alive = torch.zeros(len(drafts), dtype=torch.bool, device=device)
         alive[pack.rows(0)] = True
         chains += int(alive.sum())

@@ -71,14 +71,14 @@ class Drafted:
         head_input_RH: what the LM head reads.
         features_RH: the feature handed to the next step.
         weights_R: weight of each row's loss.
-        target_hidden_RH: the target's hidden state that the feature predicts (EAGLE), or None.
+        target_hidden_RH: the target's state behind its final norm, which EAGLE's feature predicts.
         top: the target's distribution; None where it is the LM head over ``target_hidden_RH``.
     """
 
     head_input_RH: torch.Tensor
     features_RH: torch.Tensor
     weights_R: torch.Tensor
-    target_hidden_RH: torch.Tensor | None
+    target_hidden_RH: torch.Tensor
     top: TargetTop | None
 
 
@@ -94,7 +94,7 @@ def _chunk_loss(
     distribution_loss: DistributionLoss,
     head_input_RH: torch.Tensor,
     head_VH: torch.Tensor,
-    target_hidden_RH: torch.Tensor | None,
+    target_hidden_RH: torch.Tensor,
     target_head_VH: torch.Tensor,
     top: TargetTop | None,
 ) -> torch.Tensor:
@@ -102,7 +102,6 @@ def _chunk_loss(
     logits_RV = project(head_input_RH, head_VH)
     if top is not None:
         return distribution_loss(*compared_log_probs(logits_RV, top))
-    assert target_hidden_RH is not None
     with torch.no_grad():
         log_p_RV = project(target_hidden_RH, target_head_VH).log_softmax(-1)
     return distribution_loss(log_p_RV, logits_RV.log_softmax(-1))
@@ -126,13 +125,12 @@ def draft_loss(
     distribution_sum, regression_sum = loss.detach(), loss.detach()
     for low in range(0, rows, chunk_rows):
         high = min(low + chunk_rows, rows)
-        target_R = None if drafted.target_hidden_RH is None else drafted.target_hidden_RH[low:high]
         losses_R = checkpoint(
             _chunk_loss,
             LOSSES[config.name],
             drafted.head_input_RH[low:high],
             head_VH,
-            target_R,
+            drafted.target_hidden_RH[low:high],
             target_head_VH,
             None if drafted.top is None else drafted.top.rows(low, high),
             use_reentrant=False,
@@ -141,7 +139,6 @@ def draft_loss(
         loss = loss + config.distribution_weight * (losses_R * drafted.weights_R[low:high]).sum()
         distribution_sum = distribution_sum + losses_R.detach().sum()
     if regression_weight:
-        assert drafted.target_hidden_RH is not None
         errors_R = F.smooth_l1_loss(
             drafted.features_RH.float(), drafted.target_hidden_RH.float(), reduction="none"
         ).mean(-1)

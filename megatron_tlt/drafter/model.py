@@ -94,7 +94,15 @@ class DraftModel(nn.Module, ABC):
     @property
     @abstractmethod
     def feature_size(self) -> int:
-        """Width of the hidden states it takes: H, or 3 H of three layers."""
+        """Width of the hidden states it takes, F: H, or 3 H of three layers."""
+
+    @property
+    @abstractmethod
+    def entry_size(self) -> int:
+        """Width of an entry's hidden states, E: it takes the first F columns, the losses the last H.
+
+        These are the target's states behind its final norm, whose distribution is the LM head over them.
+        """
 
     @property
     @abstractmethod

@@ -1,6 +1,7 @@
 """Entries laid one behind another without padding, with what every unrolled draft step needs.
 
-Shapes: S tokens of all sequences of a pack, T draft positions of all of them (two fewer per sequence), F feature size.
+Shapes: S tokens of all sequences of a pack, T draft positions of all of them (two fewer per sequence), E width of an
+entry's hidden states, F of those that the drafter takes.
 Position a of a sequence drafts x_{a+2+j} in step j, from x_{a+1+j} and, in step 0, from h_a.
 """
 
@@ -30,7 +31,7 @@ class Pack:
     Attributes:
         lengths: draft positions of each sequence.
         token_ids_S: all tokens.
-        hidden_SF: the target's hidden states at them.
+        hidden_SE: the target's hidden states at them.
         weights_T: weight of each draft position's loss.
         anchors_T: the token at which each draft position stands (its h), as an index into S.
         last_T: the last token of its sequence, likewise.
@@ -40,7 +41,7 @@ class Pack:
 
     lengths: list[int]
     token_ids_S: torch.Tensor
-    hidden_SF: torch.Tensor
+    hidden_SE: torch.Tensor
     weights_T: torch.Tensor
     anchors_T: torch.Tensor
     last_T: torch.Tensor
@@ -99,7 +100,7 @@ def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
     return Pack(
         lengths=lengths,
         token_ids_S=torch.cat([entry.token_ids.long() for entry in entries]),
-        hidden_SF=torch.cat([entry.hidden for entry in entries]),
+        hidden_SE=torch.cat([entry.hidden for entry in entries]),
         weights_T=per_position([reward_weight(loss, entry.reward) for entry in entries]).float(),
         anchors_T=torch.cat([start + torch.arange(entry.length - 2) for start, entry in pairs]),
         last_T=per_position([start + entry.length - 1 for start, entry in pairs]),
@@ -109,20 +110,20 @@ def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
 
 
 def build_packs(
-    entries: Sequence[Entry], max_tokens: int, loss: DrafterLossConfig, feature_size: int
+    entries: Sequence[Entry], max_tokens: int, loss: DrafterLossConfig, entry_size: int
 ) -> list[tuple[Pack, list[Entry]]]:
     """Few packs of at most ``max_tokens`` tokens and nearly equal work, each with its entries.
 
     Entries from which nothing can be drafted are left out.
 
     Raises:
-        ConfigError: an entry is longer than that, or its hidden states have another width than ``feature_size``.
+        ConfigError: an entry is longer than that, or its hidden states have another width than ``entry_size``.
     """
     for entry in entries:
-        if entry.hidden.shape[1] != feature_size:
+        if entry.width != entry_size:
             raise ConfigError(
-                f"drafter entry {entry.key!r} has hidden states of width {entry.hidden.shape[1]}; "
-                f"the drafter takes {feature_size}"
+                f"drafter entry {entry.key!r} has hidden states of width {entry.width}; "
+                f"the drafter asks for {entry_size}"
             )
     groups: dict[int, list[Entry]] = {}
     for entry in (entry for entry in entries if entry.num_drafted):
@@ -137,11 +138,11 @@ def build_packs(
     return packs
 
 
-def uniform_noise(entries: Sequence[Entry], width: float, seed: int, version: int) -> torch.Tensor:
-    """Noise in ``-width .. width`` on the features of a pack, (T, F); drawn per entry, whatever it is packed with."""
+def uniform_noise(entries: Sequence[Entry], size: int, width: float, seed: int, version: int) -> torch.Tensor:
+    """Noise in ``-width .. width`` on the features of a pack, (T, size); the same for an entry in any pack."""
     drawn = []
     for entry in entries:
         digest = hashlib.blake2b(f"{seed}/{version}/{entry.key}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        drawn.append((torch.rand(entry.length - 2, entry.hidden.shape[1], generator=generator) * 2.0 - 1.0) * width)
+        drawn.append((torch.rand(entry.length - 2, size, generator=generator) * 2.0 - 1.0) * width)
     return torch.cat(drawn)

@@ -160,7 +160,7 @@ class DrafterTrainer:
         """Adds the gradients of this rank's entries up; the sums of _SUMS."""
         config = self.config
         sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
-        packs = build_packs(entries, config.max_tokens_per_micro_batch, config.loss, self.model.feature_size)
+        packs = build_packs(entries, config.max_tokens_per_micro_batch, config.loss, self.model.entry_size)
         for pack, members in packs:
             loss, pack_sums = self._forward(pack.to(self._device), members)
             loss.backward()
@@ -218,9 +218,11 @@ class DrafterTrainer:
     def _forward(self, pack: Pack, members: Sequence[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of a pack's losses over all unrolled steps, and the sums that are logged (in the order of _SUMS)."""
         config = self.config
-        hidden_TF = pack.hidden_SF[pack.anchors_T].float()
+        size = self.model.feature_size
+        hidden_TF = pack.hidden_SE[pack.anchors_T, :size].float()
         if config.feature_noise:
-            hidden_TF = hidden_TF + uniform_noise(members, config.feature_noise, self._seed, self.version).to(hidden_TF)
+            noise = uniform_noise(members, size, config.feature_noise, self._seed, self.version)
+            hidden_TF = hidden_TF + noise.to(hidden_TF)
         total = torch.zeros((), device=self._device)
         sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
@@ -250,24 +252,12 @@ class DrafterTrainer:
     ) -> Drafted:
         """The drafts of a step beside the target's state one token on, whose distribution is that of the drafted."""
         beside = pack.anchors_T[rows] + 1 + step
-        hidden = pack.hidden_SF[beside] if self.config.kind == "eagle" else None
+        hidden = pack.hidden_SE[beside, -self.model.config.hidden_size :]
         top = None
         if pack.top is not None:
             stored = pack.top
             top = TargetTop(stored.token_ids[beside], stored.log_probs[beside], stored.tail_log_prob[beside])
-        elif self.config.kind == "eagle3":
-            top = self._sampled(pack.drafted(step)[rows])
         return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, top)
-
-    def _sampled(self, token_ids: torch.Tensor) -> TargetTop:
-        """Where no distribution is stored and none can be computed, the response itself: a sample of it.
-
-        Cross entropy and KL divergence against it are unbiased (but for a constant); total variation is not.
-        """
-        if self.config.loss.name == "tv":
-            raise ConfigError("drafter.loss.name is 'tv'; EAGLE-3 entries without top log-probs allow: eagle, kl")
-        zeros = torch.zeros(len(token_ids), device=token_ids.device)
-        return TargetTop(token_ids[:, None], zeros[:, None], torch.full_like(zeros, -math.inf))
 
 
 def train_session(

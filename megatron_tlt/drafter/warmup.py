@@ -129,7 +129,7 @@ def warm_up(
         model: the drafter to start from, on the device to train on.
         config: how to train.
         pairs: responses of the target; ``plan`` says which are held out.
-        hidden_states: of the target for a sequence, (T) -> (T, F); asked once for each, whose answer is kept.
+        hidden_states: of the target for a sequence, (T) -> (T, E); asked once for each, whose answer is kept.
         folder: of this warm-up alone.
         plan: how long, how often.
         progress: where to show it.
@@ -197,10 +197,12 @@ def _cache(
     should_stop: Callable[[], bool],
 ) -> tuple[DataBuffer, DataBuffer] | None:
     """The buffers of what is trained on and what is held out, with an entry for each pair; None where stopped."""
-    per_token = model.feature_size * _BYTES_PER_FEATURE + torch.int32.itemsize
+    per_token = model.entry_size * _BYTES_PER_FEATURE + torch.int32.itemsize
     size = sum(pair.length * per_token + OVERHEAD_BYTES for pair in pairs)
     bounds = DrafterBufferConfig(memory_bytes=min(size, _IN_MEMORY), disk_bytes=size)
-    training, held_out = (DataBuffer(folder / name, bounds, plan.seed) for name in ("train", "held_out"))
+    training, held_out = (
+        DataBuffer(folder / name, bounds, plan.seed, model.entry_size) for name in ("train", "held_out")
+    )
     progress.start("hidden states", len(pairs))
     for i, pair in enumerate(pairs):
         buffer = held_out if i % plan.held_out_every == plan.held_out_every - 1 else training

@@ -89,7 +89,7 @@ class Drafting:
         self._trainer = DrafterTrainer(model, self._config, config.run.seed, group)
         self._good = _copied(self._trainer.state)
         self._buffer = DataBuffer(
-            folder / "drafter" / f"data-{rank():05d}", self._config.buffer, config.run.seed + rank()
+            folder / "drafter" / f"data-{rank():05d}", self._config.buffer, config.run.seed + rank(), model.entry_size
         )
         self._sync: WeightSync | None = None
 
@@ -122,7 +122,7 @@ class Drafting:
             raise RunError(f"rank {rank()}: the engine's drafter has version {found}; the newest is {self.version}")
 
     def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None:
-        """Takes in the hidden states of a step's responses: of those that this rank got, by index, (T, F)."""
+        """Takes in the hidden states of a step's responses: of those that this rank got, by index, (T, E)."""
         self._step = step
         for index, hidden in states.items():
             one = scored[index]

@@ -31,7 +31,7 @@ def test_all_forms_have_the_packed_gradients(kind: Kind, tmp_path: Path) -> None
     arguments = arguments_of("--samples", "7", "--longest", "60", "--bounds", "80", "200", "--batches", "3", "7")
     target = write_tiny_model("qwen2-untied", tmp_path, num_hidden_layers=3, vocab_size=drafter_packing.VOCAB)
     trainers = drafter_packing._trainers(target, kind, arguments)
-    width = trainers[PACKED, 80].model.feature_size
+    width = trainers[PACKED, 80].model.entry_size
     entries = drafter_packing._entries(7, 60, width)
     expected = drafter_packing._gradients(trainers[PACKED, 80], entries)
     assert len(trainers) == 8 and min(float(gradient.norm()) for gradient in expected) > 0

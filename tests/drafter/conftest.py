@@ -29,9 +29,9 @@ def load_target(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, token_ids: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """(T, H) behind the final norm, or (T, 3 H) of the tapped layers, of one sequence (T)."""
+    """(T, H) behind the final norm, and before it (T, 3 H) of the layers that EAGLE-3 taps, of one sequence (T)."""
     states = model(token_ids[None].long(), output_hidden_states=True).hidden_states
-    return states[-1][0] if kind == "eagle" else torch.cat([states[tap][0] for tap in TAPS], dim=-1)
+    return torch.cat([states[layer][0] for layer in (*(TAPS if kind == "eagle3" else ()), -1)], dim=-1)
 
 
 @torch.no_grad()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import zlib
@@ -26,6 +28,7 @@ from .workers.buffer_writer import numbered
 
 WORKER = Path(__file__).parent / "workers" / "buffer_writer.py"
 WIDTH = 64
+PREFIX = struct.Struct("<8sII")  # magic, CRC-32 of the rest, bytes of the description
 
 
 def entry(key: str, length: int, step: int = 0, prompt_length: int = 1, k: int = 0) -> Entry:
@@ -157,6 +160,35 @@ def test_every_way_to_damage_a_file_is_noticed(tmp_path: Path) -> None:
     file.write_bytes(whole)
     assert same(read_entry(file), entry("a", 20, k=3))
     assert len(whole) <= entry("a", 20, k=3).nbytes
+
+
+def test_files_of_another_drafter_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder from before the drafter's kind changed, one file of it from before files said their width."""
+    before = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0)
+    for number in range(4):
+        before.add(entry(str(number), 10 + number))
+    before.flush()
+    first = sorted(tmp_path.iterdir())[0]
+    first.write_bytes(without_width(first.read_bytes()))
+    kept = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0, width=WIDTH)
+    assert (len(kept), kept.counts.dropped["other_width"], kept.counts.dropped["damaged"]) == (3, 0, 1) and books(kept)
+    with pytest.raises(ConfigError, match=f"'4' has hidden states of width {WIDTH}; the buffer holds {4 * WIDTH}"):
+        DataBuffer(tmp_path / "other", DrafterBufferConfig(), seed=0, width=4 * WIDTH).add(entry("4", 10))
+    caplog.clear()
+    other = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0, width=4 * WIDTH)
+    assert (other.counts.found, len(other), other.nbytes) == (3, 0, 0) and books(other)
+    assert other.counts.dropped["other_width"] == 3 and not list(tmp_path.glob("*.entry"))
+    assert f"3 responses dropped from the drafter's data: hidden states of width [{WIDTH}]" in caplog.text
+
+
+def without_width(data: bytes) -> bytes:
+    """An entry's file with a description that lacks the width, and a sum that is right."""
+    magic, _, length = PREFIX.unpack_from(data)
+    fields = json.loads(data[PREFIX.size : PREFIX.size + length])
+    del fields["width"]
+    description = json.dumps(fields).encode()
+    body = description + data[PREFIX.size + length :]
+    return PREFIX.pack(magic, zlib.crc32(body), len(description)) + body
 
 
 def test_a_damaged_entry_is_dropped_counted_and_replaced_in_the_sample(tmp_path: Path) -> None:

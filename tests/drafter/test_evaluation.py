@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
 def decoded(model: DraftModel, entry: Entry, anchor: int) -> list[int]:
     """Drafts after ``anchor``: one plain causal sequence that grows by its own tokens and features."""
     tokens = entry.token_ids[1 : anchor + 2].long()
-    features = model.combine(entry.hidden[: anchor + 1])
+    features = model.combine(entry.hidden[: anchor + 1, : model.feature_size])
     drafts: list[int] = []
     for _ in range(DEPTH):
         head_input, following = model(tokens, features, UnrolledContext([len(tokens)], torch.device("cpu")))
@@ -40,7 +40,7 @@ def test_chains_are_what_decoding_one_by_one_drafts(kind: Kind, target_folder: P
     model = drafter_from_target(target_folder, kind, seed=1)
     entries = [random_entry(target, kind, length, 3, seed) for seed, length in enumerate((9, 15))]
     tokens = torch.cat([entry.token_ids[1:-1].long() for entry in entries])
-    hidden = torch.cat([entry.hidden[:-2] for entry in entries])
+    hidden = torch.cat([entry.hidden[:-2, : model.feature_size] for entry in entries])
     chains = greedy_chains(model, tokens, hidden, [7, 13], DEPTH)
     expected = [decoded(model, entry, anchor) for entry in entries for anchor in range(entry.length - 2)]
     assert chains.tolist() == expected

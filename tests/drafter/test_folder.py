@@ -67,7 +67,7 @@ def test_vllm_drafts_what_our_model_drafts(kind: Kind, name: str, tmp_path: Path
     compared, distinct = 0, set()
     for row in found["drafted"]:
         tokens = torch.tensor(row["prompt"] + row["response"])
-        hidden = hidden_states(target, tokens, kind)
+        hidden = hidden_states(target, tokens, kind)[:, : model.feature_size]
         chains = greedy_chains(model, tokens[1:], hidden[:-1], [len(tokens) - 1], depth=2)
         for record in row["records"]:
             # behind the response's end vLLM drafts from tokens that are cut off afterwards

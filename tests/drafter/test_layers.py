@@ -69,7 +69,7 @@ def run(model: DraftModel, entries: list[Entry]) -> list[list[torch.Tensor]]:
     """Per entry and step what the LM head reads, packed in one."""
     lengths = [entry.length - 2 for entry in entries]
     tokens = [entry.token_ids.long() for entry in entries]
-    features, context = model.start(torch.cat([entry.hidden[:-2] for entry in entries]), lengths)
+    features, context = model.start(torch.cat([entry.hidden[:-2, : model.feature_size] for entry in entries]), lengths)
     found = []
     for step in range(STEPS):
         inputs = torch.cat([F.pad(x, (0, step))[1 + step : len(x) - 1 + step] for x in tokens])

@@ -42,7 +42,7 @@ SAMPLES = {"all": slice(None), "alone": slice(1, 2)}
 
 
 def taps_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Every layer's input and the last one's output; and the final norm."""
+    """Every layer's input and the last one's output, and behind them the final norm's; that one alone."""
     return {"layers": (0, 1, 2) if name.startswith("moe") else (0, 1, 2, 3, 4), "final": ()}
 
 
