@@ -70,7 +70,11 @@ def run(
 def test_states_are_the_target_s(kind: Kind, sharp_folder: Path) -> None:
     tokens = torch.arange(20, dtype=torch.int32)
     states = TargetStates(sharp_folder, (1, 2, 3) if kind == "eagle3" else (), CPU)(tokens)
-    assert torch.equal(states, hidden_states(load_target(sharp_folder), tokens, kind).bfloat16())
+    target = load_target(sharp_folder)
+    assert torch.equal(states, hidden_states(target, tokens, kind).bfloat16())
+    with torch.no_grad():
+        logits = target(tokens[None].long()).logits[0]
+    torch.testing.assert_close(target.lm_head(states[:, -64:].float()), logits, rtol=2e-2, atol=5e-2)
 
 
 def test_the_last_tap_is_the_stream_before_the_norm(sharp_folder: Path) -> None:
