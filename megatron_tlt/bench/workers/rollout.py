@@ -157,7 +157,7 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request]
     first.shutdown()
 
     model = drafter_from_target(folder, "eagle", seed=1)
-    states = TargetStates(folder, "eagle", taps_of(model.config), torch.device("cpu"))
+    states = TargetStates(folder, taps_of(model.config), torch.device("cpu"))
     plan = WarmupPlan(steps=given["warm_steps"])
     with Progress(0, plan.steps, enabled=False) as progress:
         warm_up(model, DrafterConfig(lr=1e-3), pairs, states, work / "head", plan, progress)
