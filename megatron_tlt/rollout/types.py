@@ -32,9 +32,10 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate. ``seed`` makes it reproducible whatever else is in the batch.
+    """One response to generate, by ``seed``.
 
-    ``problem_key`` is shared by all responses to a problem, in every step: drafts may come from earlier ones.
+    ``problem_key`` is shared by all responses to a problem, in every step: drafters learn from one for the next. A seed
+    then gives the same response only after the same others; without a key it always does, whatever else there is.
     """
 
     request_id: str

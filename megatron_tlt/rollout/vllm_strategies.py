@@ -70,9 +70,10 @@ class NoProposer:
 
 @dataclass
 class _Tracked:
-    """A request by vLLM's id; ``seen[drafter]`` of its tokens have gone to that token drafter."""
+    """A request by vLLM's id; ``seen[drafter]`` of its tokens have gone to that token drafter, as of ``problem``."""
 
     request: Request
+    problem: str
     seen: dict[str, int] = field(default_factory=dict)
 
 
@@ -127,6 +128,7 @@ class StrategySwitch:
         self._tracked: dict[str, _Tracked] = {}
         self._ids: dict[str, str] = {}
         self._budgets: dict[str, int] = {}
+        self._unique = itertools.count()
         self.strategy = OFF
         # what the drafts that now wait for verification were made under
         self.drafted_under = OFF
@@ -174,15 +176,20 @@ class StrategySwitch:
 
     def add(self, internal_id: str, request: Request) -> None:
         """The engine has queued a request, under vLLM's id."""
-        self._tracked[internal_id] = _Tracked(request)
+        # without a key it is a problem of its own: nothing before it and beside it has a part in its drafts
+        self._tracked[internal_id] = _Tracked(request, request.problem_key or f"request {next(self._unique)}")
 
     def finish(self, internal_id: str, response: Sequence[int]) -> None:
-        """The request has ended with this response, which token drafters learn from, whatever was in force."""
+        """The request has ended with this response.
+
+        Token drafters learn from all responses to a problem, whatever was in force.
+        """
         tracked = self._tracked.pop(internal_id)
         tokens = np.array((*tracked.request.prompt_token_ids, *response))
         for name, drafter in self._token_drafters.items():
-            self._feed(name, tracked, tokens)
-            drafter.finish(tracked.request.request_id)
+            if tracked.request.problem_key or name in tracked.seen:
+                self._feed(name, tracked, tokens)
+                drafter.finish(tracked.request.request_id)
         self._forget(internal_id)
 
     def _feed(self, name: str, tracked: _Tracked, tokens: np.ndarray[Any, Any]) -> None:
@@ -190,7 +197,7 @@ class StrategySwitch:
         drafter, request = self._token_drafters[name], tracked.request
         prompt = len(request.prompt_token_ids)
         if name not in tracked.seen:
-            drafter.start(request.request_id, request.problem_key, request.prompt_token_ids)
+            drafter.start(request.request_id, tracked.problem, request.prompt_token_ids)
             tracked.seen[name] = prompt
         if len(tokens) > tracked.seen[name]:
             drafter.extend(request.request_id, tokens[tracked.seen[name] :].tolist())

@@ -43,13 +43,16 @@ class Speculating:
         self._seen: set[str] = set()
 
     def begin_step(self, problems: Iterable[str]) -> None:
-        """A step on these problems begins; where one of them comes again, an epoch has ended."""
+        """A step on these problems begins; where one of them comes again, an epoch has ended.
+
+        n-grams are of the step's own responses: a run that is resumed, whose checkpoint has none, drafts the same.
+        """
         keys = set(problems)
-        if keys & self._seen:
-            self._seen.clear()
-            for drafter in self._drafters.values():
+        ended = bool(keys & self._seen)
+        for name, drafter in self._drafters.items():
+            if ended or name == "ngram":
                 drafter.end_epoch()
-        self._seen |= keys
+        self._seen = keys if ended else self._seen | keys
 
     def metrics(self) -> dict[str, float]:
         """Shares of the last rollout's engine steps by strategy, and what the drafters hold."""
