@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
     """True where it came to its end."""
     import torch
 
-    from megatron_tlt.config.schema import DrafterConfig, DrafterLossConfig
+    from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
     from megatron_tlt.drafter import TargetStates, WarmupPlan, first_drafter, taps_of, warm_up
     from megatron_tlt.drafter.warmup import DRAFTER, check_same
     from megatron_tlt.models.hf_folder import read_hf_config
