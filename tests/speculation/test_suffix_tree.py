@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +83,75 @@ def test_counts_and_proposals_are_exact(steps: list[tuple], max_depth: int, rule
         assert tree.tokens(handle).tolist() == tokens
     tree.remove(list(reference.sequences))
     assert (tree.num_nodes, tree.num_tokens) == (1, 0), "nothing is left of what was removed"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.sampled_from([3, 5, 8]), st.sampled_from([2, 3, 40]))
+def test_sequences_that_grow_side_by_side_and_go(seed: int, max_depth: int, vocabulary: int) -> None:
+    """Few tokens at a time, mostly what another sequence said, so that windows follow and overtake each other."""
+    rng = random.Random(seed)
+    rule = SpeculationRule(factor=1.0, offset=3.0, min_probability=0.0)
+    tree, reference = SuffixTree(max_depth), Reference(max_depth)
+    copying: dict[int, tuple[int, int]] = {}  # whom a sequence copies, and from where
+
+    def step() -> None:
+        action = rng.random()
+        growing = sorted(reference.growing)
+        if (action < 0.1 and len(growing) < 4) or not growing:
+            weight = rng.choice([0.5, 1.0, 1.0])
+            handle = tree.start(weight)
+            reference.sequences[handle] = ([], weight)
+            reference.growing.add(handle)
+        elif action < 0.15:
+            handle = rng.choice(growing)
+            tree.finish(handle)
+            reference.growing.remove(handle)
+        elif action < 0.22:
+            handle = rng.choice(sorted(reference.sequences))
+            tree.remove([handle])
+            del reference.sequences[handle]
+            reference.growing.discard(handle)
+        else:
+            handle = rng.choice(growing)
+            tokens = [next_token(handle) for _ in range(rng.randint(1, 3))]
+            tree.append(handle, tokens)
+
+    def next_token(handle: int) -> int:
+        said = reference.sequences[handle][0]
+        other, at = copying.get(handle, (handle, 0))
+        if other not in reference.sequences or at >= len(reference.sequences[other][0]) or rng.random() < 0.1:
+            other = rng.choice(sorted(reference.sequences))
+            at = rng.randrange(len(reference.sequences[other][0]) + 1)
+        text = reference.sequences[other][0]
+        token = text[at] if at < len(text) and rng.random() < 0.9 else rng.randrange(vocabulary)
+        copying[handle] = (other, at + 1)
+        said.append(token)
+        return token
+
+    for number in range(150):
+        step()
+        if number % 5 == 0:
+            for handle in reference.growing:
+                proposal = tree.propose(handle, 4, rule)
+                tokens, score, match_length = reference.propose(handle, 4, rule)
+                assert (proposal.tokens, proposal.match_length) == (tokens, match_length)
+                assert proposal.score == pytest.approx(score, rel=1e-12)
+    check_counts(tree, reference)
+    tree.remove(list(reference.sequences))
+    assert tree.num_nodes == 1
+
+
+def test_a_branching_that_goes_leaves_both_windows_on_one_edge() -> None:
+    """The one below it was alone on its leaf, and now another one may catch up with it."""
+    tree = SuffixTree(8)
+    gone, ahead, behind = (tree.start() for _ in range(3))
+    for handle, tokens in ((gone, [1, 2, 9]), (ahead, [1, 2, 3]), (behind, [1, 2])):
+        tree.append(handle, tokens)
+    tree.remove([gone])
+    for handle, token in ((behind, 3), (behind, 4), (ahead, 5)):
+        tree.append(handle, [token])
+    said = {ahead: ([1, 2, 3, 5], 1.0), behind: ([1, 2, 3, 4], 1.0)}
+    check_counts(tree, Reference(8, said, {ahead, behind}))
 
 
 def test_tokens_out_of_range_are_refused_and_nothing_is_added() -> None:
