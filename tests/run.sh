@@ -37,7 +37,13 @@ check() { # name, command ...
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
-check "pytest" python -m pytest ${arguments[@]+"${arguments[@]}"}
+if ((${#arguments[@]})); then
+    check "pytest" python -m pytest "${arguments[@]}"
+else
+    # Two at a time where a test is one process; those that start several have the machine to themselves.
+    check "pytest, one process each" python -m pytest -n 2 --dist loadfile -m "not distributed"
+    check "pytest, several processes each" python -m pytest -m distributed
+fi
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"
