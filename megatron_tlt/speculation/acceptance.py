@@ -11,6 +11,8 @@ from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
 
 _UNKNOWN = 0.5
 """Chance of a draft token to be accepted that is assumed of a drafter never seen."""
+_HOPE = 0.5
+"""Requests' steps that this guess counts for."""
 _LIKE = 60.0
 """Requests' steps that the drafter's other strategies count for at most, each."""
 _MOST = 8
@@ -141,9 +143,8 @@ class AcceptanceLengths:
         """(tokens per request and step, their standard error)."""
         if strategy == OFF:
             return 1.0, 0.0
-        # what little is left of old evidence must not be outweighed by a guess that was made without any
-        prior = 0.1 if self.knows_drafter(strategy) else 0.5
-        chain, found, weight, support = prior * _UNKNOWN, prior, prior, prior
+        # as evidence ages this guess returns, and with it the hope that the drafter has become better meanwhile
+        chain, found, weight, support = _HOPE * _UNKNOWN, _HOPE, _HOPE, _HOPE
         for other, sums in self._all.items():
             if other.drafter != strategy.drafter or not sums.samples:
                 continue

@@ -143,8 +143,8 @@ def test_exploring_costs_what_it_may() -> None:
         return sum(seconds_of(bad, batch) / seconds_of(OFF, batch) - 1 for batch in batches)
 
     bounded = cost(explore_cost=0.01, explore_credit=1.0)
-    # what a choice is expected to cost is off by as much as the times are
-    assert bounded < 1.3 * (1.0 + 600 * 0.01)
+    # a choice is paid for at what it is expected to cost, which for a drafter long unused is hopeful
+    assert bounded < 1.5 * (1.0 + 600 * 0.01)
     assert bounded < cost(reward="per_request"), "one choice in ten at random"
 
 
