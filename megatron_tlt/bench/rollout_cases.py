@@ -30,6 +30,21 @@ def of_length(request: Request, num_tokens: int) -> Request:
     return replace(request, sampling=sampling)
 
 
+def as_asked(requests: Sequence[Request], arm: str, repeat: int) -> list[Request]:
+    """The requests of one arm in one repeat: other samples each time, as an epoch has them.
+
+    Drafters without a model know an arm's own earlier responses to a problem, and nothing that others were answered.
+    """
+    return [
+        replace(request, seed=_hashed(f"{request.seed}/{repeat}", 7), problem_key=f"{arm}/{request.request_id}")
+        for request in requests
+    ]
+
+
+def _hashed(text: str, size: int) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
+
+
 def pareto_lengths(count: int, shortest: int, longest: int, tail: float, seed: int) -> list[int]:
     """Lengths of a Pareto law with that exponent, cut off at ``longest``."""
     draw = random.Random(seed)
@@ -82,8 +97,7 @@ class ReplayDrafter:
         return Proposal(drafts, self._acceptance * len(drafts), at)
 
     def _is_right(self, request_id: str, position: int) -> bool:
-        digest = hashlib.blake2b(f"{request_id}/{position}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big") < self._acceptance * 2**32
+        return _hashed(f"{request_id}/{position}", 4) < self._acceptance * 2**32
 
     def finish(self, request_id: str) -> None:
         """As ``TokenDrafter.finish``."""

@@ -66,9 +66,12 @@ def training_sampling(rollout: RolloutConfig, eos_id: int) -> SamplingSpec:
 def one_request_each(
     problems: Iterable[Problem], tokenizer: Tokenizer, sampling: SamplingSpec, *seed_parts: object
 ) -> list[Request]:
-    """One response to each problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i."""
+    """One response to each problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i.
+
+    They have no problem's key: asked again, drafters do not know how they were answered before.
+    """
     return [
-        Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i), problem.uid)
+        Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i))
         for i, problem in enumerate(problems)
     ]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.bench.rollout import summarize
-from megatron_tlt.bench.rollout_cases import ReplayDrafter, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_cases import ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
 from megatron_tlt.cli import main
 from megatron_tlt.rollout.types import Request, SamplingSpec
 
@@ -44,6 +44,15 @@ def test_a_length_is_all_that_changes() -> None:
     fixed = of_length(request, 9)
     assert (fixed.sampling.min_tokens, fixed.sampling.max_tokens) == (9, 9)
     assert of_length(fixed, 256) != request and fixed.prompt_token_ids == request.prompt_token_ids
+
+
+def test_no_arm_is_asked_what_another_one_answered() -> None:
+    pool = requests(4)
+    one, again, other = as_asked(pool, "ngram-3", 1), as_asked(pool, "ngram-3", 2), as_asked(pool, "eagle-3", 1)
+    assert [r.seed for r in one] == [r.seed for r in other] != [r.seed for r in again]
+    assert [r.problem_key for r in one] == [r.problem_key for r in again]
+    assert not {r.problem_key for r in one} & {r.problem_key for r in other}
+    assert all(0 <= r.seed < 1 << 63 for r in one)
 
 
 def test_replayed_drafts_are_right_as_often_as_asked() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.workers.stock_engine import StockEngine
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
@@ -219,8 +219,9 @@ def measure(target: Target, cases: Sequence[Case], repeats: int) -> list[dict[st
         for case in cases:
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
+                asked = [as_asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
                 began = time.perf_counter()
-                responses = [r for requests in case.rollouts for r in target.arms[name](requests)]
+                responses = [response for requests in asked for response in target.arms[name](requests)]
                 seconds = time.perf_counter() - began
                 stats = sum((response.draft for response in responses), DraftStats())
                 rows.append(
