@@ -107,6 +107,8 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
                 result.rows.append(
                     {
                         "target": target,
+                        "weights": found["weights"],
+                        "longest_over_median": found["lengths"]["max_over_median"],
                         "drafts": "replayed" if target == "large" else "real",
                         "case": case,
                         "arm": arm,

@@ -144,11 +144,12 @@ class Stretch:
 def last_rollout(trace: Mapping[str, Any]) -> list[Stretch]:
     """The newest rollout's engine steps, of the rank that decoded longest; empty where there are none."""
     spans = [e for e in trace.get("traceEvents", []) if isinstance(e, dict) and e.get("ph") == "X"]
-    events = [e for e in spans if e.get("cat") == ENGINE_LANE and is_number(section(e, "args", "batch"))]
+    events = [e for e in spans if e.get("cat") == ENGINE_LANE and is_number(section(e, "args", "rollout"))]
     if not events:
         return []
-    step = max(e["args"]["step"] for e in events)
-    events = [e for e in events if e["args"]["step"] == step]
+    # a step may have several, where the policy is evaluated
+    newest = max((e["args"]["step"], e["args"]["rollout"]) for e in events)
+    events = [e for e in events if (e["args"]["step"], e["args"]["rollout"]) == newest]
     last = max(events, key=lambda e: e["ts"] + e["dur"])
     rows = [e for e in events if e["pid"] == last["pid"]]
     origin = min(e["ts"] for e in rows)

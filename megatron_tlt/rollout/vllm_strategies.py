@@ -13,6 +13,7 @@ import torch
 
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.adaptive import strategies_of
 from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedLimits, SkippedStates
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
@@ -27,7 +28,7 @@ def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]
     """The drafters without a model that a section asks for: n-grams, and suffix trees where they may be chosen."""
     if not speculation.enabled:
         return {}
-    ngram, suffix, adaptive = speculation.ngram, speculation.suffix, speculation.adaptive
+    ngram, suffix = speculation.ngram, speculation.suffix
     found: dict[str, TokenDrafter] = {
         "ngram": NgramDrafter(
             NgramConfig(
@@ -37,8 +38,7 @@ def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]
             )
         )
     }
-    named = [speculation.drafter] if adaptive is None else adaptive.strategies or ["suffix"]
-    if any(name.startswith("suffix") for name in named):
+    if any(strategy.drafter == "suffix" for strategy in strategies_of(speculation)):
         found["suffix"] = SuffixDrafter(
             SuffixConfig(
                 max_depth=suffix.max_depth,
@@ -126,7 +126,6 @@ class StrategySwitch:
         self._head_name = head
         self._token_drafters = dict(token_drafters) if num_tokens else {}
         self._tracked: dict[str, _Tracked] = {}
-        self._ids: dict[str, str] = {}
         self._budgets: dict[str, int] = {}
         self._unique = itertools.count()
         self.strategy = OFF

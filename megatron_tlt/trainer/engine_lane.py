@@ -15,11 +15,13 @@ class EngineLane:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._origin = timeline.now()
+        self._rollout = 0
         self._steps: list[StepRecord] = []
 
     def begin_rollout(self) -> None:
         """Steps are told from now on in seconds since this moment."""
         self._origin = self._timeline.now()
+        self._rollout += 1
         self._steps = []
 
     def add(self, step: StepRecord) -> None:
@@ -47,6 +49,7 @@ class EngineLane:
             last.start + last.duration - first.start,
             ENGINE_LANE,
             lane=ENGINE_LANE,
+            rollout=self._rollout,
             batch=first.running,
             steps=len(self._steps),
             ms_per_step=round(1e3 * seconds / len(self._steps), 3),

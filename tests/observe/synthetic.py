@@ -130,7 +130,7 @@ def _step_events(
         ):
             seconds = (times["rollout"] - waits) * (end - begin) * 0.999
             at = clock + (times["rollout"] - waits) * begin
-            shown = {"batch": batch, "ms_per_step": 8.0, "tokens_per_request": 1.0 + 2 * begin}
+            shown = {"rollout": step, "batch": batch, "ms_per_step": 8.0, "tokens_per_request": 1.0 + 2 * begin}
             timeline.add(strategy, at, seconds, ENGINE_LANE, lane=ENGINE_LANE, **shown)
         if rank == 0:
             timeline.add("verify", clock + 1.0, times["rollout"] - 0.5, "reward", lane="verifiers")

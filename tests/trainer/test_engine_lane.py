@@ -39,6 +39,16 @@ def test_steps_of_one_strategy_and_batch_are_one_stretch() -> None:
     assert (spans[-1]["drafted"], spans[-1]["accepted"], spans[-1]["steps"]) == (12, 8, 2)
 
 
+def test_only_the_last_of_a_steps_rollouts_is_read() -> None:
+    timeline = Timeline(0)
+    lane = EngineLane(timeline)
+    for strategy in (OFF, EAGLE):
+        lane.begin_rollout()
+        lane.add(step(0, 1, strategy, 2))
+        lane.flush()
+    assert [stretch.strategy for stretch in last_rollout(merge([timeline.to_events()]))] == ["eagle-3"]
+
+
 def test_no_stretch_is_endless() -> None:
     timeline = Timeline(0)
     lane = EngineLane(timeline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import signal
 import statistics
 import sys
@@ -22,8 +23,10 @@ from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
+from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.summary import describe_lengths
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
@@ -141,7 +144,7 @@ def _lengths(most: int) -> list[int]:
     return sorted({k for k in (1, 3, 5) if k < most} | {most})
 
 
-def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], int]:
+def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
     """The recipe's model, its held-out problems at the training's temperature, and a head that is trained in place."""
     config = load_config(given["config"], ["launcher.nproc_per_node=1"])
     folder = Path(given["model"])
@@ -168,10 +171,10 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request]
         drafter="eagle", path=work / "head" / "drafter", num_speculative_tokens=most, adaptive=AdaptiveConfig()
     )
     target = Target(folder, config.rollout, speculation, {}, statics, given)
-    return target, pool, 0
+    return target, pool, folder
 
 
-def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], int]:
+def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
     """A random target of 100 million weights whose own greedy responses are replayed as drafts."""
     folder = write_tiny_model(
         "qwen2-untied",
@@ -201,14 +204,7 @@ def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], int
     statics = [Strategy("suffix", k) for k in _lengths(most)]
     target = Target(folder, rollout, speculation, drafters, statics, given)
     recorded.update({response.request_id: response.token_ids for response in target.learn_off(pool)})
-    return target, pool, sum(p.numel() for p in target_parameters(folder))
-
-
-def target_parameters(folder: Path) -> list[torch.Tensor]:
-    """The weights of a folder."""
-    from safetensors.torch import load_file
-
-    return list(load_file(folder / "model.safetensors").values())
+    return target, pool, folder
 
 
 def measure(target: Target, cases: Sequence[Case], repeats: int) -> list[dict[str, Any]]:
@@ -248,11 +244,13 @@ def main(given_json: str, work: str, out: str) -> None:
     prepare()
     initialize_distributed(600)
     make = {"quickstart": quickstart, "large": large}[given["target"]]
-    target, pool, weights = make(given, Path(work))
+    target, pool, folder = make(given, Path(work))
     cases = make_cases(pool, given["batches"], given["rollouts"], given["seed"])
     rows = measure(target, cases, given["repeats"])
-    lengths = sorted(request.sampling.max_tokens for request in pool)
-    atomic_write_text(Path(out), json.dumps({"rows": rows, "lengths": lengths, "weights": weights}))
+    tensors = SafetensorsFolder(folder)
+    weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
+    lengths = describe_lengths([request.sampling.max_tokens for request in pool])
+    atomic_write_text(Path(out), json.dumps({"rows": rows, "weights": weights, "lengths": lengths}))
 
 
 if __name__ == "__main__":
