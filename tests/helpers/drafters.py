@@ -1,4 +1,4 @@
-"""Token drafters and strategy schedules for tests of engines."""
+"""Schedules of strategies for tests of engines."""
 
 from __future__ import annotations
 
@@ -7,51 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from megatron_tlt.rollout.types import StepRecord
 from megatron_tlt.speculation.strategy import OFF, Strategy
-from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
-
-
-class ReplayDrafter:
-    """Drafts how an earlier response to the same problem went on that had a request's last token in the same place."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[list[int]]] = {}
-        self._requests: dict[str, tuple[str, list[int]]] = {}
-
-    def remember(self, problem: str, response: Sequence[int]) -> None:
-        """A response that later ones to the problem may repeat."""
-        self._known.setdefault(problem, []).append(list(response))
-
-    def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
-        assert request_id not in self._requests, f"{request_id} started twice"
-        self._requests[request_id] = (problem, [])
-
-    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        self._requests[request_id][1].extend(tokens)
-
-    def propose(self, request_id: str, max_tokens: int) -> Proposal:
-        problem, tokens = self._requests[request_id]
-        for response in self._known.get(problem, ()):
-            if tokens and response[len(tokens) - 1 : len(tokens)] == tokens[-1:]:
-                return Proposal(response[len(tokens) : len(tokens) + max_tokens], 1.0, 1)
-        return no_proposal()
-
-    def finish(self, request_id: str) -> None:
-        del self._requests[request_id]
-
-    def end_epoch(self) -> None:
-        self._known.clear()
-
-    @property
-    def memory_bytes(self) -> int:
-        return 0
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def open(self) -> int:
-        """Requests that have started and not finished."""
-        return len(self._requests)
 
 
 class RandomChooser:

@@ -14,7 +14,6 @@ from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import NgramConfig, SpeculationConfig
 from megatron_tlt.speculation.strategy import Strategy
 from megatron_tlt.speculation.suffix import SuffixDrafter
-from tests.helpers.drafters import ReplayDrafter
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.tiny_models import build_qwen2, load_qwen2, logits_of, write_letters_tokenizer
 
@@ -74,18 +73,12 @@ def head(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: p
 
 
 @pytest.fixture(scope="session")
-def replay() -> ReplayDrafter:
-    """What engines with a head draft from under "suffix"."""
-    return ReplayDrafter()
-
-
-@pytest.fixture(scope="session")
-def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine, replay: ReplayDrafter) -> Iterator[VllmEngine]:
+def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine) -> Iterator[VllmEngine]:
     """An engine with that drafter (after the others, one of which owns the process group)."""
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
     speculation = SPECULATION.model_copy(update={"drafter": head.name, "path": head})
-    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7, token_drafters={"suffix": replay})
+    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7, token_drafters={"suffix": SuffixDrafter()})
     yield engine
     engine.shutdown()
 
