@@ -33,6 +33,17 @@ class SuffixConfig(Section):
     min_probability: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
 
+class SkippedConfig(Section):
+    """What an engine keeps of steps that its head took no part in, so that the head can go on behind them.
+
+    Hidden states of at most the last ``window`` tokens of a request, ``max_bytes`` in all; the oldest go first. Behind
+    a longer gap the head drafts with less to look back to.
+    """
+
+    window: NonNegativeInt = 1024
+    max_bytes: NonNegativeInt = 256 << 20
+
+
 class AdaptiveConfig(Section):
     """Which strategy is in force, chosen while decoding goes on.
 
@@ -66,4 +77,5 @@ class SpeculationConfig(Section):
     num_speculative_tokens: PositiveInt = 3
     ngram: NgramConfig = NgramConfig()
     suffix: SuffixConfig = SuffixConfig()
+    skipped: SkippedConfig = SkippedConfig()
     adaptive: AdaptiveConfig | None = None

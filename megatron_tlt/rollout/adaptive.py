@@ -74,6 +74,10 @@ class AdaptiveSpeculation:
         self._always_by_length = own.lengths is not None
         self._steps: Counter[str] = Counter()
 
+    def drafter_changed(self, drafter: str) -> None:
+        """The engine's drafter of this name has new weights."""
+        self._controller.drafter_changed(drafter)
+
     def begin_rollout(self, requests: Sequence[Request]) -> None:
         """These requests are about to be decoded."""
         self._controller.begin_rollout()

@@ -8,18 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class SkippedLimits:
-    """At most ``window`` tokens of a request and ``max_bytes`` in all are kept; the oldest go first."""
-
-    window: int = 1024
-    max_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        """Raises ValueError where a limit is negative."""
-        if self.window < 0 or self.max_bytes < 0:
-            raise ValueError(f"window is {self.window}, max_bytes {self.max_bytes}; allowed: 0 and more")
+from megatron_tlt.config.speculation import SkippedConfig
 
 
 @dataclass
@@ -54,7 +43,7 @@ class SkippedStates:
     The ring is allocated at the first use. Rows are overwritten in the order in which they came.
     """
 
-    def __init__(self, limits: SkippedLimits, max_requests: int) -> None:
+    def __init__(self, limits: SkippedConfig, max_requests: int) -> None:
         self._limits = limits
         self._max_requests = max_requests
         self._ring: torch.Tensor | None = None

@@ -19,7 +19,7 @@ from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.reshard.interface import Part
 from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.chooser import StrategyChooser
-from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedLimits
+from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import agree
@@ -60,14 +60,12 @@ class VllmEngine:
         speculation: SpeculationConfig,
         seed: int,
         token_drafters: Mapping[str, TokenDrafter] | None = None,
-        skipped: SkippedLimits | None = None,
     ) -> None:
         """Build the engine and load the Hugging Face folder ``model_path``.
 
         ``rollout.vllm`` goes to vLLM's EngineArgs (``dtype``, ``max_num_seqs``, ``gpu_memory_utilization``, ...).
         An engine that speculates can draft up to ``speculation.num_speculative_tokens`` with its head, if its drafter
         is a model, and with those of the section that have none; ``token_drafters`` go in their place, by name.
-        ``skipped`` bounds what is kept so that the head can go on after strategies that did not use it.
 
         Raises:
             ConfigError: what was asked for does not fit the model, the world or the installed vLLM's arguments.
@@ -104,7 +102,7 @@ class VllmEngine:
             self.num_speculative_tokens,
             speculation.drafter if speculation.enabled and speculation.drafter in MODEL_DRAFTERS else None,
             self.token_drafters,
-            skipped or SkippedLimits(),
+            speculation.skipped,
         )
         if speculation.enabled:
             self.set_strategy(Strategy(speculation.drafter, speculation.num_speculative_tokens))

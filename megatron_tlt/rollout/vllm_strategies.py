@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.speculation import SkippedConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.adaptive import strategies_of
-from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedLimits, SkippedStates
+from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedStates
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
 from megatron_tlt.speculation.ngram import NgramConfig, NgramDrafter
@@ -25,20 +25,19 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 
 def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]:
-    """The drafters without a model that a section asks for: n-grams, and suffix trees where they may be chosen."""
-    if not speculation.enabled:
-        return {}
+    """The drafters without a model that a section's strategies name."""
+    named = {strategy.drafter for strategy in strategies_of(speculation)}
     ngram, suffix = speculation.ngram, speculation.suffix
-    found: dict[str, TokenDrafter] = {
-        "ngram": NgramDrafter(
+    found: dict[str, TokenDrafter] = {}
+    if "ngram" in named:
+        found["ngram"] = NgramDrafter(
             NgramConfig(
                 min_n=ngram.prompt_lookup_min,
                 max_n=ngram.prompt_lookup_max,
                 max_draft=speculation.num_speculative_tokens,
             )
         )
-    }
-    if any(strategy.drafter == "suffix" for strategy in strategies_of(speculation)):
+    if "suffix" in named:
         found["suffix"] = SuffixDrafter(
             SuffixConfig(
                 max_depth=suffix.max_depth,
@@ -112,7 +111,7 @@ class StrategySwitch:
         num_tokens: int,
         head: str | None,
         token_drafters: Mapping[str, TokenDrafter],
-        skipped: SkippedLimits,
+        skipped: SkippedConfig,
     ) -> None:
         """Take over drafting in ``runner``, which was built for ``num_tokens`` drafts at most (0: none, ever).
 

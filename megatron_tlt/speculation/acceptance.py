@@ -22,6 +22,8 @@ _CLUSTER = 1.5
 _FADING = 0.002
 """A mean of so long ago as 1 / _FADING steps says no more than one request's step of now: drafters change meanwhile."""
 _RECENT = 0.5 ** (1.0 / 10.0)
+_RENEWED = 20.0
+"""Requests' steps that all that is known of a strategy counts for at most once its drafter has a new version."""
 
 
 @dataclass
@@ -97,7 +99,7 @@ class AcceptanceLengths:
         recent = self._recent.setdefault(strategy, _Sums())
         if everything.samples:
             everything.decay(self.evidence(strategy) / everything.samples)
-            recent.decay(min(_RECENT, everything.samples / recent.samples))
+            recent.decay(min(_RECENT, everything.samples / max(recent.samples, everything.samples)))
         self._seen[strategy] = self._clock
         if step.num_draft_tokens:
             drafted, accepted = step.num_draft_tokens / strategy.num_tokens, float(step.num_accepted_tokens)
@@ -126,6 +128,14 @@ class AcceptanceLengths:
         alpha = implied_alpha((before + now) / 2 / share, strategy.num_tokens)
         variance = _variance(share, alpha, strategy.num_tokens)
         return abs(now - before) > self._drift * math.sqrt(_CLUSTER * variance * (1 / recent.samples + 1 / old))
+
+    def renew(self, drafter: str) -> None:
+        """The drafter has a new version: what is known of it is a guess, and no drift is told from it."""
+        for strategy, sums in self._all.items():
+            if strategy.drafter == drafter and sums.samples:
+                sums.decay(min(self.evidence(strategy), _RENEWED) / sums.samples)
+                self._recent[strategy] = _Sums()
+                self._seen[strategy] = self._clock
 
     def evidence(self, strategy: Strategy) -> float:
         """Requests' steps that are known of it, discounted."""

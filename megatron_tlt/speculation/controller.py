@@ -92,6 +92,10 @@ class SpeculationController:
         self.tuner.observe(step.observation())
         return True
 
+    def drafter_changed(self, drafter: str) -> None:
+        """The drafter of this name has new weights."""
+        self.tuner.drafter_changed(drafter)
+
     def begin_rollout(self) -> None:
         """A new rollout begins: the gate closes, what the tuner has learnt stays."""
         self.gate.reset()

@@ -21,6 +21,9 @@ class Tuner(Protocol):
     def observe(self, step: StepObservation) -> None:
         """Learn from a step; also from ones whose strategy it did not choose."""
 
+    def drafter_changed(self, drafter: str) -> None:
+        """Strategies of this drafter have new weights: what they gained says little of what they will."""
+
     def state(self) -> dict[str, Any]:
         """All that it has learnt, as JSON."""
 

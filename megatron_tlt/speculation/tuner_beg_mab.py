@@ -118,6 +118,9 @@ class BegMabTuner:
         if step.strategy in self._known:
             self._scores.observe(step)
 
+    def drafter_changed(self, drafter: str) -> None:
+        self._scores.renew(drafter)
+
     def state(self) -> dict[str, Any]:
         return {
             "tuner": "beg_mab",
@@ -157,6 +160,10 @@ class _Windows:
         per_request = self._tuner.options.reward == "per_request"
         rewards.append(step.num_tokens / step.duration / (step.batch if per_request else 1))
         del rewards[: -self._tuner.options.window]
+
+    def renew(self, drafter: str) -> None:
+        """Its arms count as untried."""
+        self._rewards = {key: values for key, values in self._rewards.items() if key[1].drafter != drafter}
 
     def state(self) -> dict[str, Any]:
         return {"rewards": [[bucket, arm.name, values] for (bucket, arm), values in self._rewards.items()]}
@@ -201,6 +208,10 @@ class _Model:
     def observe(self, step: StepObservation) -> None:
         self._times.observe(step.strategy, step.batch, step.duration)
         self._lengths.observe(step)
+
+    def renew(self, drafter: str) -> None:
+        """What it costs stays, what it gains is open again."""
+        self._lengths.renew(drafter)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -40,6 +40,9 @@ class OracleTuner:
     def observe(self, step: StepObservation) -> None:
         pass
 
+    def drafter_changed(self, drafter: str) -> None:
+        pass
+
     def state(self) -> dict[str, Any]:
         return {"tuner": "oracle", "strategies": [strategy.name for strategy in self._strategies]}
 

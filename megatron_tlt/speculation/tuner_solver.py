@@ -123,6 +123,11 @@ class SolverTuner:
             drafters = {s.drafter for s in self._strategies} - {OFF.drafter, drafter}
             self._stale = dict.fromkeys(sorted(drafters), self._options.samples)
 
+    def drafter_changed(self, drafter: str) -> None:
+        self._lengths.renew(drafter)
+        if any(strategy.drafter == drafter for strategy in self._strategies):
+            self._stale[drafter] = self._options.samples
+
     def state(self) -> dict[str, Any]:
         return {
             "tuner": "solver",

@@ -45,6 +45,9 @@ class StaticTuner:
     def observe(self, step: StepObservation) -> None:
         pass
 
+    def drafter_changed(self, drafter: str) -> None:
+        pass
+
     def state(self) -> dict[str, Any]:
         return {"tuner": "static", "strategies": [self._strategy.name]}
 

@@ -34,6 +34,7 @@ class Speculating:
     def __init__(self, config: TltConfig, drafters: Mapping[str, TokenDrafter]) -> None:
         speculation = config.speculation
         self._drafters = drafters
+        self._model = speculation.drafter
         engine = rank() // config.rollout.tensor_parallel_size
         self.chooser = (
             AdaptiveSpeculation(speculation, config.rollout.max_response_tokens, config.run.seed + engine)
@@ -41,10 +42,12 @@ class Speculating:
             else None
         )
         self._seen: set[str] = set()
+        self._version: int | None = None
 
-    def begin_step(self, problems: Iterable[str]) -> None:
-        """A step on these problems begins; where one of them comes again, an epoch has ended.
+    def begin_step(self, problems: Iterable[str], version: int | None = None) -> None:
+        """A step on these problems begins, with this version of the engine's drafter model if it has one.
 
+        Where a problem comes again, an epoch has ended.
         n-grams are of the step's own responses: a run that is resumed, whose checkpoint has none, drafts the same.
         """
         keys = set(problems)
@@ -53,6 +56,9 @@ class Speculating:
             if ended or name == "ngram":
                 drafter.end_epoch()
         self._seen = keys if ended else self._seen | keys
+        if self.chooser is not None and self._version not in (None, version):
+            self.chooser.drafter_changed(self._model)
+        self._version = version
 
     def metrics(self) -> dict[str, float]:
         """Shares of the last rollout's engine steps by strategy, and what the drafters hold."""
@@ -65,7 +71,11 @@ class Speculating:
 
     def save(self, folder: Path) -> None:
         """As ``CheckpointPart.save``."""
-        state = {"seen": sorted(self._seen), "chooser": None if self.chooser is None else self.chooser.state()}
+        state = {
+            "seen": sorted(self._seen),
+            "version": self._version,
+            "chooser": None if self.chooser is None else self.chooser.state(),
+        }
         atomic_write_text(folder / _STATE, json.dumps(state))
         suffix = self._drafters.get("suffix")
         if isinstance(suffix, SuffixDrafter):
@@ -75,7 +85,7 @@ class Speculating:
         """As ``CheckpointPart.load``; a rank that was not there goes on from another one's state."""
         folder = folders[rank() % len(folders)]
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        self._seen = set(state["seen"])
+        self._seen, self._version = set(state["seen"]), state["version"]
         suffix = self._drafters.get("suffix")
         if isinstance(suffix, SuffixDrafter) and (folder / _SUFFIX).is_file():
             suffix.load(folder / _SUFFIX)

@@ -128,7 +128,7 @@ class TrainingStep:
             self._drafting.check(self._engine)
         problems = [self._problems.problem(step * count + i) for i in range(count)]
         if self._speculating is not None:
-            self._speculating.begin_step(problem.uid for problem in problems)
+            self._speculating.begin_step((problem.uid for problem in problems), self._engine.versions.get("drafter"))
         scored, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_tlt.config.schema import RolloutConfig
-from megatron_tlt.config.speculation import NgramConfig, SpeculationConfig
+from megatron_tlt.config.speculation import AdaptiveConfig, NgramConfig, SpeculationConfig
 from megatron_tlt.speculation.strategy import Strategy
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from tests.helpers.eagle_heads import build_eagle_head
@@ -77,8 +77,9 @@ def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine) -> Iterat
     """An engine with that drafter (after the others, one of which owns the process group)."""
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
-    speculation = SPECULATION.model_copy(update={"drafter": head.name, "path": head})
-    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7, token_drafters={"suffix": SuffixDrafter()})
+    adaptive = AdaptiveConfig(strategies=["off", "ngram-3", "suffix-3", f"{head.name}-3"])
+    speculation = SPECULATION.model_copy(update={"drafter": head.name, "path": head, "adaptive": adaptive})
+    engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7)
     yield engine
     engine.shutdown()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_tlt.rollout.skipped_states import SkippedLimits, SkippedStates
+from megatron_tlt.config.speculation import SkippedConfig
+from megatron_tlt.rollout.skipped_states import SkippedStates
 from megatron_tlt.rollout.vllm_head import HeadInput, chunks
 
 FEATURES = 2
@@ -33,7 +33,7 @@ def value(request: str, position: int, time: int) -> list[float]:
     ),
 )
 def test_against_a_plain_model(window: int, rows: int, actions: list[list[int] | tuple[str, int]]) -> None:
-    store = SkippedStates(SkippedLimits(window, rows * ROW_BYTES), max_requests=3)
+    store = SkippedStates(SkippedConfig(window=window, max_bytes=rows * ROW_BYTES), max_requests=3)
     capacity = min(rows, 3 * window)
     written: list[tuple[str, int]] = []  # who wrote each row, ever
     held: dict[str, dict[int, tuple[int, list[float]]]] = {"0": {}, "1": {}, "2": {}}
@@ -76,7 +76,7 @@ def test_against_a_plain_model(window: int, rows: int, actions: list[list[int] |
 
 
 def test_gaps_are_runs_of_positions() -> None:
-    store = SkippedStates(SkippedLimits(), 2)
+    store = SkippedStates(SkippedConfig(), 2)
     states = torch.arange(12.0).view(6, 2)
     store.append(states[:3], [("a", 4, 2), ("b", 0, 1)])
     store.append(states[3:5], [("a", 6, 2)])
@@ -91,11 +91,6 @@ def test_gaps_are_runs_of_positions() -> None:
     assert store.take("b") == []
     store.append(states[:2], [("b", 1, 2)])
     assert torch.equal(store.states[store.take("b")[0].rows], states[:2])
-
-
-def test_limits_are_checked() -> None:
-    with pytest.raises(ValueError, match="window is -1"):
-        SkippedLimits(window=-1)
 
 
 @given(lengths=st.lists(st.integers(1, 9), max_size=8), limit=st.integers(1, 6))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from megatron_tlt.config.speculation import AdaptiveConfig
+from megatron_tlt.config.speculation import AdaptiveConfig, SkippedConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
-from megatron_tlt.rollout.skipped_states import SkippedLimits, SkippedStates
+from megatron_tlt.rollout.skipped_states import SkippedStates
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.suffix import SuffixDrafter
@@ -216,7 +216,7 @@ def test_a_filled_gap_leaves_no_trace_in_the_drafts(
     assert len(both) > 12 * 10
     assert [filled[key] for key in both] == [whole[key] for key in both]
 
-    store = SkippedStates(SkippedLimits(window=0), 1)
+    store = SkippedStates(SkippedConfig(window=0), 1)
     monkeypatch.setattr(drafting._switch, "_skipped", store)
     unfilled = drafts_by_context(drafting, requests, off)
     assert store.counts.dropped == store.counts.skipped > 0

@@ -36,6 +36,9 @@ class Alternating:
     def observe(self, step: StepObservation) -> None:
         self.seen.append(step)
 
+    def drafter_changed(self, drafter: str) -> None:
+        pass
+
     def state(self) -> dict[str, Any]:
         return {}
 

@@ -134,6 +134,21 @@ def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> Non
     assert lengths.predict(other)[0] < 1.9, "its other strategies are not believed any more either"
 
 
+def test_of_a_new_version_little_is_known_and_no_drift_is_told() -> None:
+    lengths, arm = AcceptanceLengths(), Strategy("eagle", 3)
+    for _ in range(200):
+        lengths.observe(StepObservation(arm, 4, 0.01, 12, 12, 8))
+    before, sure = lengths.predict(arm)
+    lengths.renew("eagle")
+    after, unsure = lengths.predict(arm)
+    assert after == pytest.approx(before, rel=0.05) and unsure > 2 * sure
+    for _ in range(12):
+        assert not lengths.observe(StepObservation(arm, 4, 0.01, 6, 12, 2))
+    assert lengths.predict(arm)[0] < (before + 1.5) / 2
+    lengths.renew("suffix")
+    assert lengths.predict(arm)[1] < unsure
+
+
 def test_what_was_not_used_for_long_becomes_uncertain() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for _ in range(100):

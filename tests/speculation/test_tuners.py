@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
 from megatron_tlt.speculation.tuner import Tuner
-from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED
+from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED, BegMabOptions, BegMabTuner
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
-from megatron_tlt.speculation.tuner_solver import SolverTuner
+from megatron_tlt.speculation.tuner_solver import SolverOptions, SolverTuner
 from megatron_tlt.speculation.tuners import TUNERS, build_tuner
 
 EAGLE = [Strategy("eagle", k) for k in (1, 3, 5)]
@@ -121,6 +121,29 @@ def test_published_one_group_in_each_bucket_and_untried_arms_first() -> None:
         tuner.observe(StepObservation(first, 2, 4.0, 6))
     assert tuner.choose(1) == second, "the median of tokens per second"
     assert tuner.choose(8) == Strategy("eagle", 3) and tuner.choose(9) == Strategy("eagle", 1)
+
+
+def test_published_arms_of_a_new_version_are_untried() -> None:
+    arms = [Strategy("eagle", 2), Strategy("ngram", 2)]
+    tuner = BegMabTuner(arms, BegMabOptions(**PUBLISHED | {"epsilon": 0.0}), seed=1)
+    for arm, tokens in zip(arms, (4, 12), strict=True):
+        tuner.observe(StepObservation(arm, 4, 0.01, tokens, 8, tokens - 4))
+    assert tuner.choose(4) == arms[1]
+    tuner.drafter_changed("eagle")
+    assert tuner.choose(4) == arms[0]
+
+
+def test_a_solver_looks_at_a_new_version() -> None:
+    arms = [OFF, Strategy("eagle", 2)]
+    tuner = SolverTuner(arms, SolverOptions(samples=1, inline=False, refresh=10**6))
+    for _ in range(20):
+        tuner.observe(StepObservation(OFF, 4, 0.01, 4))
+        tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8, 0))
+    assert tuner.choose(4) == OFF
+    tuner.drafter_changed("eagle")
+    assert tuner.choose(4) == arms[1]
+    tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8, 0))
+    assert tuner.choose(4) == OFF
 
 
 def test_published_window_forgets() -> None:

@@ -73,8 +73,18 @@ def test_an_epoch_ends_where_a_problem_comes_again() -> None:
     assert suffix.epoch == 1  # type: ignore[attr-defined]
 
 
-def test_n_grams_are_of_the_step_and_suffixes_of_all_epochs() -> None:
+def test_a_new_version_of_the_drafter_is_told_to_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     made = speculating()
+    assert made.chooser is not None
+    told: list[str] = []
+    monkeypatch.setattr(made.chooser, "drafter_changed", told.append)
+    for version in (0, 0, 5, 5, 6):
+        made.begin_step([], version)
+    assert told == ["suffix", "suffix"]
+
+
+def test_n_grams_are_of_the_step_and_suffixes_of_all_epochs() -> None:
+    made = speculating(strategies=["off", "ngram-3", "suffix-3"])
     made.begin_step(["a"])
     respond(made, "a", [5, 6, 7, 8, 9])
     assert propose(made, "ngram", "a", [5, 6]) == [7, 8, 9]

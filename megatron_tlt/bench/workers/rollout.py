@@ -167,8 +167,9 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request]
     most = given["drafts"]
     statics = [Strategy("ngram", min(3, most))] + [Strategy("suffix", k) for k in sorted({min(3, most), most})]
     statics += [Strategy("eagle", k) for k in _lengths(most)]
+    adaptive = AdaptiveConfig(strategies=[strategy.name for strategy in (OFF, *statics)])
     speculation = SpeculationConfig(
-        drafter="eagle", path=work / "head" / "drafter", num_speculative_tokens=most, adaptive=AdaptiveConfig()
+        drafter="eagle", path=work / "head" / "drafter", num_speculative_tokens=most, adaptive=adaptive
     )
     target = Target(folder, config.rollout, speculation, {}, statics, given)
     return target, pool, folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import OFF, Strategy
@@ -23,7 +23,8 @@ STRATEGIES = [OFF, Strategy("ngram", 3), Strategy("ngram", 1), Strategy("eagle",
 def main(model_folder: str, head: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rollout = ROLLOUT.model_copy(update={"tensor_parallel_size": 2})
-    speculation = SpeculationConfig(drafter="eagle", path=Path(head), num_speculative_tokens=3)
+    adaptive = AdaptiveConfig(strategies=[strategy.name for strategy in STRATEGIES])
+    speculation = SpeculationConfig(drafter="eagle", path=Path(head), num_speculative_tokens=3, adaptive=adaptive)
     engine = VllmEngine(Path(model_folder), rollout, speculation, seed=7)
     greedy = SamplingSpec(temperature=0.0, max_tokens=48)
     requests = [Request(str(i), prompt, greedy, seed=0) for i, prompt in enumerate(PROMPTS)]
