@@ -14,6 +14,7 @@ _NAMES = (
     "drafter-packing",
     "export-drafter",
     "families",
+    "gap",
     "graph-pool",
     "layouts",
     "packing",

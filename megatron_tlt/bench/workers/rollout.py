@@ -16,16 +16,12 @@ from typing import Any
 import torch
 
 from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
 from megatron_tlt.bench.workers.stock_engine import StockEngine
-from megatron_tlt.config.drafter import DrafterConfig
-from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
-from megatron_tlt.data.tokenizer import load_tokenizer
-from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.tiny import write_tiny_model
-from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.summary import describe_lengths
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
@@ -38,8 +34,6 @@ from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
-from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
 Rollout = Callable[[Sequence[Request]], list[Response]]
 
@@ -146,33 +140,16 @@ def _lengths(most: int) -> list[int]:
 
 def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
     """The recipe's model, its held-out problems at the training's temperature, and a head that is trained in place."""
-    config = load_config(given["config"], ["launcher.nproc_per_node=1"])
     folder = Path(given["model"])
-    tokenizer = load_tokenizer(folder)
-    sampling = training_sampling(config.rollout, tokenizer.eos_id)
-    first = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), given["seed"])
-    problems = build_sources(config.tasks, "train", config.run.seed)
-    asked = one_request_each(map(problems.problem, range(given["warm_problems"])), tokenizer, sampling, "head")
-    pairs = [Pair(r.prompt_token_ids, r.token_ids) for r in first.generate(asked)]
-    held_out = build_sources(config.tasks, "held_out", config.run.seed).held_out(given["requests"])
-    requests = one_request_each(held_out, tokenizer, sampling, "rollout")
-    pool = [of_length(r, len(found.token_ids)) for r, found in zip(requests, first.generate(requests), strict=True)]
-    first.shutdown()
-
-    model = drafter_from_target(folder, "eagle", seed=1)
-    states = TargetStates(folder, taps_of(model.config), torch.device("cpu"))
-    plan = WarmupPlan(steps=given["warm_steps"])
-    with Progress(0, plan.steps, enabled=False) as progress:
-        warm_up(model, DrafterConfig(lr=1e-3), pairs, states, work / "head", plan, progress)
+    prepared = prepare_quickstart(given["config"], folder, given["requests"], given["warm_problems"], given["seed"])
+    head = train_head(prepared, "eagle", given["warm_steps"], work)
     most = given["drafts"]
     statics = [Strategy("ngram", min(3, most))] + [Strategy("suffix", k) for k in sorted({min(3, most), most})]
     statics += [Strategy("eagle", k) for k in _lengths(most)]
     adaptive = AdaptiveConfig(strategies=[strategy.name for strategy in (OFF, *statics)])
-    speculation = SpeculationConfig(
-        drafter="eagle", path=work / "head" / "drafter", num_speculative_tokens=most, adaptive=adaptive
-    )
-    target = Target(folder, config.rollout, speculation, {}, statics, given)
-    return target, pool, folder
+    speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=most, adaptive=adaptive)
+    target = Target(folder, prepared.config.rollout, speculation, {}, statics, given)
+    return target, prepared.pool, folder
 
 
 def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:

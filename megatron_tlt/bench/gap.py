@@ -1,0 +1,67 @@
+"""What a head's drafts are worth behind steps that it took no part in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.models.recipe import model_folder
+from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
+from megatron_tlt.observe.environment import describe_environment
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
+    parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
+    parser.add_argument("--gaps", type=int, nargs="+", default=[4, 16, 64], help="engine steps without the head")
+    parser.add_argument("--drafting", type=int, default=4, help="engine steps with it, after each gap")
+    parser.add_argument("--requests", type=int, default=64, help="of one rollout")
+    parser.add_argument("--repeats", type=int, default=3, help="with other seeds each")
+    parser.add_argument("--drafts", type=int, default=3, help="draft tokens per step (K)")
+    parser.add_argument("--warm-problems", type=int, default=384, help="responses that heads learn from")
+    parser.add_argument("--warm-steps", type=int, default=600, help="of their training")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for all of it")
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per kind, gap and arm: acceptance lengths of the repeats, and their ratio to those without a gap.
+
+    Raises:
+        ConfigError: the model is not there yet.
+        RunError: the process that measures failed.
+    """
+    result = BenchmarkResult(environment=describe_environment(), name="gap")
+    own = set(vars(arguments)) - {"config", "model", "timeout", "json"}
+    given: dict[str, Any] = {key: getattr(arguments, key) for key in own} | {"config": str(arguments.config)}
+    given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work, "out.json")
+        run_worker("gap", "gap", [json.dumps(given), work, str(out)], 1, arguments.timeout)
+        rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    found: dict[tuple[str, int, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["kind"], row["gap"], row["arm"]), []).append(row["acceptance_length"])
+    for (kind, gap, arm), lengths in found.items():
+        whole = found[kind, 0, "filled"]
+        result.rows.append(
+            {
+                "kind": kind,
+                "gap": gap,
+                "arm": arm if gap else "no gap",
+                "acceptance_length": statistics.median(lengths),
+                "over_no_gap": ratio_of_medians(lengths, whole),
+                "repeats": lengths,
+            }
+        )
+    for kind in arguments.kinds:
+        ratios = [row["over_no_gap"]["ratio"] for row in result.rows if (row["kind"], row["arm"]) == (kind, "filled")]
+        result.target(f"{kind}: acceptance length behind a filled gap over none, lowest", min(ratios), ">=", 0.97)
+    return result

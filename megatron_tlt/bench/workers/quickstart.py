@@ -1,0 +1,61 @@
+"""What benchmarks of rollout share: the recipe's model, requests of it, and heads that are trained in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_tlt.bench.rollout_cases import of_length
+from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.data.tokenizer import load_tokenizer
+from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
+from megatron_tlt.drafter.model import Kind
+from megatron_tlt.observe.progress import Progress
+from megatron_tlt.rollout.types import Request
+from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.trainer.experience import one_request_each, training_sampling
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """``pool``: held-out problems at the training's temperature, each to get a response as long as its first was.
+
+    ``pairs``: responses to training problems, for heads to learn from.
+    """
+
+    config: TltConfig
+    folder: Path
+    pool: list[Request]
+    pairs: list[Pair]
+
+
+def prepare_quickstart(config_file: str, folder: Path, requests: int, warm_problems: int, seed: int) -> Quickstart:
+    """Samples ``pairs`` and the pool's lengths with an engine that does not speculate."""
+    config = load_config(config_file, ["launcher.nproc_per_node=1"])
+    tokenizer = load_tokenizer(folder)
+    sampling = training_sampling(config.rollout, tokenizer.eos_id)
+    engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), seed)
+    problems = build_sources(config.tasks, "train", config.run.seed)
+    asked = one_request_each(map(problems.problem, range(warm_problems)), tokenizer, sampling, "head")
+    pairs = [Pair(r.prompt_token_ids, r.token_ids) for r in engine.generate(asked)]
+    held_out = build_sources(config.tasks, "held_out", config.run.seed).held_out(requests)
+    found = one_request_each(held_out, tokenizer, sampling, "rollout")
+    pool = [of_length(r, len(response.token_ids)) for r, response in zip(found, engine.generate(found), strict=True)]
+    engine.shutdown()
+    return Quickstart(config, folder, pool, pairs)
+
+
+def train_head(quickstart: Quickstart, kind: Kind, steps: int, work: Path) -> Path:
+    """The folder of a head of this kind, trained for so many steps on the pairs."""
+    model = drafter_from_target(quickstart.folder, kind, seed=1)
+    states = TargetStates(quickstart.folder, taps_of(model.config), torch.device("cpu"))
+    plan = WarmupPlan(steps=steps)
+    with Progress(0, plan.steps, enabled=False) as progress:
+        warm_up(model, DrafterConfig(kind=kind, lr=1e-3), quickstart.pairs, states, work / kind, plan, progress)
+    return work / kind / "drafter"
