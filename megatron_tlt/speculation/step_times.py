@@ -16,7 +16,9 @@ _RIDGE = 0.03
 _NEAR = 0.5
 """Width, in doublings of the batch, within which measured cells speak for others of their strategy."""
 _PATIENCE = 32
-"""Observations between two fits, unless a strategy was seen at a batch for the first time."""
+"""Observations between two fits, unless a strategy was seen for the first time, or one early on at a new batch."""
+_EARLY = 16
+"""Cells up to which each new one is fitted to at once; later ones are corrected beside the fit until the next."""
 _FLOOR = 0.25
 """Least share of its prior that a cost has: a few noisy steps must not make drafting or verifying free."""
 _UNSEEN = 0.3
@@ -83,7 +85,8 @@ class StepTimes:
         del values[: -self._per_cell]
         self._medians[cell] = statistics.median(values)
         self._since_fit += 1
-        if len(values) == 1 or self._since_fit >= _PATIENCE:
+        is_news = len(values) == 1 and (len(self._cells) <= _EARLY or strategy not in self._residuals)
+        if is_news or self._since_fit >= _PATIENCE:
             self._fit()
         self._compare(cell)
         self._predictions.pop(strategy, None)
