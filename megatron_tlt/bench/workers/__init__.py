@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 
 from megatron_tlt.errors import RunError
@@ -12,15 +15,30 @@ from megatron_tlt.platform.processes import launch_environment, torchrun_command
 def run_worker(what: str, name: str, arguments: Sequence[str], processes: int, timeout_s: float) -> None:
     """Runs ``workers/<name>.py`` on that many ranks of this machine, one thread each.
 
+    What a worker prints shows how far it is: its lines are shown where standard error is a terminal.
+
     Raises:
         RunError: it failed or ran past ``timeout_s``; says ``what``, with the end of its log.
     """
     command = torchrun_command(f"megatron_tlt.bench.workers.{name}", list(arguments), processes)
-    try:
-        done = subprocess.run(command, env=launch_environment(1), capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"{what}: still running after {timeout_s} s") from error
-    if done.returncode:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as log,
+        subprocess.Popen(command, env=launch_environment(1), stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        overdue = threading.Timer(timeout_s, process.kill)
+        overdue.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if sys.stderr.isatty():
+                print(f"{what}: {line.rstrip()}", file=sys.stderr, flush=True)
+        status = process.wait()
+        in_time = overdue.is_alive()
+        overdue.cancel()
+        log.seek(0)
+        lines = log.read().splitlines()
+    if not in_time:
+        raise RunError(f"{what}: still running after {timeout_s} s")
+    if status:
         # torchrun's own report comes last and says less than the ranks' tracebacks before it
-        ranks = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
-        raise RunError("\n".join([f"{what}: status {done.returncode}", *(ranks or done.stderr.splitlines())[-40:]]))
+        ranks = [line for line in lines if line.startswith("[rank")]
+        raise RunError("\n".join([f"{what}: status {status}", *(ranks or lines)[-40:]]))
