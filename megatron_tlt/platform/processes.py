@@ -40,6 +40,8 @@ def launch_environment(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(2**30),
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
+        # the n-gram drafter of vLLM would start threads of its own, which then spin beside everything else
+        "NUMBA_NUM_THREADS": str(threads),
     }
 
 
