@@ -12,6 +12,21 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import write_errors
 
 
+def remove_older(folder: Path, keep: int) -> None:
+    """Removes the oldest checkpoints beside ``folder`` until it and the ``keep`` - 1 before it are left.
+
+    Raises:
+        RunError: one cannot be removed.
+    """
+    root = folder.parent
+    # Newer ones are there only after a damaged one was passed over: they are no reason to lose a whole one.
+    kind = folder.name.rstrip("0123456789")
+    until = sorted(path for path in root.glob(f"{kind}*") if path.name <= folder.name)
+    with write_errors(root):
+        for old in until[:-keep]:
+            shutil.rmtree(old)
+
+
 class Publication:
     """Fill ``temporary``, then ``start``, then ask ``done``; or ``abandon`` it before the start.
 
@@ -39,14 +54,8 @@ class Publication:
     def _publish(self) -> None:
         with self._writing:
             write_manifest(self.temporary)
-        root = self._folder.parent
-        set_latest(root, self._folder.name)
-        # Newer ones are there only after a damaged one was passed over: they are no reason to lose a whole one.
-        kind = self._folder.name.rstrip("0123456789")
-        until = sorted(path for path in root.glob(f"{kind}*") if path.name <= self._folder.name)
-        with write_errors(root):
-            for old in until[: -self._keep]:
-                shutil.rmtree(old)
+        set_latest(self._folder.parent, self._folder.name)
+        remove_older(self._folder, self._keep)
 
     def done(self) -> bool:
         """Whether it is published.

@@ -1,41 +1,62 @@
 """A drafter's training checkpoint: its config and one file of tensors, from which training goes on bit for bit.
 
 ``config.json`` is the one of the folder that vLLM loads; ``training.safetensors`` holds trainable tensors and the
-optimizer's, with version, numbers and whatever else its writer needs in its header. It is replaced as a whole.
+optimizer's, with version, numbers and whatever else its writer needs in its header. It is replaced as a whole. The
+background checkpoints of a session (``spot/checkpointer.py``) are the same file: both are made of :func:`payload_of`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from transformers import LlamaConfig
 
+from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_payload
 from megatron_tlt.drafter.folder import ARCHITECTURES, WEIGHTS, build_drafter, foreign_options, write_config
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
 from megatron_tlt.drafter.state import TrainerState
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
-from megatron_tlt.platform.files import atomic_write_bytes
+from megatron_tlt.platform.files import atomic_file
 
-STATE = "training.safetensors"
-_FORMAT = "megatron_tlt.drafter.v1"
+KIND = "megatron_tlt.drafter.v1"
 
 
-def write_checkpoint(folder: Path, model: DraftModel, state: TrainerState, extra: dict[str, Any]) -> None:
+def payload_of(state: TrainerState, extra: Mapping[str, Any]) -> Payload:
+    """What a checkpoint of a state holds, with the live tensors; ``extra`` is plain data of the caller's."""
+    header = {"version": state.version, "numbers": state.numbers, "extra": dict(extra)}
+    return Payload(KIND, header, state.tensors())
+
+
+def state_of(payload: Payload) -> tuple[TrainerState, dict[str, Any]]:
+    """The way back from :func:`payload_of`.
+
+    Raises:
+        ConfigError: the header lacks something.
+    """
+    header = payload.header
+    try:
+        return TrainerState.from_tensors(header["version"], dict(payload.tensors), header["numbers"]), header["extra"]
+    except KeyError as error:
+        raise ConfigError(f"its header has no {error}; a drafter's training state has it") from error
+
+
+def write_checkpoint(folder: Path, model: DraftModel, state: TrainerState, extra: Mapping[str, Any]) -> None:
     """Writes a checkpoint over the one that is there, if any; ``extra`` is plain data of the caller's.
 
     Raises:
         RunError: the disk is full or the folder cannot be written; the checkpoint of before stays.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors().items()}
-    header = {"version": state.version, "numbers": state.numbers, "extra": extra}
+    payload = payload_of(state, extra)
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
     write_config(model, folder, torch.float32)
-    atomic_write_bytes(folder / STATE, save(tensors, metadata={"format": _FORMAT, "header": json.dumps(header)}))
+    with atomic_file(folder / STATE, sum(tensor.nbytes for tensor in on_host.values())) as temporary:
+        write_payload(temporary, replace(payload, tensors=on_host))
 
 
 def read_checkpoint(folder: Path) -> tuple[TrainerState, dict[str, Any]]:
@@ -47,16 +68,11 @@ def read_checkpoint(folder: Path) -> tuple[TrainerState, dict[str, Any]]:
     file = folder / STATE
     if not file.is_file():
         raise ConfigError(f"{folder}: no {STATE} in it; a drafter's training checkpoint is needed")
+    payload = read_payload(file, KIND)
     try:
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise ConfigError(f"{file}: its format is {metadata.get('format')!r}; allowed: {_FORMAT!r}")
-            header = json.loads(metadata["header"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dictionary
-        return TrainerState.from_tensors(header["version"], tensors, header["numbers"]), header["extra"]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read: {type(error).__name__}: {error}") from error
+        return state_of(payload)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _config(folder: Path) -> tuple[LlamaConfig, Kind]:

@@ -103,31 +103,35 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def atomic_write_bytes(path: Path | str, data: bytes, *, durable: bool = True) -> None:
-    """Write ``data`` to ``path`` so that a reader sees either the old file or the whole new one.
+@contextlib.contextmanager
+def atomic_file(path: Path, wanted: int | None = None, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary name that becomes ``path`` when the block ends well, and vanishes when it does not.
 
-    ``durable=False`` leaves out the flush to the disk: enough against a killed process, not against a power cut.
-    Parents are created.
+    A reader sees either the old file or the whole new one. ``durable=False`` leaves out the flush to the disk: enough
+    against a killed process, not against a power cut. Parents are created; ``wanted`` bytes are for the message.
 
     Raises:
         RunError: the disk is full or the path cannot be written; the old file, if any, is untouched.
     """
-    path = Path(path)
     temporary = temporary_sibling(path)
-    with write_errors(path, len(data)):
+    with write_errors(path, wanted):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
+            yield temporary
+            if durable:
+                sync_file(temporary)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         if durable:
             sync_folder(path.parent)
+
+
+def atomic_write_bytes(path: Path | str, data: bytes, *, durable: bool = True) -> None:
+    """``atomic_file`` for bytes that are there already."""
+    with atomic_file(Path(path), len(data), durable=durable) as temporary:
+        temporary.write_bytes(data)
 
 
 def atomic_write_text(path: Path | str, text: str, *, durable: bool = True) -> None:
