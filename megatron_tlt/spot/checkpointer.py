@@ -1,0 +1,288 @@
+"""Checkpoints of a session's training that hold it up only for a copy, written while it goes on (TLT).
+
+Selective: what is given is written and nothing else, so a drafter's trainable tensors and their optimizer's state, not
+the target's embedding and LM head. Asynchronous: ``save`` copies into staging memory and returns; a thread writes.
+
+A session's leader saves every n steps; what a preempted session loses is then at most n steps and those of the write
+in flight. The next session starts, on whichever ranks, from what its leader finds, which it gives to the others::
+
+    checkpointer.save(trainer.version, payload_of(trainer.state, {"step": step}))   # the leader, every n steps
+    ...
+    checkpointer.wait(timeout_s)                        # who led, before another leader looks: one writer at a time
+    ...
+    found = newest(folder, KIND)                        # the next leader
+    if found is not None:
+        trainer.load_state(state_of(found.payload)[0])
+    trainer.synchronize(leader)                         # all ranks of the session
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_tlt.checkpoint.files import (
+    atomic_folder,
+    clean_leftovers,
+    find_latest_whole,
+    set_latest,
+    write_manifest,
+)
+from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_payload
+from megatron_tlt.checkpoint.publication import remove_older
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.platform.files import write_errors
+from megatron_tlt.spot.staging import StagingBuffer
+
+logger = logging.getLogger(__name__)
+
+_READ_ATTEMPTS = 10
+
+
+@dataclass(frozen=True)
+class CheckpointCounts:
+    """What a checkpointer has done so far.
+
+    ``stall_s`` is what training stood still in ``save``; ``write_s`` what the thread spent meanwhile. ``superseded``
+    were replaced by a newer save before their write began. ``problem`` is the last failure's message.
+    """
+
+    saves: int = 0
+    superseded: int = 0
+    writes: int = 0
+    failed: int = 0
+    staged_bytes: int = 0
+    written_bytes: int = 0
+    stall_s: float = 0.0
+    write_s: float = 0.0
+    durable_version: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A save that waits for its write."""
+
+    version: int
+    kind: str
+    header: dict[str, Any]
+    buffer: StagingBuffer
+
+
+class SelectiveCheckpointer:
+    """Writes ``folder/version-N`` with the state and a manifest, points ``latest`` at it, removes what is too old.
+
+    One write is in flight at most and one save waits behind it; a newer save takes the place of the one that waits. A
+    write that fails is logged, counted and otherwise no matter to training; what was there before stays.
+
+    One process at a time writes to a folder, and one thread calls its methods. Any process may read it with
+    :func:`newest` at any time.
+
+    Args:
+        folder: of this training's checkpoints alone; made if need be, also when it disappears later.
+        keep: so many checkpoints remain.
+
+    Raises:
+        ValueError: ``keep`` is below 1.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; allowed: 1 and more")
+        self._folder, self._keep = folder, keep
+        self._counts = CheckpointCounts()
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: _Staged | None = None
+        self._free = [StagingBuffer(), StagingBuffer()]
+        self._writing = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def counts(self) -> CheckpointCounts:
+        """As of now."""
+        with self._changed:
+            return self._counts
+
+    def save(self, version: int, payload: Payload) -> float:
+        """Stages a state to be written; the tensors may be overwritten once this returns.
+
+        Args:
+            version: of the state; what is saved last is the newest, whatever its version.
+            payload: tensors on any device, of the same names and shapes every time if the memory is to be reused.
+
+        Returns:
+            Seconds that the caller stood still.
+
+        Raises:
+            RunError: this checkpointer is closed.
+            TypeError: the header holds what JSON cannot.
+            ValueError: a negative version.
+        """
+        began = time.perf_counter()
+        if version < 0:
+            raise ValueError(f"version is {version}; allowed: 0 and more")
+        header = json.loads(json.dumps(payload.header))  # a copy: training goes on changing its numbers
+        buffer = self._take_buffer()
+        try:
+            buffer.copy_from(payload.tensors)
+        except RuntimeError as error:  # out of memory: training can do without a checkpoint
+            with self._changed:
+                self._free.append(buffer)
+            self._fail(version, error)
+            return self._count_save(began, 0)
+        with self._changed:
+            self._waiting = _Staged(version, payload.kind, header, buffer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="spot-checkpoint", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return self._count_save(began, buffer.nbytes)
+
+    def _take_buffer(self) -> StagingBuffer:
+        with self._changed:
+            if self._closed:
+                raise RunError(f"{self._folder}: the checkpointer is closed")
+            if self._waiting is None:
+                return self._free.pop()
+            buffer, self._waiting = self._waiting.buffer, None
+            self._counts = replace(self._counts, superseded=self._counts.superseded + 1)
+            return buffer
+
+    def _count_save(self, began: float, nbytes: int) -> float:
+        stall_s = time.perf_counter() - began
+        with self._changed:
+            self._counts = replace(
+                self._counts,
+                saves=self._counts.saves + 1,
+                staged_bytes=self._counts.staged_bytes + nbytes,
+                stall_s=self._counts.stall_s + stall_s,
+            )
+        return stall_s
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until nothing is left to write; False where that takes longer than ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Waits as :meth:`wait` does, then ends the thread; it may be called again."""
+        done = self.wait(timeout_s)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if done and self._thread is not None:
+            self._thread.join()
+        return done
+
+    def __enter__(self) -> SelectiveCheckpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_all(self) -> None:
+        """The thread: one write after another, the newest that waits, until closed."""
+        swept = False
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+                staged, self._waiting = self._waiting, None
+                if staged is None:
+                    return
+                self._writing = True
+            began = time.perf_counter()
+            try:
+                if not swept:
+                    clean_leftovers(self._folder)  # of a leader that was killed
+                    swept = True
+                self._write(staged)
+            except Exception as error:  # whatever it is: training goes on, and the next save tries again
+                self._fail(staged.version, error)
+            finally:
+                with self._changed:
+                    self._counts = replace(self._counts, write_s=self._counts.write_s + time.perf_counter() - began)
+                    self._free.append(staged.buffer)
+                    self._writing = False
+                    self._changed.notify_all()
+
+    def _write(self, staged: _Staged) -> None:
+        staged.buffer.wait()
+        nbytes = staged.buffer.nbytes
+        folder = self._folder / f"version-{staged.version:09d}"
+        with atomic_folder(folder, nbytes) as temporary, write_errors(folder, nbytes):
+            write_payload(temporary / STATE, Payload(staged.kind, staged.header, staged.buffer.tensors))
+            write_manifest(temporary)
+        set_latest(self._folder, folder.name)
+        with self._changed:
+            self._counts = replace(
+                self._counts,
+                writes=self._counts.writes + 1,
+                written_bytes=self._counts.written_bytes + nbytes,
+                durable_version=staged.version,
+            )
+        remove_older(folder, self._keep)
+
+    def _fail(self, version: int, error: Exception) -> None:
+        problem = f"checkpoint of version {version} failed: {error}"
+        logger.warning("%s", problem)
+        with self._changed:
+            self._counts = replace(self._counts, failed=self._counts.failed + 1, problem=problem)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read, and its folder."""
+
+    folder: Path
+    payload: Payload
+
+
+def newest(folder: Path, kind: str) -> Found | None:
+    """The newest checkpoint in ``folder`` whose every byte is as it was written; None where there is none.
+
+    A damaged one is passed over, with a warning, for the one before it. Another process may be writing meanwhile: when
+    a checkpoint goes away under the reader's hands, a newer one is there, and it looks again.
+
+    Raises:
+        ConfigError: what is there is of another kind than ``kind``.
+        RunError: the file system refuses.
+    """
+    found: Found | None = None
+    warnings: list[str] = []
+    for _ in range(_READ_ATTEMPTS):
+        before = _listing(folder)
+        try:
+            path, warnings = find_latest_whole(folder)
+            found = Found(path, read_payload(path / STATE, kind)) if path is not None else found
+            if path is not None and not warnings:
+                return found
+        except (OSError, ConfigError) as error:
+            if _listing(folder) != before:
+                continue
+            if isinstance(error, OSError):
+                raise RunError(f"{folder}: cannot be read: {error}") from error
+            raise
+        if _listing(folder) == before:
+            break
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return found
+
+
+def _listing(folder: Path) -> frozenset[tuple[str, int]]:
+    """Names and inodes: another set wherever a checkpoint came, went or was replaced."""
+    try:
+        with os.scandir(folder) as entries:
+            return frozenset((entry.name, entry.inode()) for entry in entries if not entry.name.startswith("."))
+    except OSError:
+        return frozenset()
