@@ -11,6 +11,7 @@ _NAMES = (
     "checkpoint",
     "conversion",
     "drafter",
+    "drafter-checkpoint",
     "drafter-packing",
     "export-drafter",
     "families",
