@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_tlt.checkpoint import files
 from megatron_tlt.checkpoint.payload import STATE, Payload
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot import checkpointer as module
@@ -247,6 +249,26 @@ class TestNewest:
         write(tmp_path, 1)
         with pytest.raises(ConfigError, match=r"its format is 'test\.v1'; allowed: 'other\.v1'"):
             newest(tmp_path, "other.v1")
+
+    @pytest.mark.parametrize("moment", ["verify_manifest", "_sha256", "read_payload"])
+    def test_a_newer_one_takes_its_place_under_the_readers_hands(
+        self, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        write(tmp_path, 1)
+        place = module if moment == "read_payload" else files
+        act, calls = getattr(place, moment), itertools.count()
+
+        def too_late(*args: object, **options: object) -> object:
+            if next(calls) == 0:
+                with monkeypatch.context() as writing:
+                    writing.setattr(place, moment, act)
+                    write(tmp_path, 2, keep=1)
+                assert names(tmp_path) == ["latest", "version-000000002"]
+            return act(*args, **options)
+
+        monkeypatch.setattr(place, moment, too_late)
+        assert found_version(tmp_path) == 2 and not caplog.records
+        assert next(calls) > 1
 
     def test_while_another_process_writes(self, tmp_path: Path) -> None:
         """The writer keeps one checkpoint only: the reader's goes away under its hands time and again."""
