@@ -4,16 +4,19 @@ Selective: what is given is written and nothing else, so a drafter's trainable t
 the target's embedding and LM head. Asynchronous: ``save`` copies into staging memory and returns; a thread writes.
 
 A session's leader saves every n steps; what a preempted session loses is then at most n steps and those of the write
-in flight. The next session starts, on whichever ranks, from what its leader finds, which it gives to the others::
+in flight. The next session starts, on whichever ranks, from what its leader holds or finds, whichever is newer::
 
     checkpointer.save(trainer.version, payload_of(trainer.state, {"step": step}))   # the leader, every n steps
     ...
     checkpointer.wait(timeout_s)                        # who led, before another leader looks: one writer at a time
     ...
     found = newest(folder, KIND)                        # the next leader
-    if found is not None:
+    if found is not None and found.payload.header["version"] > trainer.version:
         trainer.load_state(state_of(found.payload)[0])
     trainer.synchronize(leader)                         # all ranks of the session
+
+A run that goes back to a checkpoint of its own repeats steps that later sessions have trained on: it starts with an
+empty folder, or holds the step in the header against its own.
 """
 
 from __future__ import annotations
