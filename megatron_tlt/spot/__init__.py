@@ -1,1 +1,1 @@
-"""Drafter training on released devices: pure mechanisms with plain data in and out."""
+"""The spot trainer: the drafter learns on released ranks, told by a coordinator; its checkpoints are written beside."""

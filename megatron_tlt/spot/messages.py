@@ -1,0 +1,91 @@
+"""Reports and directives on the wire: MessagePack, signed with a secret of this run.
+
+HMAC instead of ZeroMQ's CURVE: nothing in the messages is secret, one shared key is all that ranks need to be handed,
+and what is dropped is counted by reason here, where CURVE ends a connection out of sight. The signature covers the run,
+the direction, and the message with its rank and sequence number; the receiver's state machine passes over a sequence
+number that it has seen (``Coordinator.counts``, ``Follower.counts``), so nothing can be played again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from megatron_tlt.spot.types import Directive, Report
+
+SECRET_BYTES = 32
+_MAC_BYTES = 32
+_LARGEST = {Report: 1 << 10, Directive: 1 << 20}
+LARGEST_MESSAGE = max(_LARGEST.values())
+"""Bytes; no socket takes in more."""
+
+Message = TypeVar("Message", Report, Directive)
+
+
+class Drop(StrEnum):
+    """Why a message was dropped unread."""
+
+    UNSIGNED = "unsigned"
+    FORGED = "forged"
+    MALFORMED = "malformed"
+    OVERSIZED = "oversized"
+
+
+class Dropped(Exception):
+    """A message that is not to be believed."""
+
+    def __init__(self, reason: Drop) -> None:
+        super().__init__(f"message dropped: {reason}")
+        self.reason = reason
+
+
+def new_secret() -> bytes:
+    """For one run: made by rank 0, handed to the other ranks, never written anywhere."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+class Seal:
+    """Signs messages of one run, and opens those that were signed with the same secret for the same run.
+
+    Raises:
+        ValueError: a secret of another length than SECRET_BYTES.
+    """
+
+    def __init__(self, secret: bytes, run_id: str) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"the secret has {len(secret)} bytes; allowed: {SECRET_BYTES}")
+        self._key = hmac.digest(secret, run_id.encode(), "sha256")
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def close(self, message: Report | Directive) -> list[bytes]:
+        """Frames to be sent: the signature and the message."""
+        payload = self._encode(message)
+        return [self._mac(type(message), payload), payload]
+
+    def open(self, frames: Sequence[bytes], kind: type[Message]) -> Message:
+        """The message in received frames.
+
+        Raises:
+            Dropped: it is too large, not signed by the holder of the secret, or no ``kind``.
+        """
+        if sum(map(len, frames)) > _LARGEST[kind]:
+            raise Dropped(Drop.OVERSIZED)
+        if len(frames) < 2 or not frames[0]:
+            raise Dropped(Drop.UNSIGNED)
+        if len(frames) > 2 or len(frames[0]) != _MAC_BYTES:
+            raise Dropped(Drop.MALFORMED)
+        mac, payload = frames
+        if not hmac.compare_digest(mac, self._mac(kind, payload)):
+            raise Dropped(Drop.FORGED)
+        try:
+            return msgspec.msgpack.decode(payload, type=kind)
+        except msgspec.MsgspecError as error:
+            raise Dropped(Drop.MALFORMED) from error
+
+    def _mac(self, kind: type[Report] | type[Directive], payload: bytes) -> bytes:
+        return hmac.digest(self._key, kind.__name__.encode() + b"\0" + payload, "sha256")
