@@ -93,6 +93,7 @@ class Simulation:
         self._groups: dict[tuple[int, int], _Group] = {}
         self._tick_at = float("inf")
         self._last_release = 0.0
+        self._ended = False
 
     def run(self) -> History:
         """To its end: all living ranks know that the last rollout is over, or too much time has passed."""
@@ -101,7 +102,7 @@ class Simulation:
         self._begin_rollouts(0)
         self._plan_mishaps()
         limit = self._good_from + SETTLED_AFTER_S
-        while self._queue and not self._finished():
+        while self._queue and not self._ended:
             self._now, _, action, arguments = heapq.heappop(self._queue)
             self._rules.now = self._now
             if self._now > limit:
@@ -161,6 +162,7 @@ class Simulation:
         self._send(rank)
         self._act(rank)
         self._rules.watch()
+        self._ended = self._finished()
         self._at(self._now + self.config.heartbeat_s, self._heartbeat, rank)
 
     def _hears(self, rank: SimulatedRank, directive: Directive) -> None:

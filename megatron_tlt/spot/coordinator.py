@@ -340,11 +340,16 @@ class Coordinator:
 
     def _refresh(self, replica: _Replica, now: float) -> None:
         """Bring what follows from a replica's reports, and the totals over all replicas, up to date."""
-        reports = [rank.report for rank in replica.ranks if rank.report is not None]
-        current = len(reports) == len(replica.ranks) and all(report.rl_step == self.rl_step for report in reports)
-        lost = any(rank.lost for rank in replica.ranks)
-        released = current and not lost and all(report.released for report in reports)
-        free = released and not replica.excluded and all(report.available for report in reports)
+        lost, released, available, left, entries = False, True, not replica.excluded, True, 0
+        for rank in replica.ranks:
+            lost, left, report = lost or rank.lost, left and rank.stop is None, rank.report
+            if report is None or report.rl_step != self.rl_step or not report.released:
+                released = False
+            else:
+                available = available and report.available
+                entries += report.num_entries
+        released = released and not lost
+        free = released and available
         self._living += replica.lost - lost
         self._released += released - replica.released
         replica.lost, replica.released = lost, released
@@ -355,10 +360,10 @@ class Coordinator:
         if replica in self._idle:
             self._entries -= replica.num_entries
             del self._idle[replica]
-        if free and not self._is_member(replica) and all(rank.stop is None for rank in replica.ranks):
+        if free and left and not self._is_member(replica):
             self._idle[replica] = None
-            replica.num_entries = sum(report.num_entries for report in reports)
-            self._entries += replica.num_entries
+            replica.num_entries = entries
+            self._entries += entries
 
     def _tell(self, replica: _Replica) -> None:
         for rank in replica.ranks:

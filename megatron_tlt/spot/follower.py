@@ -27,6 +27,8 @@ class Follower:
         self._over = NO_RL_STEP
         self._released = False
         self._available = False
+        self._left_early = False
+        """It left unbidden, and the coordinator is not known to have noticed."""
         self._entries = 0
         self._version = 0
         self._place: Place | None = None
@@ -46,7 +48,7 @@ class Follower:
         if self.inside:
             raise RuntimeError(f"rank {self.rank} is still inside a session; leave() it before the next rollout")
         self.rl_step = rl_step
-        self._released = self._available = False
+        self._released = self._available = self._left_early = False
         self._order = None
 
     def released(self, rl_step: int, num_entries: int, drafter_version: int = 0) -> None:
@@ -62,7 +64,8 @@ class Follower:
 
     def withdraw(self) -> None:
         """Something else needs it, or its training failed: no session until :meth:`released` is called again."""
-        self._place, self._available = None, False
+        self._available = False
+        self.leave()
 
     def enter(self, order: SessionOrder, now: float) -> bool:
         """Whether it may build the group of ``order``; False where that is not, or no longer, what is wanted."""
@@ -90,7 +93,7 @@ class Follower:
         Unless the newest order says so, that is to :meth:`withdraw`: whatever drove it out would do so again.
         """
         if self._place is not None and not self._told_to_leave(self._place):
-            self._available = False
+            self._available, self._left_early = False, True
         self._place = None
 
     def report(self) -> Report:
@@ -101,7 +104,7 @@ class Follower:
             self._sequence,
             self.rl_step,
             self._released,
-            self._available,
+            self._is_free,
             self._entries,
             self._version,
             self._place,
@@ -125,6 +128,8 @@ class Follower:
             return False
         before = self._order, self._over
         self._order = directive.order
+        if directive.order is None:
+            self._left_early = False
         if directive.rollout_over:
             self._over = directive.rl_step
         return (self._order, self._over) != before
@@ -173,9 +178,13 @@ class Follower:
             return True
         return order.generation != place.generation and (order.at_once or place.step >= order.effective_step)
 
+    @property
+    def _is_free(self) -> bool:
+        return self._available and not self._left_early
+
     def _enterable(self, now: float) -> SessionOrder | None:
         """The order that stands, unless its generation has been entered already."""
         order = self._order
-        if order is None or not self._available or self.is_silent(now):
+        if order is None or not self._is_free or self.is_silent(now):
             return None
         return order if (order.session, order.generation) > self._entered else None

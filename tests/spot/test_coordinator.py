@@ -1,0 +1,420 @@
+"""The coordinator's rules, one test for each; whole histories are in test_histories."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.spot.coordinator import Coordinator
+from megatron_tlt.spot.options import CoordinatorConfig
+from megatron_tlt.spot.types import Advice, ReplicaState, Report
+from tests.spot.world import PAIRS, World
+
+BUSY, IDLE, TRAINING, LOST = ReplicaState.BUSY, ReplicaState.IDLE, ReplicaState.TRAINING, ReplicaState.LOST
+
+
+def states(world: World) -> list[ReplicaState]:
+    return [world.coordinator.state_of(i) for i in range(4)]
+
+
+def advice(world: World, *ranks: int) -> list[Advice]:
+    return [world.ranks[rank].advice(world.now) for rank in ranks]
+
+
+def training(*ranks: int, **options: object) -> World:
+    """A world where these train, all with step 0 done."""
+    world = World(**options)
+    world.start()
+    world.release(*ranks[:-1], entries=0)
+    world.release(ranks[-1])
+    world.enter(*ranks)
+    world.step(*ranks, version=1)
+    return world
+
+
+def test_a_replica_is_released_when_all_of_its_ranks_are() -> None:
+    world = World(PAIRS, min_replicas=1)
+    world.start()
+    world.release(0)
+    assert states(world)[0] is BUSY and world.coordinator.session is None
+    world.release(1)
+    assert world.order.members == (0, 1) and states(world) == [TRAINING, BUSY, BUSY, BUSY]
+
+
+def test_a_session_starts_with_enough_replicas_and_enough_entries() -> None:
+    world = World(min_replicas=2, min_entries=10)
+    world.start()
+    world.release(3, entries=9)
+    assert world.coordinator.session is None, "one replica"
+    world.release(1, entries=0)
+    assert world.coordinator.session is None and states(world) == [BUSY, IDLE, BUSY, IDLE], "nine entries"
+    world.release(1, entries=1)
+    assert world.order.members == (1, 3) and world.order.name == "spot/0/1/1"
+    assert advice(world, 0, 1, 2, 3) == [Advice.WAIT, Advice.ENTER, Advice.WAIT, Advice.ENTER]
+
+
+@pytest.mark.parametrize(
+    ("versions", "leader"),
+    [((5, 7, 6), 1), ((5, 7, 7), 2), ((0, 0, 0), 2)],
+    ids=["newest drafter", "longest in service among these", "longest in service"],
+)
+def test_the_newest_drafter_leads_then_the_longest_in_service(versions: tuple[int, ...], leader: int) -> None:
+    world = World(min_replicas=3)
+    world.start()
+    for rank in (2, 1, 0):
+        world.now += 1
+        world.release(rank, version=versions[rank])
+    assert world.order.members == (0, 1, 2) and world.order.leader == leader
+
+
+def test_the_lowest_leads_among_equals() -> None:
+    world = World(PAIRS, min_replicas=2)
+    world.start()
+    world.release(6, 7, 2, 3)
+    assert world.order.leader == 2
+
+
+def test_late_replicas_join_at_a_step_that_nobody_was_allowed_before() -> None:
+    world = training(0, 1)
+    assert world.order.until_step == 3
+    world.release(2)
+    assert world.order.generation == 1, "only at a step boundary"
+    world.step(0)
+    assert world.order.generation == 1, "of all members"
+    world.step(1)
+    order = world.order
+    assert (order.generation, order.members, order.leader, order.at_once) == (2, (0, 1, 2), 0, False)
+    assert order.effective_step == 4, "the first step that was not granted yet"
+    assert advice(world, 0, 1, 2) == [Advice.TRAIN, Advice.TRAIN, Advice.ENTER]
+    world.enter(2)
+    world.step(0, 1)
+    assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN], "step 3 is of the generation before"
+    world.step(0, 1)
+    assert advice(world, 0, 1) == [Advice.LEAVE, Advice.LEAVE]
+    world.leave(0, 1)
+    world.enter(0, 1)
+    assert advice(world, 0, 1, 2) == [Advice.TRAIN] * 3
+    assert {world.ranks[rank].place.step for rank in (0, 1, 2)} == {4}  # type: ignore[union-attr]
+
+
+def test_a_session_grows_only_after_all_have_entered_the_generation_before() -> None:
+    world = training(0, 1, replicas=[(i,) for i in range(5)])
+    world.release(2)
+    world.step(0, 1)
+    world.release(3)
+    assert world.order.generation == 2
+    world.step(0, 1)
+    world.step(0, 1)
+    world.leave(0, 1)
+    world.enter(0, 1)
+    assert world.order.generation == 2, "rank 2 may not even have heard of it"
+    world.enter(2)
+    assert world.order.generation == 3 and world.order.members == (0, 1, 2, 3)
+
+
+def test_nobody_trains_beyond_until_step_and_who_stood_there_is_told() -> None:
+    world = training(0, 1, steps_ahead=1)
+    assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN], "rank 0 was told when rank 1 had caught up"
+    world.step(0)
+    assert advice(world, 0) == [Advice.WAIT]
+    world.step(1)
+    assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN]
+
+
+def test_a_session_goes_on_until_the_last_rollout_has_ended() -> None:
+    world = training(0, 1)
+    world.release(2)
+    assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN], "one worker's end is not the rollout's"
+    assert not any(rank.rollout_over(0) for rank in world.ranks.values())
+    world.release(3)
+    assert world.coordinator.session is None
+    assert all(rank.rollout_over(0) for rank in world.ranks.values())
+    assert advice(world, 0, 1, 2, 3) == [Advice.LEAVE, Advice.LEAVE, Advice.WAIT, Advice.WAIT]
+
+
+def test_a_needed_replica_leaves_and_the_others_go_on_at_once() -> None:
+    world = training(0, 1, 2)
+    world.ranks[0].withdraw()
+    world.say(0)
+    order = world.order
+    assert (order.generation, order.members, order.at_once) == (2, (1, 2), True)
+    assert order.leader == 1, "the one with the newest drafter, longest in service"
+    assert order.effective_step == 3, "steps that somebody may have trained are not counted again"
+    assert advice(world, 0, 1, 2) == [Advice.WAIT, Advice.LEAVE, Advice.LEAVE]
+    world.say(0)
+    assert states(world) == [IDLE, TRAINING, TRAINING, BUSY]
+
+
+def test_a_replica_that_was_needed_may_join_again() -> None:
+    world = training(0, 1, 2)
+    world.ranks[0].withdraw()
+    world.say(0, 0)
+    world.leave(1, 2)
+    world.enter(1, 2)
+    world.step(1, 2)
+    assert world.order.members == (1, 2)
+    world.release(0)
+    world.step(1, 2)
+    assert world.order.members == (0, 1, 2) and advice(world, 0) == [Advice.ENTER]
+
+
+def test_a_session_ends_below_min_replicas() -> None:
+    world = training(0, 1)
+    world.ranks[0].withdraw()
+    world.say(0)
+    assert world.coordinator.session is None and advice(world, 1) == [Advice.LEAVE]
+    assert states(world)[1] is TRAINING, "until it says that it has left"
+    world.leave(1)
+    assert states(world)[1] is IDLE
+
+
+def test_giving_training_up_is_to_withdraw() -> None:
+    world = training(0, 1, 2)
+    world.leave(2)
+    assert world.order.members == (0, 1) and world.order.at_once
+    world.wait(20)
+    assert world.order.members == (0, 1), "whatever drove it out would do so again"
+
+
+def test_a_lost_replica_is_left_out_and_its_leadership_passes_on() -> None:
+    world = training(0, 1, 2)
+    world.dead = {0}
+    world.wait(3)
+    assert world.order.members == (0, 1, 2)
+    world.wait(2)
+    assert world.order.members == (1, 2) and world.order.leader == 1 and world.order.at_once
+    assert states(world) == [LOST, TRAINING, TRAINING, BUSY] and world.coordinator.counts["replicas lost"] == 1
+
+
+def test_one_lost_rank_is_a_lost_replica() -> None:
+    world = World(PAIRS, min_replicas=1)
+    world.start()
+    world.dead = {3}
+    world.wait(5)
+    assert states(world) == [BUSY, LOST, BUSY, BUSY]
+
+
+def test_the_rollout_ends_for_the_living_when_all_of_them_are_released() -> None:
+    world = World()
+    world.start()
+    world.release(0, 1, 2)
+    world.dead = {3}
+    assert not world.ranks[0].rollout_over(0)
+    world.wait(5)
+    assert all(world.ranks[rank].rollout_over(0) for rank in (0, 1, 2))
+
+
+def test_a_rollout_without_a_living_replica_is_not_over() -> None:
+    world = World()
+    world.start()
+    world.dead = {0, 1, 2, 3}
+    world.wait(10)
+    assert states(world) == [LOST] * 4 and not world.coordinator.rollout_over
+
+
+def test_a_lost_replica_that_comes_back_joins_again_once_it_has_left() -> None:
+    world = training(0, 1, 2)
+    world.dead = {2}
+    world.wait(5)
+    world.leave(0, 1)
+    world.enter(0, 1)
+    world.dead = set()
+    world.say(2)
+    assert world.order.members == (0, 1) and states(world)[2] is TRAINING, "in the generation before, as far as known"
+    assert advice(world, 2) == [Advice.LEAVE]
+    world.leave(2)
+    world.step(0, 1)
+    assert world.order.members == (0, 1, 2)
+
+
+def test_a_released_rank_of_the_step_before_is_not_released_in_this_one() -> None:
+    world = World()
+    world.start(0)
+    world.release(0, 1, 2, 3)
+    late = {3}
+    for rank in {0, 1, 2, 3} - late:
+        world.ranks[rank].rollout_started(1)
+        world.say(rank)
+    world.release(0, 1, 2)
+    assert not world.coordinator.rollout_over and states(world)[3] is BUSY
+    assert world.order.members == (0, 1) or world.order.members == (0, 1, 2)
+
+
+def test_the_next_rl_step_ends_what_is_left_of_the_one_before() -> None:
+    world = training(0, 1)
+    for rank in (2, 3):
+        world.ranks[rank].rollout_started(1)
+    world.say(2)
+    assert world.coordinator.session is None and world.coordinator.rl_step == 1
+    assert world.ranks[0].rollout_over(0) and advice(world, 0, 1) == [Advice.LEAVE, Advice.LEAVE]
+
+
+def test_reports_that_are_not_newer_are_passed_over() -> None:
+    world = World()
+    world.start()
+    before = world.ranks[0].report()
+    world.release(0, 1)
+    given = world.given
+    world.handle(before)
+    world.handle(before)
+    assert world.order.members == (0, 1) and world.given == given
+    assert world.coordinator.counts["reports replayed"] == 2
+
+
+def test_a_report_played_again_keeps_nobody_alive() -> None:
+    world = World()
+    world.start()
+    recorded = world.ranks[0].report()
+    world.handle(recorded)
+    world.dead = {0}
+    for _ in range(6):
+        world.wait(1)
+        world.handle(recorded)
+    assert states(world)[0] is LOST
+
+
+def test_reports_of_unknown_ranks_are_passed_over() -> None:
+    world = World()
+    assert world.coordinator.handle(Report(9, 1, 0, True, True, 1, 0, None, -1), 0.0) == []
+    assert world.coordinator.counts["reports of unknown ranks"] == 1 and world.coordinator.rl_step == -1
+
+
+def test_a_session_without_a_step_is_cut_off_and_the_one_behind_excluded() -> None:
+    world = training(0, 1, 2, session_timeout_s=8.0, preempt_timeout_s=2.0)
+    world.step(0, 1)
+    world.wait(7)
+    assert world.coordinator.session is not None
+    world.wait(2)
+    assert advice(world, 0, 1, 2) == [Advice.LEAVE] * 3 and world.coordinator.counts["sessions cut off"] == 1
+    world.leave(0, 1, 2)
+    assert world.coordinator.is_excluded(2)
+    world.release(0, 1)
+    world.wait(3)
+    assert world.order.members == (0, 1), "the others train again"
+
+
+def test_progress_puts_the_cut_off_off() -> None:
+    world = training(0, 1, session_timeout_s=8.0)
+    for _ in range(5):
+        world.wait(6)
+        world.step(0, 1)
+    assert world.order.session == 1
+
+
+def test_who_never_enters_is_the_one_behind() -> None:
+    world = World(session_timeout_s=8.0)
+    world.start()
+    world.release(0, 1)
+    world.enter(0)
+    world.wait(9)
+    assert not world.coordinator.is_excluded(0) and world.coordinator.is_excluded(1)
+
+
+def test_of_members_equally_far_the_one_that_does_not_leave_is_excluded() -> None:
+    world = training(0, 1, 2, session_timeout_s=8.0, preempt_timeout_s=2.0)
+    world.wait(9)
+    world.leave(0, 1)
+    world.release(0, 1)
+    world.wait(3)
+    assert [world.coordinator.is_excluded(i) for i in range(3)] == [False, False, True]
+    assert world.order.members == (0, 1) and states(world)[2] is TRAINING
+
+
+def test_of_members_equally_far_that_all_leave_none_is_trusted() -> None:
+    world = training(0, 1, session_timeout_s=8.0, preempt_timeout_s=2.0)
+    world.wait(9)
+    world.leave(0, 1)
+    world.wait(5)
+    assert world.coordinator.session is None
+    assert world.coordinator.is_excluded(0) and world.coordinator.is_excluded(1)
+
+
+def test_who_does_not_leave_when_told_is_excluded_for_the_rest_of_the_rl_step() -> None:
+    world = training(0, 1, preempt_timeout_s=3.0)
+    world.ranks[0].withdraw()
+    world.say(0)
+    world.wait(2)
+    assert not world.coordinator.is_excluded(1)
+    world.wait(2)
+    assert world.coordinator.is_excluded(1) and not world.coordinator.is_excluded(0)
+    world.leave(1)
+    world.release(0, 2)
+    assert world.order.members == (0, 2), "its having left changes nothing in this RL step"
+    world.release(1, 3)
+    world.leave(0, 2)
+    world.start(1)
+    assert not world.coordinator.is_excluded(1)
+    world.release(0, 1)
+    assert world.order.members == (0, 1)
+
+
+def test_a_report_from_before_the_order_acknowledges_no_stop() -> None:
+    world = World()
+    world.start()
+    world.release(0)
+    world.deaf = {0}
+    before = world.ranks[0].report()  # outside, but sent before it could know of the order
+    world.release(1)
+    world.ranks[1].withdraw()
+    world.say(1)
+    assert world.coordinator.session is None
+    world.handle(before)
+    assert states(world)[0] is TRAINING, "it may be entering right now"
+    world.deaf = set()
+    world.say(0)
+    assert states(world)[0] is TRAINING
+    world.say(0)
+    assert states(world)[0] is IDLE, "having heard the stop, it enters no more"
+
+
+def test_every_report_that_counts_is_answered() -> None:
+    world = World()
+    for rank in world.ranks.values():
+        directives = world.coordinator.handle(rank.report(), 0.0)
+        assert [d.rank for d in directives] == [rank.rank] and directives[0].rollout_over
+
+
+def test_what_is_wanted_costs_few_directives_at_any_size() -> None:
+    """Full states need no more messages than a protocol of changes: a constant number per report."""
+    replicas = [(i,) for i in range(2000)]
+    world = World(replicas, lost_after_s=1e6)
+    world.start()
+    for rank in range(1999):
+        world.release(rank)
+        if rank % 100 == 99:
+            members = world.order.members
+            for number in members:
+                if world.ranks[number].advice(0.0) is Advice.LEAVE:
+                    world.leave(number)
+            inside = [number for number in members if world.ranks[number].advice(0.0) is Advice.ENTER]
+            world.enter(*inside)
+            for _ in range(2):
+                world.step(*(n for n in members if world.ranks[n].advice(0.0) is Advice.TRAIN))
+    world.release(1999)
+    assert all(rank.rollout_over(0) for rank in world.ranks.values())
+    reports = sum(rank.report().sequence for rank in world.ranks.values())
+    assert world.coordinator.counts["further generations"] >= 5
+    assert world.given <= 3 * reports
+
+
+@pytest.mark.parametrize(("replicas", "said"), [([], "no replicas"), ([()], "no ranks"), ([(0,), (0,)], "rank 0 is")])
+def test_what_makes_no_sense_is_refused(replicas: list[tuple[int, ...]], said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said}.*allowed"):
+        Coordinator(replicas, CoordinatorConfig(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_replicas": 0},
+        {"min_entries": -1},
+        {"steps_ahead": 0},
+        {"heartbeat_s": 0.0},
+        {"lost_after_s": 0.9},
+        {"session_timeout_s": float("nan")},
+        {"preempt_timeout_s": float("inf")},
+        {"silent_after_s": 0.5},
+    ],
+)
+def test_settings_outside_their_bounds_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} is .*allowed"):
+        CoordinatorConfig(**wrong)  # type: ignore[arg-type]
