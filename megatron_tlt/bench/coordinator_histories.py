@@ -92,7 +92,6 @@ class Simulation:
         self._pushed = 0
         self._groups: dict[tuple[int, int], _Group] = {}
         self._tick_at = float("inf")
-        self._last_release = 0.0
         self._ended = False
 
     def run(self) -> History:
@@ -168,12 +167,9 @@ class Simulation:
     def _hears(self, rank: SimulatedRank, directive: Directive) -> None:
         if rank.dead:
             return
-        follower, over = rank.follower, rank.follower.rollout_over(rank.follower.rl_step)
-        news = follower.hear(directive, self._now)
+        news = rank.follower.hear(directive, self._now)
         self._rules.heard(rank, directive)
         if news:
-            if not over and follower.rollout_over(follower.rl_step):
-                self.history.to_end_s.append(self._now - self._last_release)
             self._act(rank)
 
     def _act(self, rank: SimulatedRank) -> None:
@@ -262,7 +258,6 @@ class Simulation:
         if rank.dead:
             return
         rank.busy, rank.free_since = False, self._now
-        self._last_release = self._now
         rank.follower.released(rl_step, rank.entries, rank.version)
         self._send(rank)
         self._act(rank)
@@ -303,7 +298,6 @@ class Simulation:
     def _kill(self, replica: int) -> None:
         for number in self._replicas[replica]:
             self.ranks[number].dead = True
-        self._last_release = self._now
         self._check_all_done()
 
     def _hang(self, rank: SimulatedRank, duration: float) -> None:

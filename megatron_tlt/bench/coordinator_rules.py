@@ -17,15 +17,13 @@ LONGEST_TRIP_S = 3.5
 
 @dataclass
 class History:
-    """What happened in one: ``violations`` are sentences, none if all is well; times in simulated seconds."""
+    """What happened in one: ``violations`` are sentences, none if all is well."""
 
     seed: int
     violations: list[str] = field(default_factory=list)
     reports: int = 0
     steps: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    to_end_s: list[float] = field(default_factory=list)
-    """From the end of the last rollout to each rank's knowing it."""
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 _NAMES = (
     "checkpoint",
     "conversion",
+    "coordinator",
     "drafter",
     "drafter-checkpoint",
     "drafter-packing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -202,7 +203,8 @@ class CoordinatorClient:
         next_heartbeat = time.monotonic()
         try:
             while not self._closing:
-                ready = dict(poller.poll(max(0.0, next_heartbeat - time.monotonic()) * 1000))
+                wait = max(0.0, next_heartbeat - time.monotonic())
+                ready = dict(poller.poll(math.ceil(wait * 1000)))
                 if self._socket in ready:
                     self._receive()
                 if self._wake in ready:
