@@ -16,7 +16,7 @@ from typing import TypeVar
 import zmq
 
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.messages import LARGEST_MESSAGE, Dropped, Seal
+from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Dropped, Seal
 from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Advice, Directive, Place, SessionOrder
 
@@ -76,7 +76,7 @@ class CoordinatorClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_DIRECTIVE)
         # nothing is kept for a coordinator that is not there: the next report says it all
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

@@ -20,9 +20,9 @@ from megatron_tlt.spot.types import Directive, Report
 
 SECRET_BYTES = 32
 _MAC_BYTES = 32
-_LARGEST = {Report: 1 << 10, Directive: 1 << 20}
-LARGEST_MESSAGE = max(_LARGEST.values())
-"""Bytes; no socket takes in more."""
+LARGEST_REPORT, LARGEST_DIRECTIVE = 1 << 10, 1 << 20
+"""Bytes; a directive names all members of a session."""
+_LARGEST = {Report: LARGEST_REPORT, Directive: LARGEST_DIRECTIVE}
 
 Message = TypeVar("Message", Report, Directive)
 

@@ -18,14 +18,14 @@ import zmq
 
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot.coordinator import Coordinator
-from megatron_tlt.spot.messages import LARGEST_MESSAGE, Dropped, Seal
+from megatron_tlt.spot.messages import LARGEST_REPORT, Dropped, Seal
 from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Directive, Report
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 4096
-"""Messages of a round: deadlines are looked at in between, however many come."""
+_MOST_AT_ONCE = 1 << 16
+"""Messages of a round: some from each of very many ranks, but no flood of them puts deadlines off for ever."""
 _LONGEST_ROUND_S = 1.0
 
 
@@ -69,7 +69,8 @@ class CoordinatorService:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        # beyond what is merely dropped and counted, ZeroMQ ends the connection before it takes the message in
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 64 * LARGEST_REPORT)
         try:
             self._socket.bind(f"tcp://{address}:{port or '*'}")
         except zmq.ZMQError as error:

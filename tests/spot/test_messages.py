@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.spot.messages import LARGEST_MESSAGE, Drop, Dropped, Seal, new_secret
+from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Drop, Dropped, Seal, new_secret
 from megatron_tlt.spot.types import Directive, Place, Report, SessionOrder
 
 SECRET = bytes(range(32))
@@ -69,7 +69,7 @@ def test_what_is_not_signed_or_malformed_is_told_apart() -> None:
     assert reason([mac[:-1], payload]) is Drop.MALFORMED
     assert reason([mac, payload, b"more"]) is Drop.MALFORMED
     assert reason([mac, payload + bytes(2000)]) is Drop.OVERSIZED
-    assert reason([mac, bytes(LARGEST_MESSAGE)], Directive) is Drop.OVERSIZED
+    assert reason([mac, bytes(LARGEST_DIRECTIVE)], Directive) is Drop.OVERSIZED
 
 
 @pytest.mark.parametrize(
