@@ -59,7 +59,7 @@ class _Rollout:
         self._random = random.Random(seed)
         self.now = 0
         config = CoordinatorConfig(
-            min_replicas=replicas // 2,
+            min_replicas=replicas // 10,
             heartbeat_s=HEARTBEAT_S,
             lost_after_s=8 * HEARTBEAT_S,
             silent_after_s=8 * HEARTBEAT_S,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.options import CoordinatorConfig
-from megatron_tlt.spot.types import Advice, ReplicaState, Report
+from megatron_tlt.spot.types import Advice, Place, ReplicaState, Report
 from tests.spot.world import PAIRS, World
 
 BUSY, IDLE, TRAINING, LOST = ReplicaState.BUSY, ReplicaState.IDLE, ReplicaState.TRAINING, ReplicaState.LOST
@@ -290,6 +292,13 @@ def test_a_session_without_a_step_is_cut_off_and_the_one_behind_excluded() -> No
     world.release(0, 1)
     world.wait(3)
     assert world.order.members == (0, 1), "the others train again"
+
+
+def test_steps_of_another_session_do_not_count() -> None:
+    world = training(0, 1)
+    for rank in (0, 1):
+        world.handle(replace(world.ranks[rank].report(), place=Place(9, 1, 3)))
+    assert world.order.until_step == 3
 
 
 def test_progress_puts_the_cut_off_off() -> None:

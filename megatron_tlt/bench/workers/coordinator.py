@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -83,9 +82,6 @@ def main() -> None:
     seal = Seal(sys.stdin.buffer.read(SECRET_BYTES), options["run_id"])
     config = CoordinatorConfig(**options["config"])
     clients = [CoordinatorClient(rank, options["endpoint"], config, seal) for rank in options["ranks"]]
-    # a rank's loop begins when it hears of the coordinator
-    while any(client.silent_for > config.heartbeat_s for client in clients):
-        threading.Event().wait(config.heartbeat_s / 10)
     print(json.dumps({"poll_s": _poll_s(clients[0])}), flush=True)
     with ThreadPoolExecutor(len(clients)) as pool:
         for line in sys.stdin.buffer:
