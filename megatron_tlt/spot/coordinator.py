@@ -321,12 +321,13 @@ class Coordinator:
             return
         stopped, suspects = self._stopped.pop(sequence)
         hanging = [r for r in stopped if not r.lost and any(rank.stop == sequence for rank in r.ranks)]
-        self.counts["replicas excluded"] += len(hanging) or len(suspects)
         if hanging:
             for replica in suspects:
                 replica.excluded = False
         for replica in hanging:
             replica.excluded = True
+        if hanging or suspects:
+            self.counts["replicas excluded"] += len(hanging or suspects)
         for replica in stopped:
             self._refresh(replica, now)
 

@@ -9,28 +9,9 @@ import pytest
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Advice, Place, ReplicaState, Report
-from tests.spot.world import PAIRS, World
+from tests.spot.world import PAIRS, World, advice, states, training
 
 BUSY, IDLE, TRAINING, LOST = ReplicaState.BUSY, ReplicaState.IDLE, ReplicaState.TRAINING, ReplicaState.LOST
-
-
-def states(world: World) -> list[ReplicaState]:
-    return [world.coordinator.state_of(i) for i in range(4)]
-
-
-def advice(world: World, *ranks: int) -> list[Advice]:
-    return [world.ranks[rank].advice(world.now) for rank in ranks]
-
-
-def training(*ranks: int, **options: object) -> World:
-    """A world where these train, all with step 0 done."""
-    world = World(**options)
-    world.start()
-    world.release(*ranks[:-1], entries=0)
-    world.release(ranks[-1])
-    world.enter(*ranks)
-    world.step(*ranks, version=1)
-    return world
 
 
 def test_a_replica_is_released_when_all_of_its_ranks_are() -> None:
@@ -280,80 +261,11 @@ def test_reports_of_unknown_ranks_are_passed_over() -> None:
     assert world.coordinator.counts["reports of unknown ranks"] == 1 and world.coordinator.rl_step == -1
 
 
-def test_a_session_without_a_step_is_cut_off_and_the_one_behind_excluded() -> None:
-    world = training(0, 1, 2, session_timeout_s=8.0, preempt_timeout_s=2.0)
-    world.step(0, 1)
-    world.wait(7)
-    assert world.coordinator.session is not None
-    world.wait(2)
-    assert advice(world, 0, 1, 2) == [Advice.LEAVE] * 3 and world.coordinator.counts["sessions cut off"] == 1
-    world.leave(0, 1, 2)
-    assert world.coordinator.is_excluded(2)
-    world.release(0, 1)
-    world.wait(3)
-    assert world.order.members == (0, 1), "the others train again"
-
-
 def test_steps_of_another_session_do_not_count() -> None:
     world = training(0, 1)
     for rank in (0, 1):
         world.handle(replace(world.ranks[rank].report(), place=Place(9, 1, 3)))
     assert world.order.until_step == 3
-
-
-def test_progress_puts_the_cut_off_off() -> None:
-    world = training(0, 1, session_timeout_s=8.0)
-    for _ in range(5):
-        world.wait(6)
-        world.step(0, 1)
-    assert world.order.session == 1
-
-
-def test_who_never_enters_is_the_one_behind() -> None:
-    world = World(session_timeout_s=8.0)
-    world.start()
-    world.release(0, 1)
-    world.enter(0)
-    world.wait(9)
-    assert not world.coordinator.is_excluded(0) and world.coordinator.is_excluded(1)
-
-
-def test_of_members_equally_far_the_one_that_does_not_leave_is_excluded() -> None:
-    world = training(0, 1, 2, session_timeout_s=8.0, preempt_timeout_s=2.0)
-    world.wait(9)
-    world.leave(0, 1)
-    world.release(0, 1)
-    world.wait(3)
-    assert [world.coordinator.is_excluded(i) for i in range(3)] == [False, False, True]
-    assert world.order.members == (0, 1) and states(world)[2] is TRAINING
-
-
-def test_of_members_equally_far_that_all_leave_none_is_trusted() -> None:
-    world = training(0, 1, session_timeout_s=8.0, preempt_timeout_s=2.0)
-    world.wait(9)
-    world.leave(0, 1)
-    world.wait(5)
-    assert world.coordinator.session is None
-    assert world.coordinator.is_excluded(0) and world.coordinator.is_excluded(1)
-
-
-def test_who_does_not_leave_when_told_is_excluded_for_the_rest_of_the_rl_step() -> None:
-    world = training(0, 1, preempt_timeout_s=3.0)
-    world.ranks[0].withdraw()
-    world.say(0)
-    world.wait(2)
-    assert not world.coordinator.is_excluded(1)
-    world.wait(2)
-    assert world.coordinator.is_excluded(1) and not world.coordinator.is_excluded(0)
-    world.leave(1)
-    world.release(0, 2)
-    assert world.order.members == (0, 2), "its having left changes nothing in this RL step"
-    world.release(1, 3)
-    world.leave(0, 2)
-    world.start(1)
-    assert not world.coordinator.is_excluded(1)
-    world.release(0, 1)
-    assert world.order.members == (0, 1)
 
 
 def test_a_report_from_before_the_order_acknowledges_no_stop() -> None:

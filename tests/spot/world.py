@@ -8,7 +8,7 @@ from typing import Any
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
 from megatron_tlt.spot.options import CoordinatorConfig
-from megatron_tlt.spot.types import Directive, Report, SessionOrder
+from megatron_tlt.spot.types import Advice, Directive, ReplicaState, Report, SessionOrder
 
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 SINGLES = [(0,), (1,), (2,), (3,)]
@@ -87,3 +87,22 @@ class World:
     def order(self) -> SessionOrder:
         assert self.coordinator.session is not None
         return self.coordinator.session.order
+
+
+def states(world: World) -> list[ReplicaState]:
+    return [world.coordinator.state_of(i) for i in range(4)]
+
+
+def advice(world: World, *ranks: int) -> list[Advice]:
+    return [world.ranks[rank].advice(world.now) for rank in ranks]
+
+
+def training(*ranks: int, **options: Any) -> World:
+    """A world where these train, all with step 0 done."""
+    world = World(**options)
+    world.start()
+    world.release(*ranks[:-1], entries=0)
+    world.release(ranks[-1])
+    world.enter(*ranks)
+    world.step(*ranks, version=1)
+    return world
