@@ -1,1 +1,28 @@
-"""The spot trainer: the drafter learns on released ranks, told by a coordinator; its checkpoints are written beside."""
+"""The spot trainer: the drafter learns on released ranks, as a coordinator says; its checkpoints are written beside."""
+
+from megatron_tlt.spot.checkpointer import SelectiveCheckpointer, newest
+from megatron_tlt.spot.client import CoordinatorClient
+from megatron_tlt.spot.coordinator import Coordinator
+from megatron_tlt.spot.follower import Follower
+from megatron_tlt.spot.messages import Seal, new_secret
+from megatron_tlt.spot.options import CoordinatorConfig
+from megatron_tlt.spot.service import CoordinatorService
+from megatron_tlt.spot.types import Advice, Directive, Place, ReplicaState, Report, SessionOrder
+
+__all__ = [
+    "Advice",
+    "Coordinator",
+    "CoordinatorClient",
+    "CoordinatorConfig",
+    "CoordinatorService",
+    "Directive",
+    "Follower",
+    "Place",
+    "ReplicaState",
+    "Report",
+    "Seal",
+    "SelectiveCheckpointer",
+    "SessionOrder",
+    "new_secret",
+    "newest",
+]
