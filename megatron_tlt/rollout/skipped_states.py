@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_tlt.config.speculation import SkippedConfig
@@ -22,11 +23,39 @@ class SkippedCounts:
 
 @dataclass(slots=True)
 class _Segment:
-    """``length`` tokens from ``position`` on, in rows from ``row`` on (counted over the store's whole life)."""
+    """``length`` tokens from ``position`` on, in every ``stride``-th row from ``row`` on.
+
+    Rows are counted over the store's whole life.
+    """
 
     position: int
     row: int
     length: int
+    stride: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.position + self.length
+
+    def drop_first(self, count: int) -> None:
+        self.position, self.row, self.length = (
+            self.position + count,
+            self.row + count * self.stride,
+            self.length - count,
+        )
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Steps in a row of one token for each of the same requests, which then take O(1) each.
+
+    ``positions`` (requests,) are those of the first of the ``steps``, whose states begin in ``row``.
+    """
+
+    requests: list[str]
+    positions: np.ndarray
+    row: int
+    steps: int
 
 
 @dataclass
@@ -49,6 +78,7 @@ class SkippedStates:
         self._ring: torch.Tensor | None = None
         self._written = 0
         self._segments: dict[str, deque[_Segment]] = {}
+        self._stretch: _Stretch | None = None
         self.counts = SkippedCounts()
 
     @property
@@ -62,26 +92,53 @@ class SkippedStates:
 
         What a request had at or behind a span's position counts as computed anew and is forgotten.
         """
+        self._end_stretch()
+        row = self._written
+        for request, position, length in spans:
+            self._add(request, _Segment(position, row, length))
+            row += length
+        self._write(states)
+
+    def append_step(self, states: torch.Tensor, requests: Sequence[str], positions: np.ndarray) -> None:
+        """Keep ``states`` (requests, features) of one token of each request, at ``positions`` (requests,)."""
+        stretch = self._stretch
+        if (
+            stretch is not None
+            and stretch.requests == requests
+            and np.array_equal(stretch.positions + stretch.steps, positions)
+        ):
+            stretch.steps += 1
+        else:
+            self._end_stretch()
+            self._stretch = _Stretch(list(requests), positions.copy(), self._written, 1)
+        self._write(states)
+
+    def _end_stretch(self) -> None:
+        """Note for each request what the stretch holds of it."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is None:
+            return
+        stride = len(stretch.requests)
+        for at, (request, position) in enumerate(zip(stretch.requests, stretch.positions.tolist(), strict=True)):
+            self._add(request, _Segment(position, stretch.row + at, stretch.steps, stride))
+
+    def _add(self, request: str, segment: _Segment) -> None:
+        segments = self._segments.get(request)
+        if segments is None:
+            segments = self._segments[request] = deque()
+        elif segments and segments[-1].end > segment.position:
+            self._cut(segments, segment.position)
+        segments.append(segment)
+        if segments[0].position + self._limits.window < segment.end:
+            self._keep_window(segments)
+
+    def _write(self, states: torch.Tensor) -> None:
         if self._ring is None:
             row_bytes = max(1, states.shape[1] * states.element_size())
             rows = min(self._limits.max_bytes // row_bytes, self._limits.window * self._max_requests)
             self._ring = states.new_empty((rows, states.shape[1]))
-        row = self._written
-        for request, position, length in spans:
-            segments = self._segments.get(request)
-            if segments is None:
-                segments = self._segments[request] = deque()
-            elif segments and segments[-1].position + segments[-1].length > position:
-                self.drop_from(request, position)
-            segments.append(_Segment(position, row, length))
-            row += length
-            if segments[0].position + self._limits.window < position + length:
-                self._keep_window(segments)
-        self.counts.skipped += len(states)
-        self._write(states)
-
-    def _write(self, states: torch.Tensor) -> None:
         ring, capacity = self.states, len(self.states)
+        self.counts.skipped += len(states)
         self._written += len(states)
         kept = states[max(0, len(states) - capacity) :]
         if not len(kept):
@@ -92,19 +149,23 @@ class SkippedStates:
         ring[: len(kept) - head] = kept[head:]
 
     def _keep_window(self, segments: deque[_Segment]) -> None:
-        end = segments[-1].position + segments[-1].length
+        end = segments[-1].end
         while segments and segments[0].position + self._limits.window < end:
             first = segments[0]
             gone = min(first.length, end - self._limits.window - first.position)
             self.counts.dropped += gone
-            first.position, first.row, first.length = first.position + gone, first.row + gone, first.length - gone
+            first.drop_first(gone)
             if not first.length:
                 segments.popleft()
 
     def drop_from(self, request: str, position: int) -> None:
         """The request's tokens from ``position`` on are computed anew: forget them."""
-        segments = self._segments.get(request)
-        while segments and segments[-1].position + segments[-1].length > position:
+        self._end_stretch()
+        self._cut(self._segments.get(request, deque()), position)
+
+    @staticmethod
+    def _cut(segments: deque[_Segment], position: int) -> None:
+        while segments and segments[-1].end > position:
             last = segments[-1]
             last.length = position - last.position
             if last.length <= 0:
@@ -112,23 +173,24 @@ class SkippedStates:
 
     def take(self, request: str) -> list[Gap]:
         """What is left of the request's skipped tokens, by position, and forget it."""
+        self._end_stretch()
         gaps: list[Gap] = []
         position = -1
         rows: list[int] = []
         oldest = self._written - len(self._ring) if self._ring is not None else 0
         for segment in self._segments.pop(request, ()):
-            gone = min(segment.length, max(0, oldest - segment.row))
+            gone = min(segment.length, max(0, -((segment.row - oldest) // segment.stride)))
             self.counts.dropped += gone
             self.counts.filled += segment.length - gone
-            first, row, length = segment.position + gone, segment.row + gone, segment.length - gone
-            if not length:
+            segment.drop_first(gone)
+            if not segment.length:
                 continue
-            if rows and first != position + len(rows):
+            if rows and segment.position != position + len(rows):
                 gaps.append(self._gap(position, rows))
                 rows = []
             if not rows:
-                position = first
-            rows.extend(range(row, row + length))
+                position = segment.position
+            rows.extend(range(segment.row, segment.row + segment.length * segment.stride, segment.stride))
         if rows:
             gaps.append(self._gap(position, rows))
         return gaps
@@ -138,9 +200,10 @@ class SkippedStates:
 
     def forget(self, request: str) -> None:
         """The request has ended."""
+        self._end_stretch()
         self._segments.pop(request, None)
 
     def release(self) -> None:
         """Give the ring's memory back; all requests are forgotten."""
-        self._ring = None
+        self._ring = self._stretch = None
         self._segments.clear()

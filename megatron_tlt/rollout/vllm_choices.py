@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,31 @@ Choice = tuple[Strategy, Mapping[str, int] | None]
 _UNLIMITED = -1
 
 
-def agree(choice: Choice | None, requests: Sequence[str], group: dist.ProcessGroup | None) -> Choice:
+class RunningRequests(Mapping[str, int]):
+    """Tokens generated so far by the caller's id of each running request, looked up when first asked for.
+
+    A choice that goes by the batch alone, with every engine step, needs no more than their number.
+    """
+
+    def __init__(self, running: Sequence[Any], external_id: Callable[[str], str]) -> None:
+        self._running = running
+        self._external_id = external_id
+
+    @cached_property
+    def _tokens(self) -> dict[str, int]:
+        return {self._external_id(request.request_id): int(request.num_output_tokens) for request in self._running}
+
+    def __getitem__(self, name: str) -> int:
+        return self._tokens[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+def agree(choice: Choice | None, requests: Collection[str], group: dist.ProcessGroup | None) -> Choice:
     """The first rank's ``choice`` on every rank of ``group``; others give None. Collective, over CPU tensors.
 
     Args:

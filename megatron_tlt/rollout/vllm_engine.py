@@ -22,7 +22,7 @@ from megatron_tlt.rollout.chooser import StrategyChooser
 from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
-from megatron_tlt.rollout.vllm_choices import agree
+from megatron_tlt.rollout.vllm_choices import RunningRequests, agree
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
 from megatron_tlt.rollout.vllm_drafters import MODEL_DRAFTERS, read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
@@ -204,13 +204,10 @@ class VllmEngine:
 
     def _choose(self, chooser: StrategyChooser) -> None:
         """Put the chooser's strategy in force, the first rank's on all ranks of the engine."""
-        running = {
-            self._switch.external_id(request.request_id): int(request.num_output_tokens)
-            for request in self._scheduler.running
-        }
+        running = RunningRequests(self._scheduler.running, self._switch.external_id)
         batch = len(running) or min(len(self._scheduler.waiting), self._runner.max_num_reqs)
         choice = chooser.next(batch, running) if self._tp_rank == 0 else None
-        strategy, budgets = agree(choice, list(running), self._tp_group)
+        strategy, budgets = agree(choice, running, self._tp_group)
         self._switch.set(strategy, budgets)
 
     def _record(self, start: float, duration: float, verified: Strategy) -> StepRecord:

@@ -141,6 +141,9 @@ class StrategySwitch:
         runner._input_fits_in_drafter = lambda metadata: metadata is not None
         self._sample_drafts = runner._sample
         runner._sample = self._sample
+        self._take_drafts = runner.take_draft_token_ids
+        runner.take_draft_token_ids = self._take
+        self._any_drafts = False
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -223,7 +226,17 @@ class StrategySwitch:
         drafted = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
         return self._sample_drafts(logits, spec_decode_metadata if drafted else None)
 
-    def _propose(
+    def _take(self) -> Any:
+        """vLLM's ``take_draft_token_ids``; its scheduler need not be told that no request has drafts."""
+        return self._take_drafts() if self._any_drafts else None
+
+    def _propose(self, scheduler_output: Any, sampled_token_ids: list[list[int]], *rest: Any) -> list[list[int]]:
+        """vLLM's ``propose_draft_token_ids``: drafts for each row of the batch."""
+        drafts = self._draft(scheduler_output, sampled_token_ids, *rest)
+        self._any_drafts = any(drafts)
+        return drafts
+
+    def _draft(
         self,
         scheduler_output: Any,
         sampled_token_ids: list[list[int]],
@@ -235,7 +248,6 @@ class StrategySwitch:
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        """vLLM's ``propose_draft_token_ids``: drafts for each row of the batch."""
         self._runner._draft_probs = None  # drafts are certain: verified as one-hot distributions
         self._runner._draft_prob_req_ids = None
         self.drafted_under = self.strategy
@@ -345,5 +357,5 @@ class StrategySwitch:
         starts = batch.num_computed_tokens_cpu[:size]
         if len(features) != size or (starts < batch.num_prompt_tokens[:size]).any():
             return False
-        self._skipped.append(features, zip(batch.req_ids, starts.tolist(), itertools.repeat(1)))
+        self._skipped.append_step(features, batch.req_ids, starts)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +26,19 @@ def value(request: str, position: int, time: int) -> list[float]:
         st.one_of(
             # the requests of a step, each by how many tokens
             st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any),
+            st.just([1, 1, 1]),
+            st.just([1, 0, 1]),
             st.tuples(st.just("take"), st.integers(0, 2)),
             st.tuples(st.just("back"), st.integers(0, 2)),
             st.tuples(st.just("forget"), st.integers(0, 2)),
         ),
         max_size=25,
     ),
+    by_step=st.booleans(),
 )
-def test_against_a_plain_model(window: int, rows: int, actions: list[list[int] | tuple[str, int]]) -> None:
+def test_against_a_plain_model(
+    window: int, rows: int, actions: list[list[int] | tuple[str, int]], by_step: bool
+) -> None:
     store = SkippedStates(SkippedConfig(window=window, max_bytes=rows * ROW_BYTES), max_requests=3)
     capacity = min(rows, 3 * window)
     written: list[tuple[str, int]] = []  # who wrote each row, ever
@@ -52,7 +58,11 @@ def test_against_a_plain_model(window: int, rows: int, actions: list[list[int] |
                     written.append((name, position))
                     following[name] += 1
                 held[name] = {at: kept for at, kept in held[name].items() if at >= following[name] - window}
-            store.append(torch.tensor(states), spans)
+            if by_step and max(action) == 1:
+                requests = [name for name, _, _ in spans]
+                store.append_step(torch.tensor(states), requests, np.array([position for _, position, _ in spans]))
+            else:
+                store.append(torch.tensor(states), spans)
             continue
         kind, name = action[0], str(action[1])
         if kind == "take":
