@@ -50,7 +50,7 @@ Build = Callable[[Trace, Truth, int], Tuner]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2400, help="engine steps of a trace; the shift is half-way")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each tuner on each trace")
+    parser.add_argument("--seeds", type=int, default=15, help="runs of each tuner on each trace")
     parser.add_argument("--first-seed", type=int, default=100, help="the others follow; 0 to 5 served to set defaults")
     parser.add_argument("--times", nargs="+", help="of the step times, only these (synthetic or a recording's name)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="batches that stay")

@@ -46,6 +46,8 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._calc_spec_decode_metadata"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
     ("vllm.model_executor.layers.fused_moe.activation", "MoEActivation.SILU"),
     ("vllm.model_executor.layers.fused_moe.expert_map_manager", "ExpertMapManager.get_local_expert_ids"),

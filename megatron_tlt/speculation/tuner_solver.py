@@ -30,7 +30,7 @@ class SolverOptions:
     batches: tuple[int, ...] = (1, 4, 16)
     samples: int = 3
     inline: bool = True
-    refresh: int = 400
+    refresh: int = 200
     half_life: int = 300
     drift: float = 3.5
     token_budget: int | None = None
