@@ -51,14 +51,18 @@ def pareto_lengths(count: int, shortest: int, longest: int, tail: float, seed: i
     return [min(longest, int(shortest * draw.paretovariate(tail))) for _ in range(count)]
 
 
-def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int, seed: int) -> list[Case]:
-    """The whole pool, and for each batch size up to ``rollouts`` disjoint rollouts of so many of its requests."""
-    shuffled = list(pool)
-    random.Random(seed).shuffle(shuffled)
+def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -> list[Case]:
+    """The whole pool, and for each batch size up to ``rollouts`` disjoint rollouts of so many of its requests.
+
+    Each rollout has the pool's law of lengths: requests in equal steps through it from one of the longest on, so that
+    a small one is a rollout's tail, and not a dozen tokens.
+    """
+    ordered = sorted(pool, key=lambda request: -request.sampling.max_tokens)
     cases = [Case(0, (tuple(pool),))]
     for batch in batches:
-        starts = range(0, len(shuffled) - batch + 1, batch)
-        cases.append(Case(batch, tuple(tuple(shuffled[start : start + batch]) for start in starts[:rollouts])))
+        stride = len(ordered) // batch
+        starts = range(min(rollouts, stride))
+        cases.append(Case(batch, tuple(tuple(ordered[start::stride][:batch]) for start in starts)))
     return cases
 
 

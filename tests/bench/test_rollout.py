@@ -27,12 +27,18 @@ def test_lengths_stay_within_their_bounds(count: int, shortest: int, longest: in
 
 
 def test_rollouts_of_a_case_share_no_request() -> None:
-    cases = make_cases(requests(16), [1, 4, 16], rollouts=3, seed=1)
+    pool = [of_length(request, 1 + 3 * index) for index, request in enumerate(requests(16))]
+    cases = make_cases(pool, [1, 4, 16], rollouts=3)
     assert [(case.name, [len(rollout) for rollout in case.rollouts]) for case in cases] == [
         ("whole rollout", [16]),
         ("batch 1", [1, 1, 1]),
         ("batch 4", [4, 4, 4]),
         ("batch 16", [16]),
+    ]
+    assert [[r.sampling.max_tokens for r in rollout] for rollout in cases[2].rollouts] == [
+        [46, 34, 22, 10],
+        [43, 31, 19, 7],
+        [40, 28, 16, 4],
     ]
     for case in cases:
         ids = [request.request_id for rollout in case.rollouts for request in rollout]

@@ -165,7 +165,7 @@ def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Pat
         vocab_size=512,
         max_position_embeddings=1024,
     )
-    options = {"dtype": "float32", "max_num_seqs": 64, "num_gpu_blocks_override": 512, "max_model_len": 512}
+    options = {"dtype": "float32", "max_num_seqs": 128, "num_gpu_blocks_override": 512, "max_model_len": 512}
     rollout = RolloutConfig(max_prompt_tokens=16, max_response_tokens=given["large_longest"], vllm=options)
     draw = torch.Generator().manual_seed(given["seed"])
     prompts = torch.randint(0, 512, (given["large_requests"], 8), generator=draw).tolist()
@@ -223,7 +223,7 @@ def main(given_json: str, work: str, out: str) -> None:
     initialize_distributed(600)
     make = {"quickstart": quickstart, "large": large}[given["target"]]
     target, pool, folder = make(given, Path(work))
-    cases = make_cases(pool, given["batches"], given["rollouts"], given["seed"])
+    cases = make_cases(pool, given["batches"], given["rollouts"])
     rows = measure(target, cases, given["repeats"])
     tensors = SafetensorsFolder(folder)
     weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
