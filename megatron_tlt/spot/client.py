@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 import zmq
@@ -18,14 +16,13 @@ import zmq
 from megatron_tlt.spot.follower import Follower
 from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Dropped, Seal
 from megatron_tlt.spot.options import CoordinatorConfig
+from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Advice, Directive, Place, SessionOrder
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-class CoordinatorClient:
+class CoordinatorClient(Threaded):
     """What a rank says to the coordinator, and what it is to do; no call waits for the coordinator but ``wait``.
 
     The loop of a rank whose share of the rollout is done::
@@ -61,9 +58,11 @@ class CoordinatorClient:
         seal: Seal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(
+            f"spot-client-{rank}",
+            f"rank {rank}'s line to the spot coordinator failed; it trains no drafter from here on",
+        )
         self.rank = rank
-        self.failure: BaseException | None = None
-        """What ended the thread, if anything did; the coordinator is silent from then on."""
         self._seal = seal
         self._clock = clock
         self._heartbeat_s = config.heartbeat_s
@@ -72,8 +71,6 @@ class CoordinatorClient:
         self._dropped: Counter[str] = Counter()
         self._news = threading.Condition()
         self._news_count = self._news_seen = 0
-        self._closing = False
-        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_DIRECTIVE)
@@ -81,9 +78,7 @@ class CoordinatorClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(endpoint)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name=f"spot-client-{rank}", daemon=True)
-        self._thread.start()
+        self._start()
 
     # What the rank tells
 
@@ -169,29 +164,11 @@ class CoordinatorClient:
         with self._news:
             return {**self._follower.counts, **{f"messages {reason}": n for reason, n in self._dropped.items()}}
 
-    def close(self) -> None:
-        """Ends the thread. May be called twice."""
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
-
-    def __enter__(self) -> CoordinatorClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _tell(self, change: Callable[[], _T]) -> _T:
         """Change what is reported, and have it reported at once."""
         with self._news:
             result = change()
-        if not self._closing:
-            os.eventfd_write(self._wake, 1)
+        self._wake_up()
         return result
 
     # The thread
@@ -201,24 +178,16 @@ class CoordinatorClient:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         next_heartbeat = time.monotonic()
-        try:
-            while not self._closing:
-                wait = max(0.0, next_heartbeat - time.monotonic())
-                ready = dict(poller.poll(math.ceil(wait * 1000)))
-                if self._socket in ready:
-                    self._receive()
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                if self._wake in ready or time.monotonic() >= next_heartbeat:
-                    self._report()
-                    next_heartbeat = time.monotonic() + self._heartbeat_s
-        except Exception as error:
-            self.failure = error
-            logger.exception(
-                "rank %d's line to the spot coordinator failed; it trains no drafter from here on", self.rank
-            )
-        finally:
-            self._context.destroy(linger=0)
+        while not self._closing:
+            wait = max(0.0, next_heartbeat - time.monotonic())
+            ready = dict(poller.poll(math.ceil(wait * 1000)))
+            if self._socket in ready:
+                self._receive()
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._wake in ready or time.monotonic() >= next_heartbeat:
+                self._report()
+                next_heartbeat = time.monotonic() + self._heartbeat_s
 
     def _report(self) -> None:
         with self._news:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import math
-import os
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 
 import zmq
 
@@ -20,16 +17,15 @@ from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.messages import LARGEST_REPORT, Dropped, Seal
 from megatron_tlt.spot.options import CoordinatorConfig
+from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Directive, Report
-
-logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 1 << 16
 """Messages of a round: some from each of very many ranks, but no flood of them puts deadlines off for ever."""
 _LONGEST_ROUND_S = 1.0
 
 
-class CoordinatorService:
+class CoordinatorService(Threaded):
     """Listens at ``endpoint`` from its construction until ``close``.
 
     Nothing that arrives can raise in the owner's thread. Should the service's own thread fail, it ends, the failure is
@@ -56,6 +52,9 @@ class CoordinatorService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         address = _one_address(host)
+        super().__init__(
+            "spot-coordinator", "the spot coordinator failed; no drafter is trained during rollouts from here on"
+        )
         self._seal = seal
         self._clock = clock
         # above what an earlier coordinator of this run may have used
@@ -63,10 +62,6 @@ class CoordinatorService:
         self._routes: dict[int, bytes] = {}
         self._dropped: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._closing = False
-        self.failure: BaseException | None = None
-        """What ended the thread, if anything did."""
-        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # beyond what is merely dropped and counted, ZeroMQ ends the connection before it takes the message in
@@ -74,13 +69,11 @@ class CoordinatorService:
         try:
             self._socket.bind(f"tcp://{address}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._abandon()
             raise RunError(f"the coordinator cannot listen on {address}:{port}: {error.strerror}") from error
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """``tcp://ADDRESS:PORT``, for the clients."""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="spot-coordinator", daemon=True)
-        self._thread.start()
+        self._start()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -88,37 +81,14 @@ class CoordinatorService:
         with self._lock:
             return {**self._machine.counts, **{f"messages {reason}": n for reason, n in self._dropped.items()}}
 
-    def close(self) -> None:
-        """Ends the thread and frees the port. May be called twice."""
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
-
-    def __enter__(self) -> CoordinatorService:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _serve(self) -> None:
+    def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        try:
-            while not self._closing:
-                wait = min(self._machine.next_deadline() - self._clock(), _LONGEST_ROUND_S)
-                poller.poll(max(0, math.ceil(wait * 1000)))
-                self._round(self._clock())
-        except Exception as error:
-            self.failure = error
-            logger.exception("the spot coordinator failed; no drafter is trained during rollouts from here on")
-        finally:
-            self._context.destroy(linger=0)
+        while not self._closing:
+            wait = min(self._machine.next_deadline() - self._clock(), _LONGEST_ROUND_S)
+            poller.poll(max(0, math.ceil(wait * 1000)))
+            self._round(self._clock())
 
     def _round(self, now: float) -> None:
         """What has arrived comes before any deadline: a coordinator that was held up takes nobody for lost."""

@@ -1,0 +1,74 @@
+"""What the two ends of the coordinator's line share: a thread of their own that a file descriptor wakes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+
+class Threaded:
+    """Runs ``_run`` in a thread until closed; a subclass gives ``_run``, sets itself up, and calls ``_start``.
+
+    Args:
+        name: of the thread.
+        complaint: what it means to the run should the thread fail, for the log.
+    """
+
+    def __init__(self, name: str, complaint: str) -> None:
+        self.failure: BaseException | None = None
+        """What ended the thread, if anything did."""
+        self._complaint = complaint
+        self._closing = False
+        self._context = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def _start(self) -> None:
+        self._thread.start()
+
+    def _abandon(self) -> None:
+        """It could not be set up: there is no thread to end."""
+        self._closing = True
+        self._context.destroy(linger=0)
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        """What the thread does; looks at ``_closing`` whenever ``_wake`` can be read."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self.failure = error
+            logger.exception(self._complaint)
+        finally:
+            self._context.destroy(linger=0)
+
+    def _wake_up(self) -> None:
+        if not self._closing:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Ends the thread and frees its sockets. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
