@@ -24,7 +24,7 @@ from megatron_tlt.speculation.graph_memory import (
     comparison_plans,
     load_published,
 )
-from megatron_tlt.speculation.graph_pool import GraphPlan
+from megatron_tlt.speculation.graph_pool import GraphPlan, capture_sizes
 from megatron_tlt.speculation.strategy import Strategy
 
 WORKER = Path(__file__).parent / "workers" / "graph_memory.py"
@@ -47,12 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", choices=("auto", "never"), default="auto", help="capture the chains' plans where a GPU is"
     )
-
-
-def capture_sizes(largest: int) -> tuple[int, ...]:
-    """vLLM's own grid of batches: 1, 2, 4, steps of 8 to 256, then of 16; and the largest."""
-    grid = (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16), largest)
-    return tuple(sorted({size for size in grid if size <= largest}))
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:

@@ -3,8 +3,8 @@
 vLLM 0.32 has two model runners. V2, the default for EAGLE and ngram on GPUs, captures full graphs of uniform decode
 batches by (requests, tokens per request). Left alone it takes every capture size at every draft length of its
 schedule, the naive plan. ``planned_graphs`` puts the plan's in their place: the target's, EAGLE's prefill and decode.
-V1, which other methods (suffix, custom classes) fall back to, captures piecewise graphs by number of tokens alone:
-strategies share them whatever they verify, and nothing is hooked.
+V1, which other methods (suffix, custom classes) and ``StrategySwitch`` use, captures piecewise graphs by number of
+tokens alone: strategies share them whatever they verify, and nothing is hooked. Engines get ``pool_of``'s that way.
 
 V2 runs a drafter's prefill in every step, also where it is asked for no drafts (its KV cache has no gaps then). So
 where the plan has a drafter model, each target graph has its draft prefill: plain ones too, which the plan leaves out.
@@ -22,9 +22,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.adaptive import strategies_of
 from megatron_tlt.rollout.vllm_versions import SUPPORTED_RELEASE, missing_attributes
-from megatron_tlt.speculation.graph_pool import GraphKind, GraphPlan
+from megatron_tlt.speculation.graph_pool import BatchBucket, GraphKind, GraphPlan, capture_sizes, plan_bucketed
 from megatron_tlt.speculation.strategy import OFF
 
 Runner = Literal["v1", "v2"]
@@ -79,6 +81,23 @@ def engine_arguments(
                 schedule.append((last + 1, max_num_seqs, 0))
             arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
     return arguments
+
+
+def pool_of(speculation: SpeculationConfig, max_num_seqs: int, max_num_batched_tokens: int) -> GraphPlan:
+    """The pool for a section's strategies: all of them up to the gate's upper bound, plain decoding for every batch.
+
+    The tuner may choose any strategy below that bound, so there is one bucket; a graph of more tokens than a step may
+    have is left out.
+
+    Raises:
+        ConfigError: strategies that the engine cannot have.
+    """
+    strategies = {OFF, *strategies_of(speculation)}
+    gate = speculation.adaptive
+    bound = max_num_seqs if gate is None else min(gate.threshold + gate.hysteresis, max_num_seqs)
+    plan = plan_bucketed([BatchBucket(1, bound, tuple(sorted(strategies)))], bound, capture_sizes(max_num_seqs))
+    fitting = tuple(graph for graph in plan.graphs if graph.num_tokens <= max_num_batched_tokens)
+    return dataclasses.replace(plan, graphs=fitting)
 
 
 def plan_shapes(plan: GraphPlan, kind: GraphKind) -> Shapes:

@@ -21,9 +21,11 @@ from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.collectives import broadcast_data
 from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
+from megatron_tlt.rollout.vllm_graphs import engine_arguments, pool_of
 
 _GIB = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
+_GPU_SEQUENCES, _GPU_BATCHED_TOKENS = 256, 8192
 
 # rollout.vllm may not set these: they follow from other keys or are what the rest of the room relies on
 OWNED_ENGINE_ARGS: dict[str, str] = {
@@ -278,4 +280,18 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
     else:
         args["enable_sleep_mode"] = True
         args["moe_backend"] = "triton"  # of the kernels that leave experts' weights plain; dense models ignore it
+        args |= _graph_args(rollout, speculation)
     return args | rollout.vllm
+
+
+def _graph_args(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any]:
+    """The CUDA graphs of an engine that speculates, unless ``rollout.vllm`` says which it is to have."""
+    own = {"enforce_eager", "compilation_config", "cudagraph_capture_sizes"}
+    if not speculation.enabled or own & set(rollout.vllm):
+        return {}
+    limits = {
+        name: int(rollout.vllm.get(name, default))
+        for name, default in (("max_num_seqs", _GPU_SEQUENCES), ("max_num_batched_tokens", _GPU_BATCHED_TOKENS))
+    }
+    plan = pool_of(speculation, **limits)
+    return limits | {"compilation_config": engine_arguments(plan, **limits, runner="v1")["compilation_config"]}

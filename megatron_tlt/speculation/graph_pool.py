@@ -83,6 +83,12 @@ class GraphPlan:
         return sum(kind in (None, graph.kind) for graph in self.graphs)
 
 
+def capture_sizes(largest: int) -> tuple[int, ...]:
+    """vLLM's own grid of batches: 1, 2, 4, steps of 8 to 256, then of 16; and the largest."""
+    grid = (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16), largest)
+    return tuple(sorted({size for size in grid if size <= largest}))
+
+
 def buckets_by_verify_tokens(
     strategies: Iterable[Strategy], starts: Sequence[int], threshold: int
 ) -> tuple[BatchBucket, ...]:

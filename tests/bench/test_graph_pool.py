@@ -14,6 +14,7 @@ import pytest
 from megatron_tlt.bench import graph_pool
 from megatron_tlt.bench.workers.graph_memory import read_plan, write_config
 from megatron_tlt.speculation.graph_memory import comparison_plans, load_published
+from megatron_tlt.speculation.graph_pool import capture_sizes
 from megatron_tlt.speculation.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +54,8 @@ def test_a_target_may_be_missed() -> None:
 
 
 def test_capture_sizes_are_vllms_grid() -> None:
-    assert graph_pool.capture_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert graph_pool.capture_sizes(288)[-4:] == (248, 256, 272, 288)
+    assert capture_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert capture_sizes(288)[-4:] == (248, 256, 272, 288)
 
 
 def test_what_fails_to_measure_is_said_and_a_job_holds_its_plan(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.vllm_graphs import (
     REQUIRED_GRAPH_ATTRIBUTES,
@@ -18,7 +20,7 @@ from megatron_tlt.rollout.vllm_graphs import (
     plan_shapes,
     planned_graphs,
 )
-from megatron_tlt.rollout.vllm_setup import prepare_environment
+from megatron_tlt.rollout.vllm_setup import engine_args, prepare_environment
 from megatron_tlt.speculation.graph_memory import comparison_plans
 from megatron_tlt.speculation.graph_pool import BatchBucket, GraphPlan, plan_bucketed, plan_single
 from megatron_tlt.speculation.strategy import OFF, Strategy
@@ -209,6 +211,33 @@ def test_plans_without_drafts_or_buckets() -> None:
     single = engine_arguments(plan_single(STRATEGIES[2], [1, 4]), 8, 64)
     assert single["speculative_config"] == {"num_speculative_tokens": 3}
     assert single["compilation_config"]["cudagraph_capture_sizes"] == [4, 16]
+
+
+def test_an_adaptive_engine_has_the_graphs_of_its_strategies_on_a_gpu(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piecewise graphs at the plan's numbers of tokens, which vLLM takes over as they are."""
+    from vllm.platforms import current_platform
+
+    model, head = folders
+    adaptive = AdaptiveConfig(strategies=["off", "eagle-1", "eagle-7"], threshold=6, hysteresis=2)
+    speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=7, adaptive=adaptive)
+    rollout = RolloutConfig(max_prompt_tokens=16, max_response_tokens=16, vllm={"max_num_seqs": 24})
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    found = engine_args(model, rollout, speculation, seed=1)
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (24, 8192)
+    plain, one, seven = {1, 2, 4, 8, 16, 24}, {2, 4, 8, 16}, {8, 16, 32, 64}
+    graphs = found["compilation_config"]
+    assert graphs == {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sorted(plain | one | seven)}
+
+    small = rollout.model_copy(update={"vllm": {"max_num_seqs": 24, "max_num_batched_tokens": 40}})
+    sizes = engine_args(model, small, speculation, seed=1)["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [1, 2, 4, 8, 16, 24, 32]
+    for own in ({"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}):
+        asked = rollout.model_copy(update={"vllm": own})
+        assert "compilation_config" not in engine_args(model, asked, speculation, seed=1)
+    without = SpeculationConfig(enabled=False)
+    assert "compilation_config" not in engine_args(model, rollout, without, seed=1)
 
 
 def test_what_the_engine_has_no_room_for_is_refused() -> None:
