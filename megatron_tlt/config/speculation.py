@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from megatron_tlt.config.section import Fraction, NonNegativeInt, PositiveInt, Section
+from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 StrategyName = Annotated[str, Field(pattern=r"^(off|(ngram|suffix|eagle|eagle3)-[1-9]\d*(-by-length)?)$")]
 
@@ -22,15 +22,30 @@ class NgramConfig(Section):
 class SuffixConfig(Section):
     """The suffix-tree drafter: what it keeps of earlier responses to a problem, and for how long.
 
+    A tree per problem, or one of all (``scope``), and with ``own_tree`` one of each request's own prompt and response.
     ``window`` past epochs count besides the running one, each ``epoch_decay`` of the one after it. ``max_bytes`` bounds
-    the trees of all problems of one engine; ``min_probability`` ends a draft.
+    the trees of all problems of one engine. A match of m tokens is drafted from for up to ``factor * m + offset``, as
+    long as a token's probability is at least ``min_probability``.
     """
 
+    scope: Literal["problem", "global"] = "problem"
+    own_tree: bool = True
     window: NonNegativeInt = 16
     epoch_decay: Fraction = 0.8
     max_depth: Annotated[int, Field(ge=2, le=1024)] = 32
     max_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    factor: NonNegativeFloat = 1.0
+    offset: float = 0.0
     min_probability: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+    @model_validator(mode="after")
+    def _drafts_something(self) -> SuffixConfig:
+        if self.factor + self.offset < 1.0:
+            raise ValueError(
+                f"factor is {self.factor} and offset {self.offset}; allowed: a sum of 1 and more, or a match of one "
+                "token is never drafted from"
+            )
+        return self
 
 
 class SkippedConfig(Section):

@@ -40,11 +40,13 @@ def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]
     if "suffix" in named:
         found["suffix"] = SuffixDrafter(
             SuffixConfig(
+                scope=suffix.scope,
+                own_tree=suffix.own_tree,
                 max_depth=suffix.max_depth,
                 window=suffix.window,
                 epoch_decay=suffix.epoch_decay,
                 max_bytes=suffix.max_bytes,
-                rule=SpeculationRule(min_probability=suffix.min_probability),
+                rule=SpeculationRule(suffix.factor, suffix.offset, suffix.min_probability),
             )
         )
     return found

@@ -73,6 +73,19 @@ def test_an_epoch_ends_where_a_problem_comes_again() -> None:
     assert suffix.epoch == 1  # type: ignore[attr-defined]
 
 
+def test_a_section_says_how_suffixes_are_kept_and_drafted_from() -> None:
+    suffix = {"scope": "global", "own_tree": False, "factor": 0.5, "offset": 2.0, "min_probability": 0.3, "window": 4}
+    section = {"drafter": "suffix", "suffix": suffix}
+    config = TltConfig.model_validate({"model": {"path": "m"}, "tasks": [TASK], "speculation": section})
+    found = token_drafters_of(config.speculation)
+    assert list(found) == ["suffix"]
+    own = found["suffix"].config  # type: ignore[attr-defined]
+    assert (own.scope, own.own_tree, own.window) == ("global", False, 4)
+    assert (own.rule.factor, own.rule.offset, own.rule.min_probability) == (0.5, 2.0, 0.3)
+    with pytest.raises(ValueError, match=r"factor is 0\.5 and offset 0\.0; allowed: a sum of 1 and more"):
+        TltConfig.model_validate({"model": {"path": "m"}, "tasks": [TASK], "speculation": {"suffix": {"factor": 0.5}}})
+
+
 def test_a_new_version_of_the_drafter_is_told_to_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     made = speculating()
     assert made.chooser is not None
