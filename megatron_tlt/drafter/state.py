@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.platform.collectives import broadcast_data
+from megatron_tlt.platform.rank_group import RankGroup, broadcast_plain
 
 Number = int | float | bool
 
@@ -84,21 +83,23 @@ def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter]
     optimizer.load_state_dict({"state": slots, "param_groups": [group]})
 
 
-def broadcast_state(
-    state: TrainerState, source: int, device: torch.device, group: dist.ProcessGroup | None = None
-) -> TrainerState:
+def broadcast_state(state: TrainerState, source: int, device: torch.device, group: RankGroup) -> TrainerState:
     """Global rank ``source``'s state on every rank of ``group``; a rank may have missed any number of sessions.
 
+    What is received are copies, on the source too: a collective that was given up never touches the live tensors.
+
     Raises:
+        GroupFailed: a member is gone, or the group was given up.
         RunError: a rank's drafter has other parameters.
     """
-    mine = dist.get_rank() == source
+    mine = group.rank == source
+    own = state.tensors()
     header: dict[str, Any] = {
         "version": state.version,
         "numbers": state.numbers,
-        "tensors": {name: (list(x.shape), str(x.dtype)) for name, x in state.tensors().items()},
+        "tensors": {name: (list(x.shape), str(x.dtype)) for name, x in own.items()},
     }
-    header = broadcast_data(header, dict, source, group)
+    header = broadcast_plain(group, header, dict[str, Any], source, device)
     parameters = {name.removeprefix("parameters/") for name in header["tensors"] if name.startswith("parameters/")}
     if parameters != set(state.parameters):
         differing = sorted(parameters.symmetric_difference(state.parameters))
@@ -106,9 +107,9 @@ def broadcast_state(
     received: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in header["tensors"].items():
         if mine:
-            tensor = state.tensors()[name].detach().to(device).contiguous()
+            tensor = own[name].detach().to(device, copy=True).contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        dist.broadcast(tensor, source, group=group)
+        group.broadcast([tensor], source)
         received[name] = tensor
     return TrainerState.from_tensors(header["version"], received, header["numbers"])

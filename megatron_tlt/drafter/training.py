@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
@@ -19,13 +18,23 @@ from megatron_tlt.drafter.packing import Pack, build_packs, uniform_noise
 from megatron_tlt.drafter.state import TrainerState, broadcast_state, capture_optimizer, restore_optimizer
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.optim.choice import OptimizerKeys, plain_optimizer
+from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
 
-Outcome = Literal["trained", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"]
+Outcome = Literal["trained", "stopped", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"]
 SessionOutcome = Literal[
     "completed", "stopped", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"
 ]
 _KEYS = OptimizerKeys("drafter.optimizer", "drafter.optimizer_arguments", "drafter.weight_decay")
-_SUMS = ("loss", "distribution_loss", "regression_loss", "tokens", "drafts", "sequences", "failed_ranks")
+_SUMS = (
+    "loss",
+    "distribution_loss",
+    "regression_loss",
+    "tokens",
+    "drafts",
+    "sequences",
+    "failed_ranks",
+    "stopped_ranks",
+)
 
 
 @dataclass(frozen=True)
@@ -53,15 +62,13 @@ class DrafterTrainer:
         config: how to train.
         seed: of the noise on features.
         group: the ranks that train together, each on entries of its own; None trains alone. All of them call every
-            method together.
+            method together. It may be another one at every step.
 
     Raises:
         ConfigError: a drafter of another kind than the config's, or an optimizer that cannot be built.
     """
 
-    def __init__(
-        self, model: DraftModel, config: DrafterConfig, seed: int, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: DraftModel, config: DrafterConfig, seed: int, group: RankGroup | None = None) -> None:
         if model.kind != config.kind:
             raise ConfigError(f"drafter.kind is {config.kind}; the drafter that was given is {model.kind}")
         self.model, self.config, self.group = model, config, group
@@ -91,6 +98,31 @@ class DrafterTrainer:
             self.version, {name: parameter.detach() for name, parameter in self._named.items()}, tensors, numbers
         )
 
+    @property
+    def resident_bytes(self) -> int:
+        """What it holds between steps: parameters, the optimizer's state, the target's embedding and head."""
+        shared = {id(tensor): tensor.nbytes for tensor in (self.model.shared.embedding, self.model.shared.head)}
+        tensors = self.state.tensors().values()
+        return sum(tensor.nbytes for tensor in tensors) + sum(shared.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a step needs at the least, activations left out, whether there has been one or not.
+
+        That is the above with a full optimizer's state, the gradients, and the copy of the parameters that a step
+        which turns out not to be finite goes back to.
+        """
+        parameters = sum(parameter.nbytes for parameter in self._named.values())
+        probe = torch.nn.Parameter(torch.zeros(2, 2))
+        optimizer = plain_optimizer(
+            self.config.optimizer, self.config.optimizer_arguments, [probe], self.config.lr, 0.0, _KEYS
+        )
+        probe.grad = torch.ones_like(probe)
+        optimizer.step()
+        kept = sum(isinstance(x, torch.Tensor) and x.shape == probe.shape for x in optimizer.state[probe].values())
+        shared = {id(tensor): tensor.nbytes for tensor in (self.model.shared.embedding, self.model.shared.head)}
+        return parameters * (3 + kept) + sum(shared.values())
+
     def load_state(self, state: TrainerState) -> None:
         """Goes on from a state, bit for bit.
 
@@ -110,42 +142,63 @@ class DrafterTrainer:
         self._failure = None
 
     def synchronize(self, source: int) -> None:
-        """Gives all ranks of the group global rank ``source``'s state: there is one drafter, not one per rank."""
+        """Gives all ranks of the group global rank ``source``'s state: there is one drafter, not one per rank.
+
+        Raises:
+            GroupFailed: the group broke or was given up; the state is the one of before.
+        """
         if self.group is not None:
             self.load_state(broadcast_state(self.state, source, self._device, self.group))
 
-    def train_step(self, entries: Sequence[Entry]) -> StepResult:
+    def train_step(self, entries: Iterable[Entry], should_stop: Callable[[], bool] = lambda: False) -> StepResult:
         """One optimizer step on the entries of all ranks; a rank may have none.
 
         The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What
-        is not finite stops training by name on all ranks; parameters are then those of the last good step.
+        is not finite stops training by name on all ranks; parameters are then those of the last good step. A rank that
+        ``should_stop`` says so to, between two micro-batches, ends the step on all ranks: nothing of it stays.
+
+        Whatever is raised, parameters are those of the last whole step.
 
         Raises:
             ConfigError: entries that do not fit the drafter.
-            RunError: an earlier step ended with something that is not finite (load a state to go on), or another rank
-                raised something.
+            GroupFailed: another rank raised something, or the group broke or was given up.
+            RunError: an earlier step ended with something that is not finite; load a state to go on.
         """
         if self._failure is not None:
             raise RunError(f"drafter training stopped with {self._failure}; load a state to go on")
         self._optimizer.zero_grad(set_to_none=False)
         error: Exception | None = None
         try:
-            sums = self._accumulate(entries)
-        except Exception as caught:  # whatever it is: the other ranks wait for this one's gradients
+            sums = self._accumulate(entries, should_stop)
+        except Exception as caught:  # whatever it is: the other ranks wait for this one
             error = caught
-            sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
-            sums[_SUMS.index("failed_ranks")] = 1.0
-        self._reduce(sums)
+            sums = self._sums(failed_ranks=1.0)
+        try:
+            return self._reduce_and_update(sums, error)
+        except Exception:
+            # a collective that was given up may still write to them
+            self._optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _reduce_and_update(self, sums: torch.Tensor, error: Exception | None) -> StepResult:
+        """The part of a step that all ranks of the group take in lockstep."""
+        self._reduce([sums])  # before the gradients: a step that is dropped does not move these
         totals = dict(zip(_SUMS, sums.tolist(), strict=True))
         if error is not None:
             raise error
         if totals["failed_ranks"]:
-            raise RunError("drafter training failed on another rank of its group, whose own error says why")
+            raise GroupFailed("drafter training failed on another rank of its group, whose own error says why")
+        if totals["stopped_ranks"]:
+            return StepResult("stopped", {})
         if not totals["tokens"]:
             return StepResult("no_tokens", {})
         if not math.isfinite(totals["loss"]):
             return self._fail("non_finite_loss")
+        for parameter in self._named.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
+        self._reduce(gradients)
         torch._foreach_div_(gradients, totals["tokens"])
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
@@ -156,16 +209,27 @@ class DrafterTrainer:
             return self._fail("non_finite_update")
         return StepResult("trained", self._metrics(totals, norm))
 
-    def _accumulate(self, entries: Sequence[Entry]) -> torch.Tensor:
+    def _accumulate(self, entries: Iterable[Entry], should_stop: Callable[[], bool]) -> torch.Tensor:
         """Adds the gradients of this rank's entries up; the sums of _SUMS."""
         config = self.config
-        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
-        packs = build_packs(entries, config.max_tokens_per_micro_batch, config.loss, self.model.entry_size)
-        for pack, members in packs:
+        if should_stop():
+            return self._sums(stopped_ranks=1.0)
+        sums = self._sums()
+        packs = build_packs(list(entries), config.max_tokens_per_micro_batch, config.loss, self.model.entry_size)
+        for number, (pack, members) in enumerate(packs):
+            if number and should_stop():
+                return self._sums(stopped_ranks=1.0)
             loss, pack_sums = self._forward(pack.to(self._device), members)
             loss.backward()
             sums += pack_sums
         return sums
+
+    def _sums(self, **values: float) -> torch.Tensor:
+        return torch.tensor([values.get(name, 0.0) for name in _SUMS], dtype=torch.float64, device=self._device)
+
+    def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.group is not None:
+            self.group.all_reduce(tensors)
 
     def _metrics(self, totals: dict[str, float], norm: float) -> dict[str, float]:
         per_draft = {name: totals[name] / totals["drafts"] for name in ("distribution_loss", "regression_loss")}
@@ -201,20 +265,6 @@ class DrafterTrainer:
             torch._foreach_copy_(parameters, before)
         return False
 
-    def _reduce(self, sums: torch.Tensor) -> None:
-        """Sums gradients and sums over the ranks; the order of gradients is the same everywhere."""
-        for parameter in self._named.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self.group is None:
-            return
-        handles = [
-            dist.all_reduce(tensor, group=self.group, async_op=True)
-            for tensor in (sums, *(parameter.grad for parameter in self._named.values()))
-        ]
-        for handle in handles:
-            handle.wait()
-
     def _forward(self, pack: Pack, members: Sequence[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of a pack's losses over all unrolled steps, and the sums that are logged (in the order of _SUMS)."""
         config = self.config
@@ -224,7 +274,7 @@ class DrafterTrainer:
             noise = uniform_noise(members, size, config.feature_noise, self._seed, self.version)
             hidden_TF = hidden_TF + noise.to(hidden_TF)
         total = torch.zeros((), device=self._device)
-        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=self._device)
+        sums = self._sums()
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             features, context = self.model.start(hidden_TF, pack.lengths)
             for step in range(config.steps):
@@ -271,22 +321,16 @@ def train_session(
     """Trains on a buffer until ``max_steps`` are done, a rank is told to stop, or a step ends otherwise than well.
 
     ``step`` is the RL step. All ranks of the trainer's group call this together, each with a buffer of its own, and end
-    it together: between two steps each asks ``should_stop``, and one is enough.
+    it together: each asks ``should_stop`` before and between its micro-batches, and one is enough.
     """
+
+    def drawn() -> Iterator[Entry]:
+        yield from buffer.sample(entries_per_step, step, trainer.version)
+
     metrics: dict[str, float] = {}
     for done in range(max_steps):
-        if _any_rank(trainer, should_stop()):
-            return SessionResult("stopped", done, metrics)
-        result = trainer.train_step(buffer.sample(entries_per_step, step, trainer.version))
+        result = trainer.train_step(drawn(), should_stop)
         if result.outcome != "trained":
             return SessionResult(result.outcome, done, metrics)
         metrics = result.metrics
     return SessionResult("completed", max_steps, metrics)
-
-
-def _any_rank(trainer: DrafterTrainer, flag: bool) -> bool:
-    if trainer.group is None:
-        return flag
-    told = torch.tensor([float(flag)], device=next(trainer.model.parameters()).device)
-    dist.all_reduce(told, group=trainer.group)
-    return bool(told.item() > 0)

@@ -241,8 +241,10 @@ def _train(
         history.append({**row, "accepted_per_depth": list(found.accepted_per_depth), "loss": loss})
         progress.step_done(trainer.version, {"speculation/acceptance_length": found.acceptance_length})
 
-    def between_steps() -> bool:
-        progress.advance()
+    def between_micro_batches() -> bool:
+        nonlocal shown
+        progress.advance(trainer.version - shown)
+        shown = trainer.version
         return should_stop()
 
     if not history:
@@ -251,11 +253,12 @@ def _train(
     history[:] = [row for row in history if row["step"] % plan.evaluate_every == 0 or row["step"] == plan.steps]
     progress.start("warm-up", plan.steps)
     progress.advance(trainer.version)
+    shown = trainer.version
     while trainer.version < plan.steps:
         version = trainer.version
         stops = [every * (version // every + 1) for every in (plan.save_every, plan.evaluate_every)]
         count = min(*stops, plan.steps) - version
-        session = train_session(trainer, training, 0, plan.entries_per_step, count, between_steps)
+        session = train_session(trainer, training, 0, plan.entries_per_step, count, between_micro_batches)
         if session.outcome not in ("completed", "stopped"):
             raise RunError(f"warm-up: training ended with {session.outcome} behind step {trainer.version}")
         due = trainer.version % plan.evaluate_every == 0 or trainer.version == plan.steps

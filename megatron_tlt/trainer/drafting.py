@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.drafter import DrafterConfig
@@ -28,6 +27,7 @@ from megatron_tlt.drafter import (
 )
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, current_device, log_once, rank, world_size
+from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.trainer.experience import ScoredResponse
@@ -84,7 +84,7 @@ class Drafting:
             save_drafter(model, self._first, _engine_dtype(config))
         barrier()  # engines of all ranks read it
         self.taps: tuple[int, ...] = taps_of(model.config)
-        group = dist.group.WORLD if world_size() > 1 else None
+        group = WholeGroup() if world_size() > 1 else None
         model = model.to(current_device().torch_device)
         self._trainer = DrafterTrainer(model, self._config, config.run.seed, group)
         self._good = _copied(self._trainer.state)

@@ -17,6 +17,7 @@ from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.folder import drafter_from_target
 from megatron_tlt.drafter.training import DrafterTrainer, train_session
 from megatron_tlt.errors import TltError
+from megatron_tlt.platform.rank_group import WholeGroup
 from tests.drafter.conftest import load_target, random_entry
 
 CONFIG = DrafterConfig(
@@ -42,7 +43,7 @@ def main(target: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank, folder = dist.get_rank(), Path(target)
     # Rank 1 was not there before: its drafter is another one, and has no optimizer state.
-    trainer = DrafterTrainer(drafter_from_target(folder, "eagle", seed=rank), CONFIG, 0, dist.group.WORLD)
+    trainer = DrafterTrainer(drafter_from_target(folder, "eagle", seed=rank), CONFIG, 0, WholeGroup())
     trainer.synchronize(source=0)
     every = batches(folder)
     results = [trainer.train_step(share(batch, rank, step)) for step, batch in enumerate(every)]

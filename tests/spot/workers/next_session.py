@@ -14,6 +14,7 @@ from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.checkpoint import KIND, payload_of, state_of
 from megatron_tlt.drafter.folder import drafter_from_target
 from megatron_tlt.drafter.training import DrafterTrainer
+from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.spot.checkpointer import newest
 
 CONFIG = DrafterConfig(lr=1e-2, warmup_steps=3, weight_decay=0.01, unroll_steps=1)
@@ -23,7 +24,7 @@ LEADER = 1
 def main(target: str, checkpoints: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank = dist.get_rank()
-    trainer = DrafterTrainer(drafter_from_target(Path(target), "eagle", seed=5 + rank), CONFIG, 0, dist.group.WORLD)
+    trainer = DrafterTrainer(drafter_from_target(Path(target), "eagle", seed=5 + rank), CONFIG, 0, WholeGroup())
     if rank == LEADER:
         found = newest(Path(checkpoints), KIND)
         assert found is not None
