@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,9 +119,9 @@ class _PaddedTrainer(DrafterTrainer):
         members = [[entries[i] for i in group] for group in groups]
         return [(_rectangle(group, self.config.loss), group) for group in members]
 
-    def _accumulate(self, entries: Sequence[Entry]) -> torch.Tensor:
-        total = torch.zeros(7, dtype=torch.float64)
-        for pack, members in self.micro_batches(entries):
+    def _accumulate(self, entries: Iterable[Entry], should_stop: Callable[[], bool]) -> torch.Tensor:
+        total = self._sums()
+        for pack, members in self.micro_batches(list(entries)):
             loss, sums = self._forward(pack, members)
             loss.backward()
             drafts = [float(pack.drafts(step).sum()) for step in range(self.config.steps)]

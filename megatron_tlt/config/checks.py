@@ -171,6 +171,27 @@ def _adaptive(config: TltConfig) -> Iterator[str]:
         )
 
 
+def _spot(config: TltConfig) -> Iterator[str]:
+    spot = config.spot
+    if spot is None:
+        return
+    if config.drafter is None:
+        yield "spot: there is no drafter section, so nothing to train while engines wait; allowed: with drafter"
+    if config.run.deterministic:
+        yield (
+            "run.deterministic: found true; how long spot trains the drafter goes by measured times, and with another "
+            "drafter other responses are sampled; allowed: false, or no spot section"
+        )
+    engines = config.launcher.world_size // config.rollout.tensor_parallel_size
+    if engines < 2:
+        yield "spot: there is one engine, which never waits for another; allowed: two engines and more"
+    elif spot.min_replicas >= engines:
+        yield (
+            f"spot.min_replicas: found {spot.min_replicas}; allowed: at most {engines - 1}, as the last of the "
+            f"{engines} engines ends the rollout"
+        )
+
+
 def _optimizer(config: TltConfig) -> Iterator[str]:
     actor = config.actor
     name = actor.optimizer.get("optimizer", "adam")
@@ -235,5 +256,5 @@ def check_fields_together(config: TltConfig) -> list[str]:
     except ConfigError as error:
         lines, model, where = str(error).splitlines(), {}, ""
     rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
-    others = (rule(config) for rule in (_files, _drafter, _adaptive, _optimizer, _adam_only))
+    others = (rule(config) for rule in (_files, _drafter, _spot, _adaptive, _optimizer, _adam_only))
     return [*lines, *chain(*rules, *others)]

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.spot import SpotConfig
 
 
 class RunConfig(Section):
@@ -262,6 +263,7 @@ class TltConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig | None = None
+    spot: SpotConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()

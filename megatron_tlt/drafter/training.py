@@ -99,11 +99,11 @@ class DrafterTrainer:
         )
 
     @property
-    def resident_bytes(self) -> int:
+    def held(self) -> list[torch.Tensor]:
         """What it holds between steps: parameters, the optimizer's state, the target's embedding and head."""
-        shared = {id(tensor): tensor.nbytes for tensor in (self.model.shared.embedding, self.model.shared.head)}
-        tensors = self.state.tensors().values()
-        return sum(tensor.nbytes for tensor in tensors) + sum(shared.values())
+        shared = self.model.shared
+        heads = [shared.embedding] if shared.head is shared.embedding else [shared.embedding, shared.head]
+        return [*self.state.tensors().values(), *heads]
 
     @property
     def needed_bytes(self) -> int:
@@ -112,7 +112,6 @@ class DrafterTrainer:
         That is the above with a full optimizer's state, the gradients, and the copy of the parameters that a step
         which turns out not to be finite goes back to.
         """
-        parameters = sum(parameter.nbytes for parameter in self._named.values())
         probe = torch.nn.Parameter(torch.zeros(2, 2))
         optimizer = plain_optimizer(
             self.config.optimizer, self.config.optimizer_arguments, [probe], self.config.lr, 0.0, _KEYS
@@ -120,8 +119,13 @@ class DrafterTrainer:
         probe.grad = torch.ones_like(probe)
         optimizer.step()
         kept = sum(isinstance(x, torch.Tensor) and x.shape == probe.shape for x in optimizer.state[probe].values())
-        shared = {id(tensor): tensor.nbytes for tensor in (self.model.shared.embedding, self.model.shared.head)}
-        return parameters * (3 + kept) + sum(shared.values())
+        state = sum(parameter.nbytes for parameter in self._named.values())
+        target = sum(tensor.nbytes for tensor in self.held) - sum(x.nbytes for x in self.state.tensors().values())
+        return state * (3 + kept) + target
+
+    def drop_gradients(self) -> None:
+        """Frees their memory until the next step."""
+        self._optimizer.zero_grad(set_to_none=True)
 
     def load_state(self, state: TrainerState) -> None:
         """Goes on from a state, bit for bit.

@@ -241,6 +241,8 @@ def _train(
         history.append({**row, "accepted_per_depth": list(found.accepted_per_depth), "loss": loss})
         progress.step_done(trainer.version, {"speculation/acceptance_length": found.acceptance_length})
 
+    shown = trainer.version
+
     def between_micro_batches() -> bool:
         nonlocal shown
         progress.advance(trainer.version - shown)
@@ -253,7 +255,6 @@ def _train(
     history[:] = [row for row in history if row["step"] % plan.evaluate_every == 0 or row["step"] == plan.steps]
     progress.start("warm-up", plan.steps)
     progress.advance(trainer.version)
-    shown = trainer.version
     while trainer.version < plan.steps:
         version = trainer.version
         stops = [every * (version // every + 1) for every in (plan.save_every, plan.evaluate_every)]

@@ -25,6 +25,8 @@ TRACE_FILE = "timeline.json"
 MAIN_LANE = "phases"
 ENGINE_LANE = "engine"
 """Where stretches of engine steps are, below the phases; also their category."""
+SPOT_LANE = "spot"
+"""Where drafter training inside a rank's idle time is."""
 RANK_FILE_BYTES = 8 << 20
 TRACE_BYTES = 32 << 20
 

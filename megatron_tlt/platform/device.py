@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -41,6 +42,21 @@ class Device:
     def empty_cache(self) -> None:
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def memory_bound(self, nbytes: int | None) -> Iterator[None]:
+        """A block that allocates ``nbytes`` of device memory at most, or fails with torch's own error; on CPU any."""
+        if nbytes is None or not self.is_cuda:
+            yield
+            return
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        fraction = (torch.cuda.memory_reserved(self.torch_device) + max(0, nbytes)) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), self.torch_device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
 
     @property
     def offloads(self) -> bool:

@@ -25,12 +25,17 @@ from megatron_tlt.drafter import (
     train_session,
     write_checkpoint,
 )
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.collectives import all_gather_data, any_rank
 from megatron_tlt.platform.device import barrier, current_device, log_once, rank, world_size
+from megatron_tlt.platform.offload import StorageOffload
 from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
 from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from megatron_tlt.trainer.synchronization import drafter_sync
 
 
@@ -77,6 +82,7 @@ class Drafting:
         assert config.drafter is not None
         self._config: DrafterConfig = config.drafter
         self._run = config
+        self._folder = folder
         self._first = folder / "drafter" / "first"
         self._step = 0
         model = first_drafter(self._config, target, config.run.seed, _TensorsOf(policy))
@@ -86,12 +92,17 @@ class Drafting:
         self.taps: tuple[int, ...] = taps_of(model.config)
         group = WholeGroup() if world_size() > 1 else None
         model = model.to(current_device().torch_device)
+        self._group = group
+        self._policy = policy
         self._trainer = DrafterTrainer(model, self._config, config.run.seed, group)
+        self._memory = StorageOffload()
         self._good = _copied(self._trainer.state)
         self._buffer = DataBuffer(
             folder / "drafter" / f"data-{rank():05d}", self._config.buffer, config.run.seed + rank(), model.entry_size
         )
         self._sync: WeightSync | None = None
+        self._bubble: Bubble | None = None
+        self._checkpoints: SpotCheckpoints | None = None
 
     @property
     def first_folder(self) -> Path:
@@ -107,6 +118,43 @@ class Drafting:
         """Names the engine that this rank's drafter goes to."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._trainer.model.state_dict().items()}
         self._sync = drafter_sync(self._run, self._tensors, shapes, engine)
+
+    def bubble(self, engine: VllmEngine, timeline: Timeline) -> Bubble:
+        """What trains this drafter while the engine waits for others'; :meth:`train` takes over what comes of it.
+
+        Raises:
+            ConfigError: training needs more memory than ``spot.memory_gib``.
+        """
+        spot = self._run.spot
+        assert spot is not None
+        needed = self._trainer.needed_bytes / 2**30
+        if spot.memory_gib is not None and needed > spot.memory_gib:
+            raise ConfigError(
+                f"spot.memory_gib: found {spot.memory_gib}; allowed: above {needed:.3g}, which the drafter, its "
+                "gradients, its optimizer and the target's embedding and LM head take on each rank"
+            )
+        self._checkpoints = SpotCheckpoints(self._folder / "drafter" / "spot", spot.checkpoint_every, self._trainer)
+        self._bubble = Bubble(
+            spot,
+            self._trainer,
+            self._buffer,
+            self._checkpoints,
+            timeline,
+            global_batch=self._config.entries_per_step * world_size(),
+            last_good=lambda: self._good,
+            take_device=lambda: self._take_device(engine),
+        )
+        return self._bubble
+
+    def _take_device(self, engine: VllmEngine) -> None:
+        engine.sleep(level=2)
+        self._memory.reload()
+
+    def _leave_device(self) -> None:
+        """Engines that generate have the device to themselves, where there is a host to go to."""
+        if current_device().offloads:
+            self._trainer.drop_gradients()
+            self._memory.offload(self._trainer.held)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return self._trainer.model.state_dict()
@@ -141,22 +189,54 @@ class Drafting:
     def train(self, step: int, policy: Policy) -> dict[str, float]:
         """A session on what the buffers hold; one that ends badly leaves the last good drafter.
 
+        With ``spot``, training was in the bubble: all ranks take over what came of it, and train what it lacks.
+
         Returns:
             Metrics of the session.
         """
-        self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
-        result = train_session(
-            self._trainer, self._buffer, step, self._config.entries_per_step, self._config.session_steps
-        )
-        if result.outcome.startswith("non_finite"):
+        self._memory.reload()
+        self._share(policy)
+        if self._bubble is None:
+            result, metrics = self._session(step, self._config.session_steps), dict[str, float]()
+        else:
+            result, metrics = self._take_bubble_over(step, self._bubble)
+        failed = result.outcome.startswith("non_finite")
+        if failed:
             log_once(
                 f"warning: the drafter's session of step {step + 1} ended with {result.outcome}; "
                 f"version {self._good.version} stays"
             )
             self._trainer.load_state(self._good)
-        else:
+        elif self._trainer.version != self._good.version:
             self._good = _copied(self._trainer.state)
-        return self._metrics(result)
+        return self._metrics(result) | metrics
+
+    def _share(self, policy: Policy) -> None:
+        self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
+
+    def _session(self, step: int, steps: int) -> SessionResult:
+        return train_session(self._trainer, self._buffer, step, self._config.entries_per_step, steps)
+
+    def _take_bubble_over(self, step: int, bubble: Bubble) -> tuple[SessionResult, dict[str, float]]:
+        """The newest drafter of all ranks' goes to all ranks, then they train together what is missing."""
+        spot = self._run.spot
+        assert spot is not None
+        reports = all_gather_data(bubble.report, BubbleReport)
+        newest = newest_rank(reports)
+        self._trainer.group = self._group
+        if reports[newest].version != self._good.version:
+            self._trainer.synchronize(newest)
+            self._good = _copied(self._trainer.state)
+            if rank() == newest:
+                bubble.save(step)
+        trained = SessionResult("completed", reports[newest].steps, reports[newest].metrics)
+        metrics = bubble_metrics(reports)
+        missing = spot.least_steps - trained.steps
+        if missing > 0:
+            rest = self._session(step, missing)
+            trained = SessionResult(rest.outcome, trained.steps + rest.steps, rest.metrics or trained.metrics)
+        self._trainer.group = None
+        return trained, metrics
 
     def _metrics(self, result: SessionResult) -> dict[str, float]:
         counts = self._buffer.counts
@@ -177,16 +257,21 @@ class Drafting:
             RunError: an engine does not hold what was sent.
         """
         assert self._sync is not None
-        return self._sync.sync(version=self.version, verify=verify)
+        self._memory.reload()
+        report = self._sync.sync(version=self.version, verify=verify)
+        self._leave_device()
+        return report
 
     def write(self, folder: Path) -> None:
         """Writes the newest drafter, by rank 0, as a folder that stock vLLM loads."""
+        self._memory.reload()
         if rank() == 0:
             save_drafter(self._trainer.model, folder, _engine_dtype(self._run))
         barrier()
 
     def save(self, folder: Path) -> None:
         """This rank's part of a checkpoint: rank 0 writes the drafter, every rank makes its data last."""
+        self._memory.reload()
         self._buffer.flush()
         if rank() == 0:
             write_checkpoint(folder, self._trainer.model, self._trainer.state, {"step": self._step})
@@ -198,10 +283,25 @@ class Drafting:
         self._good = _copied(self._trainer.state)
         self._step = int(extra["step"])
         self._buffer.rewind(self._step)
+        if self._bubble is not None:
+            self._share(self._policy)  # the next session comes before the next update
+
+    def take_newest_over(self) -> None:
+        """Behind a resume: a bubble's newer checkpoint, which a kill left behind the run's own."""
+        if self._checkpoints is None:
+            return
+        before = self._trainer.version
+        taken = self._checkpoints.take_over() if rank() == 0 else False
+        if any_rank(taken):
+            self._trainer.group = self._group
+            self._trainer.synchronize(0)
+            self._good = _copied(self._trainer.state)
+            log_once(f"the drafter goes on from version {self.version} of its last bubble, not {before}")
+        self._trainer.group = None
 
 
 def _copied(state: TrainerState) -> TrainerState:
-    tensors = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors().items()}
     return TrainerState.from_tensors(state.version, tensors, dict(state.numbers))
 
 

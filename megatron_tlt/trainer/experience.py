@@ -123,8 +123,11 @@ class ExperienceCollector:
         sampling: SamplingSpec,
         seed_parts: Sequence[object],
         on_finished: Callable[[int], None] | None = None,
+        while_idle: Callable[[], None] | None = None,
     ) -> tuple[list[ScoredResponse], PhaseTimes]:
         """Generates ``samples`` responses to each problem.
+
+        ``while_idle`` is called where this rank's engine has ended, and returns once the last one has.
 
         Returns:
             All responses of all engines, ordered by problem and sample, the same on every rank; this rank's times.
@@ -168,6 +171,8 @@ class ExperienceCollector:
                     self._chooser.end_rollout(requests)
         decoded = time.perf_counter()
         with self._timeline.span("idle"):
+            if while_idle is not None:
+                while_idle()
             stopped = any_rank(stopped or self._should_stop())
             barrier()
         waited = time.perf_counter()

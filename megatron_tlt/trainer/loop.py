@@ -32,6 +32,7 @@ from megatron_tlt.rollout.types import SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
+from megatron_tlt.trainer.coordination import Coordination
 from megatron_tlt.trainer.drafting import Drafting
 from megatron_tlt.trainer.evaluation import Evaluation
 from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested, training_sampling
@@ -98,6 +99,9 @@ class Run:
         self._engine = VllmEngine(self._side_files, rollout, speculation, config.run.seed)
         if self._drafting is not None:
             self._drafting.attach(self._engine)
+        self._bubble = (
+            self._drafting.bubble(self._engine, self._timeline) if self._drafting and config.spot is not None else None
+        )
         self._speculating = Speculating(config, self._engine.token_drafters)
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
         self._collector = ExperienceCollector(
@@ -123,6 +127,7 @@ class Run:
             training_sampling(config.rollout, self._tokenizer.eos_id),
             self._drafting,
             self._speculating,
+            self._bubble,
         )
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
@@ -157,12 +162,15 @@ class Run:
         config = self._config
         self._state = self._checkpoints.resume(self._policy)
         self._saved_step = self._state.step or None
+        if self._drafting is not None:
+            self._drafting.take_newest_over()
         with (
             RunRecord(self._folder, config, self._state.step, self._timeline) as record,
             Progress(
                 rank(), config.trainer.steps, done_steps=self._state.step, enabled=config.observe.progress
             ) as progress,
             self._pool,
+            self._coordinated(),
         ):
             try:
                 self._loop(record, progress)
@@ -178,6 +186,16 @@ class Run:
                     self._drafting.write(self._folder / "drafter" / "newest")
             record.finish(self._state, self._policy.layout)
         self._engine.shutdown()
+
+    @contextlib.contextmanager
+    def _coordinated(self) -> Iterator[None]:
+        """The spot trainer's coordinator, while the run lasts."""
+        if self._bubble is None:
+            yield
+            return
+        with Coordination(self._config) as coordination, contextlib.closing(self._bubble):
+            self._bubble.attach(coordination.client)
+            yield
 
     def evaluate_newest(self) -> None:
         """Evaluates the newest checkpoint (the initial model where there is none) and prints the result."""

@@ -23,6 +23,7 @@ from megatron_tlt.rollout.types import DraftStats, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.trainer.acceptance import acceptance_metrics
+from megatron_tlt.trainer.bubble import Bubble
 from megatron_tlt.trainer.drafting import LearnsWhileTraining
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
 from megatron_tlt.trainer.speculation import Speculating
@@ -48,6 +49,7 @@ class TrainingStep:
         reference: a frozen copy of the first policy; needed only with a KL coefficient.
         drafting: the drafter that is trained, if any.
         speculating: what speculation learns beside it, if anything.
+        bubble: trains the drafter on ranks whose engine has ended before others', if that is to be.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class TrainingStep:
         sampling: SamplingSpec,
         drafting: LearnsWhileTraining | None = None,
         speculating: Speculating | None = None,
+        bubble: Bubble | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -75,6 +78,7 @@ class TrainingStep:
         self._sampling = sampling
         self._drafting = drafting
         self._speculating = speculating
+        self._bubble = bubble
         self._loss = ClippedPolicyLoss(config.algorithm)
 
     def run(
@@ -127,10 +131,12 @@ class TrainingStep:
         if self._drafting is not None:
             self._drafting.check(self._engine)
         problems = [self._problems.problem(step * count + i) for i in range(count)]
+        drafter_version = self._engine.versions.get("drafter")  # an engine that sleeps has none
         if self._speculating is not None:
-            self._speculating.begin_step((problem.uid for problem in problems), self._engine.versions.get("drafter"))
+            self._speculating.begin_step((problem.uid for problem in problems), drafter_version)
+        while_idle = self._while_idle(step)
         scored, times = self._collector.collect(
-            problems, group, self._sampling, (config.run.seed, "train", step), on_response
+            problems, group, self._sampling, (config.run.seed, "train", step), on_response, while_idle
         )
         self._note_memory("rollout", result)
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
@@ -160,12 +166,19 @@ class TrainingStep:
                 "speculation/acceptance_length": drafts.acceptance_length,
                 "speculation/draft_tokens": float(drafts.num_draft_tokens),
                 "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
-                **acceptance_metrics([s.response for s in scored], self._engine.versions.get("drafter")),
+                **acceptance_metrics([s.response for s in scored], drafter_version),
             }
         )
         if self._speculating is not None:
             result.metrics.update(self._speculating.metrics())
         return scored
+
+    def _while_idle(self, step: int) -> Callable[[], None] | None:
+        bubble = self._bubble
+        if bubble is None:
+            return None
+        bubble.begin(step)
+        return lambda: bubble.until_over(step)
 
     def _log_probs(
         self,

@@ -1,0 +1,50 @@
+"""The section of the spot trainer, which trains the drafter on ranks that wait for the rollout's end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from megatron_tlt.config.section import NonNegativeInt, PositiveInt, Section
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class SpotConfig(Section):
+    """Engines that have finished their share of a rollout train the drafter until the last one has finished.
+
+    ``drafter.entries_per_step`` times all ranks is a step's global batch, whoever trains it. A session starts once
+    ``min_replicas`` engines are idle and hold ``min_entries`` responses among them; further ones join. Its leader
+    writes a checkpoint every ``checkpoint_every`` steps. Where the bubble gave fewer than ``least_steps`` in an RL
+    step, all ranks train the rest behind the update. ``memory_gib`` bounds what training takes of a rank's device.
+
+    ``host`` is where rank 0's coordinator listens; by default 127.0.0.1 on one node, else the launch's master address.
+    Times are seconds. Ranks report every ``heartbeat_s``; one that is not heard for ``lost_after_s`` is lost, and a
+    coordinator for ``silent_after_s`` silent. A session without a step for ``session_timeout_s``, which has to be more
+    than a step takes, is ended. A member that does not stop within ``grace_s`` is no longer waited for by the others,
+    and one that has not within ``preempt_timeout_s`` takes no further part in that RL step.
+    """
+
+    min_replicas: PositiveInt = 2
+    min_entries: PositiveInt = 64
+    checkpoint_every: PositiveInt = 50
+    least_steps: NonNegativeInt = 0
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    host: Annotated[str, Field(min_length=1)] | None = None
+    heartbeat_s: Seconds = 0.5
+    lost_after_s: Seconds = 10.0
+    silent_after_s: Seconds = 10.0
+    session_timeout_s: Seconds = 120.0
+    grace_s: Seconds = 2.0
+    preempt_timeout_s: Seconds = 5.0
+
+    @model_validator(mode="after")
+    def _times_in_order(self) -> SpotConfig:
+        for name in ("lost_after_s", "silent_after_s"):
+            if getattr(self, name) < 2 * self.heartbeat_s:
+                least = f"twice heartbeat_s, {2 * self.heartbeat_s}"
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least}, and more")
+        if self.grace_s >= self.preempt_timeout_s:
+            raise ValueError(f"grace_s is {self.grace_s}; allowed: below preempt_timeout_s, {self.preempt_timeout_s}")
+        return self

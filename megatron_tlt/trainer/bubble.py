@@ -1,0 +1,287 @@
+"""The bubble: what a rank does between its own rollout's end and the last one's. It trains the drafter (TLT).
+
+Members of a session move in lockstep from one reduction to the next. Whoever is told to leave takes part in exactly one
+more, in which it says so: the step is dropped on all members, and nobody waits for somebody who has left. Only where a
+member hangs is the wait for it cut off, ``spot.grace_s`` behind the order to leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.drafter import DataBuffer, DrafterTrainer, Entry, TrainerState
+from megatron_tlt.observe.timeline import SPOT_LANE, Timeline
+from megatron_tlt.platform.device import current_device
+from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
+from megatron_tlt.platform.subset_group import Abandoned, SubsetGroup
+from megatron_tlt.spot import Advice, CoordinatorClient, SessionOrder
+from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 0.05
+
+
+class FormGroup(Protocol):
+    """As :meth:`SubsetGroup.form`."""
+
+    def __call__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        should_go: Callable[[], bool],
+        should_abandon: Callable[[], bool],
+        timeout_s: float,
+        /,
+    ) -> RankGroup: ...
+
+
+@dataclass(frozen=True)
+class BubbleReport:
+    """What a rank did in an RL step's bubble; times of day in seconds.
+
+    ``version`` is its drafter's behind the bubble, ``left_at`` when it last stopped training, ``used_s`` what it spent
+    in training steps, ``metrics`` those of its last one. ``failed`` sessions ended here with what is not finite or with
+    an error; ``cut_off`` ones were given up as others did not come.
+    """
+
+    version: int = 0
+    released_at: float = 0.0
+    left_at: float | None = None
+    used_s: float = 0.0
+    sessions: tuple[int, ...] = ()
+    steps: int = 0
+    failed: int = 0
+    cut_off: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def newest_rank(reports: Sequence[BubbleReport]) -> int:
+    """The rank whose drafter all take over: the first of those with the highest version."""
+    return max(range(len(reports)), key=lambda rank: (reports[rank].version, -rank))
+
+
+def bubble_metrics(reports: Sequence[BubbleReport]) -> dict[str, float]:
+    """Of all ranks together. Times of several nodes are as exact as their clocks agree.
+
+    ``idle_s`` is what ranks waited for the last one, summed; ``used_s`` how much of it they trained; ``preempt_ms``
+    what passed from the last rank's release until nobody trained any more.
+    """
+    over = max(report.released_at for report in reports)
+    idle_s = sum(over - report.released_at for report in reports)
+    used_s = sum(report.used_s for report in reports)
+    left = [report.left_at - over for report in reports if report.left_at is not None]
+    return {
+        "spot/idle_s": idle_s,
+        "spot/used_s": used_s,
+        "spot/share": used_s / idle_s if idle_s > 0 else 0.0,
+        "spot/sessions": float(len({number for report in reports for number in report.sessions})),
+        "spot/steps": float(max(report.steps for report in reports)),
+        "spot/preempt_ms": 1e3 * max([0.0, *left]),
+        "spot/failed": float(sum(report.failed for report in reports)),
+        "spot/cut_off": float(sum(report.cut_off for report in reports)),
+    }
+
+
+class Bubble:
+    """One rank's. Nothing that goes wrong in here goes any further: the rank waits for the rollout's end instead.
+
+    Args:
+        config: how.
+        trainer: of the drafter; its ``group`` is this class's while a rank is in a session.
+        buffer: this rank's data; none is added meanwhile.
+        checkpoints: that a session's leader writes.
+        timeline: sessions take a lane of their own in it.
+        global_batch: responses of a step over all members, however many these are.
+        last_good: what the drafter goes back to after a step that was not finite.
+        take_device: before the first session of an RL step: the engine leaves the device, the trainer comes.
+        form: makes a group over some ranks.
+    """
+
+    def __init__(
+        self,
+        config: SpotConfig,
+        trainer: DrafterTrainer,
+        buffer: DataBuffer,
+        checkpoints: SpotCheckpoints,
+        timeline: Timeline,
+        *,
+        global_batch: int,
+        last_good: Callable[[], TrainerState],
+        take_device: Callable[[], None],
+        form: FormGroup = SubsetGroup.form,
+    ) -> None:
+        self._config, self._trainer, self._buffer = config, trainer, buffer
+        self._checkpoints, self._timeline = checkpoints, timeline
+        self._batch, self._last_good, self._take_device = global_batch, last_good, take_device
+        self._form = form
+        self._line: CoordinatorClient | None = None
+        self._rl_step = -1
+        self._report = BubbleReport()
+        self._has_device = False
+        self._told_at: float | None = None
+
+    def attach(self, client: CoordinatorClient) -> None:
+        """This rank's line to the coordinator, before the first rollout."""
+        self._line = client
+
+    @property
+    def _client(self) -> CoordinatorClient:
+        assert self._line is not None, "attach() comes first"
+        return self._line
+
+    @property
+    def report(self) -> BubbleReport:
+        """Of the newest bubble."""
+        return replace(self._report, version=self._trainer.version)
+
+    def begin(self, rl_step: int) -> None:
+        """This rank's share of ``rl_step``'s rollout begins."""
+        self._rl_step = rl_step
+        self._report = BubbleReport()
+        self._has_device = False
+        self._client.rollout_started(rl_step)
+
+    def until_over(self, rl_step: int) -> None:
+        """Its share is done: trains as it is told, until the last rank's is done or the coordinator is silent."""
+        client = self._client
+        self._report = replace(self._report, released_at=self._timeline.now())
+        # a run that was killed may have left data of this very step
+        usable = sum(entry.step < rl_step for entry in self._buffer.descriptions)
+        client.released(rl_step, usable, self._trainer.version)
+        while not client.rollout_over(rl_step) and not client.is_silent:
+            order = client.order
+            if order is None or not self._is_free_for(order) or not client.enter(order):
+                client.wait(_WAIT_S)
+                continue
+            self._session(order)
+
+    def _is_free_for(self, order: SessionOrder) -> bool:
+        """Two leaders never write checkpoints at the same time."""
+        return order.leader == self._client.rank or self._checkpoints.idle()
+
+    def _session(self, order: SessionOrder) -> None:
+        """One generation of a session, from its group's making until it is left."""
+        client, trainer, before = self._client, self._trainer, self._report.steps
+        began, self._told_at = self._timeline.now(), None
+        outcome, failed, cut_off = "failed", 0, 0
+        try:
+            self._get_device()
+            with current_device().memory_bound(self._spare_bytes()):
+                outcome = self._train(order)
+        except Abandoned as why:
+            outcome, cut_off = "cut off", 1
+            logger.warning("rank %d: drafter training: %s", client.rank, why)
+        except GroupFailed as why:
+            outcome = "broken"
+            logger.warning("rank %d: drafter training: %s", client.rank, why)
+        except Exception:
+            failed = 1
+            logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
+        trainer.group = None
+        if outcome.startswith("non_finite"):
+            failed = 1
+            trainer.load_state(self._last_good())
+            logger.warning("drafter training ended with %s; version %d stays", outcome, trainer.version)
+        left_at = self._timeline.now()
+        self._report = replace(
+            self._report,
+            left_at=left_at,
+            sessions=tuple({*self._report.sessions, order.session}),
+            failed=self._report.failed + failed,
+            cut_off=self._report.cut_off + cut_off,
+        )
+        self._timeline.add(
+            "drafter training",
+            began,
+            left_at - began,
+            "drafter",
+            lane=SPOT_LANE,
+            session=order.session,
+            generation=order.generation,
+            members=len(order.members),
+            steps=self._report.steps - before,
+            ended=outcome,
+        )
+        self._leave(outcome)
+        following = client.order
+        ended = following is None or following.session != order.session
+        if order.leader == client.rank and ended and outcome != "failed" and not client.rollout_over(self._rl_step):
+            self._checkpoints.save(self._rl_step)
+
+    def _leave(self, outcome: str) -> None:
+        client = self._client
+        if outcome in ("stopped", "broken"):
+            # told on another member first; a coordinator that says nothing is silent in the end, which is LEAVE too
+            while client.poll() is not Advice.LEAVE:
+                client.wait(_WAIT_S)
+            client.leave()
+        elif outcome == "cut off":
+            client.leave()
+        else:
+            client.withdraw()
+
+    def _train(self, order: SessionOrder) -> str:
+        """How the generation ended: ``stopped``, or as a step that was not well."""
+        client, trainer = self._client, self._trainer
+        if len(order.members) > 1:
+            limit_s = 2 * self._config.session_timeout_s  # the coordinator's comes first
+            trainer.group = self._form(order.name, order.members, self._is_told, self._is_overdue, limit_s)
+        leads = order.leader == client.rank
+        if leads:
+            self._checkpoints.take_over(self._is_told)
+        trainer.synchronize(order.leader)
+        at, count = order.members.index(client.rank), len(order.members)
+        share = self._batch // count + (at < self._batch % count)
+        while True:
+            if client.poll() is Advice.WAIT:
+                client.wait(_WAIT_S)
+                continue
+            began = self._timeline.now()
+            result = trainer.train_step(self._draw(share), self._is_told)
+            self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
+            if result.outcome != "trained":
+                return result.outcome
+            self._report = replace(self._report, steps=self._report.steps + 1, metrics=result.metrics)
+            client.at_step_boundary(trainer.version)
+            if leads:
+                self._checkpoints.step_done(self._rl_step)
+
+    def _draw(self, share: int) -> Iterator[Entry]:
+        """This rank's part of a step; the newest data is of the RL step before."""
+        yield from self._buffer.sample(share, self._rl_step - 1, self._trainer.version)
+
+    def _is_told(self) -> bool:
+        if self._client.poll() is not Advice.LEAVE:
+            return False
+        if self._told_at is None:
+            self._told_at = self._timeline.now()
+        return True
+
+    def _is_overdue(self) -> bool:
+        if not self._is_told() or self._told_at is None:
+            return False
+        return self._timeline.now() - self._told_at > self._config.grace_s
+
+    def _get_device(self) -> None:
+        if not self._has_device:
+            self._take_device()
+            self._has_device = True
+
+    def _spare_bytes(self) -> int | None:
+        """What training may take beyond what it holds all along."""
+        if self._config.memory_gib is None:
+            return None
+        return int(self._config.memory_gib * 2**30) - sum(tensor.nbytes for tensor in self._trainer.held)
+
+    def save(self, rl_step: int) -> None:
+        """By the rank with the newest drafter, once nobody waits for it: what the rollout's end left unsaved."""
+        self._checkpoints.save(rl_step)
+
+    def close(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        self._checkpoints.close(self._config.session_timeout_s)

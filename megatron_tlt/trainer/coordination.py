@@ -1,0 +1,86 @@
+"""The spot trainer's coordinator on rank 0, and every rank's line to it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from contextlib import ExitStack
+from types import TracebackType
+
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.collectives import broadcast_data, failing_together
+from megatron_tlt.platform.device import rank
+from megatron_tlt.spot import CoordinatorClient, CoordinatorConfig, CoordinatorService, Seal, new_secret
+
+
+def coordinator_config(spot: SpotConfig) -> CoordinatorConfig:
+    """The coordinator's part of the section."""
+    return CoordinatorConfig(
+        min_replicas=spot.min_replicas,
+        min_entries=spot.min_entries,
+        heartbeat_s=spot.heartbeat_s,
+        lost_after_s=spot.lost_after_s,
+        session_timeout_s=spot.session_timeout_s,
+        preempt_timeout_s=spot.preempt_timeout_s,
+        silent_after_s=spot.silent_after_s,
+    )
+
+
+def coordinator_host(host: str | None, nodes: int) -> str:
+    """Where the coordinator listens: ``host`` if given; else this node alone, or where other nodes reach rank 0.
+
+    Raises:
+        ConfigError: the launch's master address is none that other nodes reach.
+    """
+    if host is not None:
+        return host
+    if nodes == 1:
+        return "127.0.0.1"
+    name = os.environ.get("MASTER_ADDR", "")
+    try:
+        address = socket.gethostbyname(name) if name else ""
+    except OSError:
+        address = ""
+    if not address or ipaddress.ip_address(address).is_loopback:
+        raise ConfigError(
+            f"spot.host: not given, and MASTER_ADDR, {name!r}, is {address or 'no address'} on rank 0; allowed: an "
+            "address of rank 0's node that the other nodes reach"
+        )
+    return address
+
+
+class Coordination:
+    """Made and closed by all ranks; the secret goes to the ranks over their process group and nowhere else.
+
+    Raises:
+        ConfigError: no address to listen at.
+        RunError: it cannot be bound.
+    """
+
+    def __init__(self, config: TltConfig) -> None:
+        assert config.spot is not None
+        self._open = ExitStack()
+        settings, run_id = coordinator_config(config.spot), config.run.name
+        secret, endpoint = b"", ""
+        with failing_together():
+            if rank() == 0:
+                secret = new_secret()
+                width = config.rollout.tensor_parallel_size
+                replicas = [range(first, first + width) for first in range(0, config.launcher.world_size, width)]
+                host = coordinator_host(config.spot.host, config.launcher.nnodes)
+                service = CoordinatorService(replicas, settings, Seal(secret, run_id), host)
+                endpoint = self._open.enter_context(service).endpoint
+        secret, endpoint = broadcast_data((secret, endpoint), tuple[bytes, str])
+        client = CoordinatorClient(rank(), endpoint, settings, Seal(secret, run_id))
+        self.client = self._open.enter_context(client)
+
+    def __enter__(self) -> Coordination:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()

@@ -1,0 +1,265 @@
+"""A bubble's life: sessions grow, end, fail and hang, and no rank waits for long. Ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.checkpoint.files import LATEST
+from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights, TrainerState, drafter_from_target
+from megatron_tlt.observe.timeline import SPOT_LANE
+from megatron_tlt.platform.offload import StorageOffload
+from megatron_tlt.trainer.bubble import BubbleReport, bubble_metrics, newest_rank
+from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
+from tests.drafter.conftest import load_target, random_entry, write_target
+from tests.trainer.threads import LIMIT_S, Meeting, ThreadGroup, Threads, copied
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target("qwen2-untied", tmp_path_factory.mktemp("target") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def entries(target: Path) -> list[Entry]:
+    model = load_target(target)
+    return [random_entry(model, "eagle", 9 + seed % 4, 3, seed) for seed in range(12)]
+
+
+@pytest.fixture
+def threads(target: Path, entries: list[Entry], tmp_path: Path) -> Iterator[Threads]:
+    with ExitStack() as stack:
+        yield Threads(stack, tmp_path, target, [entries[rank::3] for rank in range(3)])
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def same(one: TrainerState, other: TrainerState) -> bool:
+    a, b = one.tensors(), other.tensors()
+    return one.version == other.version and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_second_rank_joins_and_the_last_ones_release_ends_it(threads: Threads, tmp_path: Path) -> None:
+    threads.begin()
+    threads.release(0)
+    until(lambda: threads.trainers[0].version >= 2)
+    threads.release(1)
+    until(lambda: threads.trainers[1].version >= threads.trainers[0].version - 1 > 6)
+    threads.release(2)
+    threads.join(0, 1, 2)
+    reports = [bubble.report for bubble in threads.bubbles]
+    assert same(threads.trainers[0].state, threads.trainers[1].state)
+    assert [report.sessions for report in reports] == [(1,), (1,), ()]
+    assert reports[0].version == reports[0].steps > reports[1].steps > 0 == reports[2].version
+    # two members draw as much as one did
+    assert reports[0].metrics["sequences"] == threads.batch
+    assert threads.took_device == [0, 1]
+    assert 0 < int((tmp_path / "spot" / LATEST).read_text().rpartition("-")[2]) <= reports[0].version
+    metrics = bubble_metrics(reports)
+    assert 0 < metrics["spot/used_s"] <= metrics["spot/idle_s"] and metrics["spot/steps"] == reports[0].steps
+    spans = [[e for e in timeline.to_events() if e["lane"] == SPOT_LANE] for timeline in threads.timelines]
+    assert [[e["args"]["members"] for e in own] for own in spans] == [[1, 2], [2], []]
+    assert sum(e["args"]["steps"] for e in spans[0]) == reports[0].steps
+    assert {e["args"]["ended"] for own in spans for e in own} == {"stopped"}
+
+
+def test_the_next_bubble_goes_on_on_another_rank_from_the_last_ones_checkpoint(threads: Threads) -> None:
+    threads.begin()
+    threads.release(0)
+    until(lambda: threads.trainers[0].version >= 3)
+    threads.release(1, 2)
+    threads.join(0, 1, 2)
+    threads.bubbles[0].save(1)  # as the trainer does once the rollout is over
+    version = threads.trainers[0].version
+    until(lambda: threads.bubbles[0]._checkpoints.idle())
+    threads.begin(2)
+    threads.release(2, rl_step=2)
+    until(lambda: threads.trainers[2].version > version)
+    threads.release(0, 1, rl_step=2)
+    threads.join(0, 1, 2)
+    assert threads.bubbles[2].report.steps == threads.trainers[2].version - version
+
+
+def test_a_rank_whose_data_fails_withdraws_and_the_other_goes_on(threads: Threads) -> None:
+    def broken(*_: object) -> list[Entry]:
+        raise OSError("the disk is gone")
+
+    threads.begin()
+    threads.release(0)
+    until(lambda: threads.trainers[0].version >= 2)
+    threads.buffers[1].sample = broken  # type: ignore[method-assign]
+    threads.release(1)
+    until(lambda: threads.bubbles[1].report.failed)
+    before = threads.trainers[0].version
+    until(lambda: threads.trainers[0].version > before + 2)
+    threads.release(2)
+    threads.join(0, 1, 2)
+    reports = [bubble.report for bubble in threads.bubbles]
+    assert [report.failed for report in reports] == [0, 1, 0]
+    assert threads.bubbles[1].report.steps == 0
+
+
+def test_a_member_that_hangs_is_not_waited_for(threads: Threads) -> None:
+    go_on, hangs = threading.Event(), threading.Event()
+    sample = threads.buffers[1].sample
+
+    def hanging(*given: int) -> list[Entry]:
+        if threads.trainers[1].version >= threads.trainers[0].version > 3:
+            hangs.set()
+            assert go_on.wait(LIMIT_S)
+        return sample(*given)
+
+    threads.buffers[1].sample = hanging  # type: ignore[method-assign]
+    threads.begin()
+    threads.release(0, 1)
+    until(hangs.is_set)
+    kept = copied(threads.trainers[0].state)
+    threads.release(2)
+    threads.join(0, 2)
+    assert threads.bubbles[0].report.cut_off == 1
+    assert same(threads.trainers[0].state, kept), "the last whole step's"
+    go_on.set()
+    threads.join(1)
+    threads.begin(2)  # and all of them may take part in the next one
+    threads.release(0, 1, rl_step=2)
+    before = threads.trainers[1].version
+    until(lambda: threads.trainers[1].version > before + 1)
+    threads.release(2, rl_step=2)
+    threads.join(0, 1, 2)
+
+
+def test_what_is_not_finite_leaves_the_last_good_drafter_and_ends_training_until_the_next_rollout(
+    threads: Threads, entries: list[Entry]
+) -> None:
+    bad = entries[0]
+    threads.buffers[0].sample = lambda *_: [  # type: ignore[method-assign]
+        Entry("bad", 0, bad.token_ids, bad.prompt_length, bad.hidden * float("nan"), 0.0)
+    ]
+    threads.begin()
+    threads.release(0)
+    until(lambda: threads.bubbles[0].report.failed)
+    threads.release(1, 2)
+    threads.join(0, 1, 2)
+    assert threads.bubbles[0].report.failed == 1
+    assert same(threads.trainers[0].state, threads.good[0])
+
+
+def test_without_its_coordinator_a_rank_just_waits_with_the_others(threads: Threads) -> None:
+    threads.begin()
+    threads.release(0, 1)
+    until(lambda: threads.trainers[1].version >= 2)
+    threads.service.close()
+    threads.join(0, 1)  # though the third never ends
+    assert abs(threads.trainers[0].version - threads.trainers[1].version) <= 1
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_who_trains_changes_nothing_but_rounding(members: int, target: Path, entries: list[Entry]) -> None:
+    config = DrafterConfig(lr=1e-2, feature_noise=0.05, max_tokens_per_micro_batch=32)
+
+    def trained(count: int) -> list[DrafterTrainer]:
+        trainers = [DrafterTrainer(drafter_from_target(target, "eagle", seed=1), config, 0) for _ in range(count)]
+        meeting = Meeting()
+
+        def member(at: int) -> None:
+            if count > 1:
+                trainers[at].group = ThreadGroup(range(count), at, meeting)
+            for step in range(3):
+                batch = entries[4 * step : 4 * step + 4]
+                assert trainers[at].train_step(batch[at::count]).outcome == "trained"
+
+        running = [threading.Thread(target=member, args=(at,)) for at in range(count)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join(LIMIT_S)
+        return trainers
+
+    alone, together = trained(1)[0], trained(members)
+    assert [trainer.version for trainer in together] == [3] * members
+    for trainer in together:
+        for name, tensor in alone.state.tensors().items():
+            torch.testing.assert_close(trainer.state.tensors()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_step_that_is_stopped_between_micro_batches_leaves_nothing(target: Path, entries: list[Entry]) -> None:
+    config = DrafterConfig(lr=1e-2, max_tokens_per_micro_batch=16)
+    stopped, straight = (DrafterTrainer(drafter_from_target(target, "eagle", seed=1), config, 0) for _ in range(2))
+    assert stopped.train_step(entries).outcome == straight.train_step(entries).outcome == "trained"
+    asked = iter([False, False, True])
+    assert stopped.train_step(entries, lambda: next(asked)).outcome == "stopped"
+    assert next(asked, None) is None and same(stopped.state, straight.state)
+    stopped.train_step(entries[:3])
+    straight.train_step(entries[:3])
+    assert same(stopped.state, straight.state)
+
+
+def test_a_checkpoint_is_taken_over_only_where_it_is_newer(target: Path, entries: list[Entry], tmp_path: Path) -> None:
+    config = DrafterConfig(lr=1e-2)
+    writer, reader = (DrafterTrainer(drafter_from_target(target, "eagle", seed=seed), config, 0) for seed in (1, 2))
+    saves, looks = (SpotCheckpoints(tmp_path / "spot", 2, trainer) for trainer in (writer, reader))
+    assert not looks.take_over()
+    for _ in range(3):
+        writer.train_step(entries[:2])
+        saves.step_done(rl_step=7)
+    saves.close(LIMIT_S)
+    assert looks.take_over() and reader.version == 2  # the third is lost
+    assert not looks.take_over()
+    (tmp_path / "spot" / LATEST).write_text("version-000000009")  # names what is not there
+    assert not looks.take_over() and reader.version == 2
+
+
+def test_training_goes_on_bit_for_bit_where_its_memory_was_given_up_meanwhile(
+    target: Path, entries: list[Entry]
+) -> None:
+    config, memory = DrafterConfig(lr=1e-2), StorageOffload()
+    away, straight = (DrafterTrainer(drafter_from_target(target, "eagle", seed=1), config, 0) for _ in range(2))
+    shared = away.model.shared
+    away.model.share(SharedWeights(shared.embedding.clone(), shared.head.clone()))  # a file's pages cannot be freed
+    for parameter in away.model.parameters():
+        parameter.data = parameter.data.clone()
+    for trainer in (away, straight):
+        trainer.train_step(entries[:4])
+    away.drop_gradients()
+    freed, left = memory.offload(away.held), sum(tensor.untyped_storage().nbytes() for tensor in away.held)
+    assert (freed, left) == (sum(tensor.nbytes for tensor in straight.held), 0)
+    memory.reload()
+    for trainer in (away, straight):
+        trainer.train_step(entries[4:])
+    assert same(away.state, straight.state)
+    parameters = sum(tensor.nbytes for tensor in straight.state.parameters.values())
+    counters = sum(tensor.nbytes for tensor in straight.state.optimizer.values() if tensor.dim() == 0)
+    # beside what is held: gradients, and the copy that a step goes back to
+    assert straight.needed_bytes == sum(tensor.nbytes for tensor in straight.held) - counters + 2 * parameters
+
+
+def test_metrics_of_all_ranks() -> None:
+    reports = [
+        BubbleReport(5, 10.0, 16.25, 4.0, (1, 2), 5, metrics={"loss": 1.0}),
+        BubbleReport(5, 12.0, 13.0, 1.0, (1,), 2, failed=1),
+        BubbleReport(0, 16.0),
+    ]
+    assert newest_rank(reports) == 0 and newest_rank(reports[::-1]) == 1
+    assert bubble_metrics(reports) == {
+        "spot/idle_s": 10.0,
+        "spot/used_s": 5.0,
+        "spot/share": 0.5,
+        "spot/sessions": 2.0,
+        "spot/steps": 5.0,
+        "spot/preempt_ms": 250.0,
+        "spot/failed": 1.0,
+        "spot/cut_off": 0.0,
+    }
+    assert bubble_metrics([BubbleReport(released_at=3.0)])["spot/share"] == 0.0
