@@ -7,6 +7,7 @@ their collectives instead of waiting for them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,17 +72,22 @@ class SubsetGroup:
         own = dist.get_rank()
         _meet(store, name, len(ranks), should_go, timeout_s)
         index, timeout = list(ranks).index(own), timedelta(seconds=timeout_s)
-        made: dist.ProcessGroup
-        try:
+
+        def connect() -> dist.ProcessGroup:
+            # a connection of its own: a wait for a key keeps all others of the same one waiting
+            connected = store.clone()
             if current_device().is_cuda:
                 options = dist.ProcessGroupNCCL.Options()
                 # its watchdog would end the process: the deadline is kept here
                 options._timeout = 10 * timeout
-                made = dist.ProcessGroupNCCL(store, index, len(ranks), options)
-            else:
-                made = dist.ProcessGroupGloo(store, index, len(ranks), timeout)
-        except RuntimeError as error:
-            raise GroupFailed(f"group {name} over ranks {list(ranks)} could not be made: {error}") from error
+                nccl = dist.ProcessGroupNCCL(connected, index, len(ranks), options)
+                # the first collective connects, and waits for all members: that too is to happen beside
+                torch.cuda.set_device(current_device().torch_device)
+                nccl.allreduce(torch.zeros(1, device=current_device().torch_device)).wait()
+                return nccl
+            return dist.ProcessGroupGloo(connected, index, len(ranks), timeout)
+
+        made = _beside(connect, name, should_abandon, timeout_s)
         return cls(tuple(ranks), own, made, should_abandon, timeout_s)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -118,9 +124,10 @@ class SubsetGroup:
             raise GroupFailed(f"a collective over ranks {list(self.ranks)} failed: {error}") from error
 
     def _abandon(self, *parts: object) -> None:
-        _abandoned.append((self.group, parts))
         if current_device().is_cuda:
             self.group.abort()  # a kernel that waits for ever would keep the device from all others
+        else:
+            _abandoned.append((self.group, parts))
 
 
 def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool], timeout_s: float) -> None:
@@ -152,3 +159,28 @@ def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool
         if store.get("verdict") == b"met":
             return
     raise Abandoned(f"group {name} was given up: {why}")
+
+
+def _beside(
+    connect: Callable[[], dist.ProcessGroup], name: str, should_abandon: Callable[[], bool], timeout_s: float
+) -> dist.ProcessGroup:
+    """The group that ``connect`` makes on a thread, which is left to itself where a member died or hangs in it."""
+    made: list[dist.ProcessGroup] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(connect())
+        except Exception as error:  # torch's own, of several kinds
+            failed.append(error)
+
+    deadline = time.monotonic() + timeout_s
+    thread = threading.Thread(target=run, name="connect-group", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_MEETING_POLL_S)
+        if thread.is_alive() and (should_abandon() or time.monotonic() > deadline):
+            raise Abandoned(f"group {name} was given up: a member does not connect")
+    if failed:
+        raise GroupFailed(f"group {name} could not be made: {failed[0]}") from failed[0]
+    return made[0]

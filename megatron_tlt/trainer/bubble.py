@@ -14,6 +14,7 @@ from typing import Protocol
 
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.drafter import DataBuffer, DrafterTrainer, Entry, TrainerState
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE, Timeline
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
@@ -44,9 +45,9 @@ class FormGroup(Protocol):
 class BubbleReport:
     """What a rank did in an RL step's bubble; times of day in seconds.
 
-    ``version`` is its drafter's behind the bubble, ``left_at`` when it last stopped training, ``used_s`` what it spent
-    in training steps, ``metrics`` those of its last one. ``failed`` sessions ended here with what is not finite or with
-    an error; ``cut_off`` ones were given up as others did not come.
+    ``version`` is its drafter's behind the bubble, ``led`` whether it led its last session, ``left_at`` when it last
+    stopped training, ``used_s`` what it spent in training steps, ``metrics`` those of its last one. ``failed`` sessions
+    ended here with what is not finite or with an error; ``cut_off`` ones were given up as others did not come.
     """
 
     version: int = 0
@@ -54,19 +55,19 @@ class BubbleReport:
     left_at: float | None = None
     used_s: float = 0.0
     sessions: tuple[int, ...] = ()
-    steps: int = 0
+    led: bool = False
     failed: int = 0
     cut_off: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 def newest_rank(reports: Sequence[BubbleReport]) -> int:
-    """The rank whose drafter all take over: the first of those with the highest version."""
-    return max(range(len(reports)), key=lambda rank: (reports[rank].version, -rank))
+    """The rank whose drafter all take over: of the highest version, of those who led, the first."""
+    return max(range(len(reports)), key=lambda rank: (reports[rank].version, reports[rank].led, -rank))
 
 
-def bubble_metrics(reports: Sequence[BubbleReport]) -> dict[str, float]:
-    """Of all ranks together. Times of several nodes are as exact as their clocks agree.
+def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, float]:
+    """Of all ranks together, which had ``version`` before. Times of several nodes are as exact as their clocks agree.
 
     ``idle_s`` is what ranks waited for the last one, summed; ``used_s`` how much of it they trained; ``preempt_ms``
     what passed from the last rank's release until nobody trained any more.
@@ -80,7 +81,7 @@ def bubble_metrics(reports: Sequence[BubbleReport]) -> dict[str, float]:
         "spot/used_s": used_s,
         "spot/share": used_s / idle_s if idle_s > 0 else 0.0,
         "spot/sessions": float(len({number for report in reports for number in report.sessions})),
-        "spot/steps": float(max(report.steps for report in reports)),
+        "spot/steps": float(max(report.version for report in reports) - version),
         "spot/preempt_ms": 1e3 * max([0.0, *left]),
         "spot/failed": float(sum(report.failed for report in reports)),
         "spot/cut_off": float(sum(report.cut_off for report in reports)),
@@ -100,6 +101,9 @@ class Bubble:
         last_good: what the drafter goes back to after a step that was not finite.
         take_device: before the first session of an RL step: the engine leaves the device, the trainer comes.
         form: makes a group over some ranks.
+
+    Raises:
+        ConfigError: training needs more memory than ``spot.memory_gib``.
     """
 
     def __init__(
@@ -115,6 +119,12 @@ class Bubble:
         take_device: Callable[[], None],
         form: FormGroup = SubsetGroup.form,
     ) -> None:
+        needed = trainer.needed_bytes / 2**30
+        if config.memory_gib is not None and needed > config.memory_gib:
+            raise ConfigError(
+                f"spot.memory_gib: found {config.memory_gib}; allowed: above {needed:.3g}, which the drafter, its "
+                "gradients, its optimizer and the target's embedding and LM head take on each rank"
+            )
         self._config, self._trainer, self._buffer = config, trainer, buffer
         self._checkpoints, self._timeline = checkpoints, timeline
         self._batch, self._last_good, self._take_device = global_batch, last_good, take_device
@@ -124,6 +134,7 @@ class Bubble:
         self._report = BubbleReport()
         self._has_device = False
         self._told_at: float | None = None
+        self._steps = 0  # of the generation
 
     def attach(self, client: CoordinatorClient) -> None:
         """This rank's line to the coordinator, before the first rollout."""
@@ -158,7 +169,11 @@ class Bubble:
             if order is None or not self._is_free_for(order) or not client.enter(order):
                 client.wait(_WAIT_S)
                 continue
-            self._session(order)
+            try:
+                self._session(order)
+            except Exception:
+                logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
+                client.withdraw()
 
     def _is_free_for(self, order: SessionOrder) -> bool:
         """Two leaders never write checkpoints at the same time."""
@@ -166,8 +181,8 @@ class Bubble:
 
     def _session(self, order: SessionOrder) -> None:
         """One generation of a session, from its group's making until it is left."""
-        client, trainer, before = self._client, self._trainer, self._report.steps
-        began, self._told_at = self._timeline.now(), None
+        client, trainer = self._client, self._trainer
+        began, self._told_at, self._steps = self._timeline.now(), None, 0
         outcome, failed, cut_off = "failed", 0, 0
         try:
             self._get_device()
@@ -192,6 +207,7 @@ class Bubble:
             self._report,
             left_at=left_at,
             sessions=tuple({*self._report.sessions, order.session}),
+            led=order.leader == client.rank,
             failed=self._report.failed + failed,
             cut_off=self._report.cut_off + cut_off,
         )
@@ -204,33 +220,40 @@ class Bubble:
             session=order.session,
             generation=order.generation,
             members=len(order.members),
-            steps=self._report.steps - before,
+            steps=self._steps,
             ended=outcome,
         )
         self._leave(outcome)
-        following = client.order
-        ended = following is None or following.session != order.session
-        if order.leader == client.rank and ended and outcome != "failed" and not client.rollout_over(self._rl_step):
+        if order.leader == client.rank and self._is_to_be_saved(order, outcome):
             self._checkpoints.save(self._rl_step)
+
+    def _is_to_be_saved(self, order: SessionOrder, outcome: str) -> bool:
+        """Whether the session is over, and not by the rollout's end, behind which there is time enough."""
+        if outcome.startswith("non_finite"):
+            return True  # a checkpoint on the way there is newer, but not good
+        following = self._client.order
+        ended = following is None or following.session != order.session
+        return ended and outcome != "failed" and not self._client.rollout_over(self._rl_step)
 
     def _leave(self, outcome: str) -> None:
         client = self._client
-        if outcome in ("stopped", "broken"):
-            # told on another member first; a coordinator that says nothing is silent in the end, which is LEAVE too
-            while client.poll() is not Advice.LEAVE:
-                client.wait(_WAIT_S)
-            client.leave()
-        elif outcome == "cut off":
-            client.leave()
-        else:
-            client.withdraw()
+        if outcome not in ("stopped", "not formed", "broken", "cut off"):
+            client.withdraw()  # it would go the same way again
+            return
+        # told on another member first; a coordinator that says nothing is silent in the end, which is LEAVE too
+        while not self._is_told():
+            client.wait(_WAIT_S)
+        client.leave()
 
     def _train(self, order: SessionOrder) -> str:
-        """How the generation ended: ``stopped``, or as a step that was not well."""
+        """How the generation ended: ``stopped``, ``not formed``, or as a step that was not well."""
         client, trainer = self._client, self._trainer
         if len(order.members) > 1:
             limit_s = 2 * self._config.session_timeout_s  # the coordinator's comes first
-            trainer.group = self._form(order.name, order.members, self._is_told, self._is_overdue, limit_s)
+            try:
+                trainer.group = self._form(order.name, order.members, self._is_told, self._is_overdue, limit_s)
+            except Abandoned:
+                return "not formed"
         leads = order.leader == client.rank
         if leads:
             self._checkpoints.take_over(self._is_told)
@@ -238,7 +261,7 @@ class Bubble:
         at, count = order.members.index(client.rank), len(order.members)
         share = self._batch // count + (at < self._batch % count)
         while True:
-            if client.poll() is Advice.WAIT:
+            if not self._is_told() and client.poll() is Advice.WAIT:
                 client.wait(_WAIT_S)
                 continue
             began = self._timeline.now()
@@ -246,7 +269,8 @@ class Bubble:
             self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
             if result.outcome != "trained":
                 return result.outcome
-            self._report = replace(self._report, steps=self._report.steps + 1, metrics=result.metrics)
+            self._report = replace(self._report, metrics=result.metrics)
+            self._steps += 1
             client.at_step_boundary(trainer.version)
             if leads:
                 self._checkpoints.step_done(self._rl_step)
@@ -256,16 +280,14 @@ class Bubble:
         yield from self._buffer.sample(share, self._rl_step - 1, self._trainer.version)
 
     def _is_told(self) -> bool:
-        if self._client.poll() is not Advice.LEAVE:
-            return False
-        if self._told_at is None:
+        """Whether this generation is to be left; once so, it stays so, though a silent coordinator may come back."""
+        if self._told_at is None and self._client.poll() is Advice.LEAVE:
             self._told_at = self._timeline.now()
-        return True
+        return self._told_at is not None
 
     def _is_overdue(self) -> bool:
-        if not self._is_told() or self._told_at is None:
-            return False
-        return self._timeline.now() - self._told_at > self._config.grace_s
+        """Whether that is longer ago than any member should take to hear of it."""
+        return self._is_told() and self._timeline.now() - (self._told_at or 0.0) > self._config.grace_s
 
     def _get_device(self) -> None:
         if not self._has_device:

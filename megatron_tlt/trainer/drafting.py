@@ -25,7 +25,7 @@ from megatron_tlt.drafter import (
     train_session,
     write_checkpoint,
 )
-from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.errors import RunError
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data, any_rank
 from megatron_tlt.platform.device import barrier, current_device, log_once, rank, world_size
@@ -127,12 +127,6 @@ class Drafting:
         """
         spot = self._run.spot
         assert spot is not None
-        needed = self._trainer.needed_bytes / 2**30
-        if spot.memory_gib is not None and needed > spot.memory_gib:
-            raise ConfigError(
-                f"spot.memory_gib: found {spot.memory_gib}; allowed: above {needed:.3g}, which the drafter, its "
-                "gradients, its optimizer and the target's embedding and LM head take on each rank"
-            )
         self._checkpoints = SpotCheckpoints(self._folder / "drafter" / "spot", spot.checkpoint_every, self._trainer)
         self._bubble = Bubble(
             spot,
@@ -209,7 +203,8 @@ class Drafting:
             self._trainer.load_state(self._good)
         elif self._trainer.version != self._good.version:
             self._good = _copied(self._trainer.state)
-        return self._metrics(result) | metrics
+        failed = failed or metrics.get("spot/failed", 0.0) > 0
+        return self._metrics(result) | {"drafter/failed": float(failed)} | metrics
 
     def _share(self, policy: Policy) -> None:
         self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
@@ -222,15 +217,15 @@ class Drafting:
         spot = self._run.spot
         assert spot is not None
         reports = all_gather_data(bubble.report, BubbleReport)
-        newest = newest_rank(reports)
+        newest, before = newest_rank(reports), self._good.version
         self._trainer.group = self._group
-        if reports[newest].version != self._good.version:
+        if reports[newest].version != before:
             self._trainer.synchronize(newest)
             self._good = _copied(self._trainer.state)
             if rank() == newest:
                 bubble.save(step)
-        trained = SessionResult("completed", reports[newest].steps, reports[newest].metrics)
-        metrics = bubble_metrics(reports)
+        trained = SessionResult("completed", reports[newest].version - before, reports[newest].metrics)
+        metrics = bubble_metrics(reports, before)
         missing = spot.least_steps - trained.steps
         if missing > 0:
             rest = self._session(step, missing)
@@ -244,7 +239,6 @@ class Drafting:
             **{f"drafter/{name}": value for name, value in result.metrics.items()},
             "drafter/version": float(self.version),  # of the drafter that stays, not of the session's last step
             "drafter/steps": float(result.steps),
-            "drafter/failed": float(result.outcome.startswith("non_finite")),
             "drafter/entries": float(len(self._buffer)),
             "drafter/buffer_mib": self._buffer.nbytes / 2**20,
             "drafter/dropped": float(sum(counts.dropped.values())),
@@ -301,7 +295,11 @@ class Drafting:
 
 
 def _copied(state: TrainerState) -> TrainerState:
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors().items()}
+    """On the host: the device is needed for other things, and the copy only if a session goes wrong."""
+    tensors = {}
+    for name, tensor in state.tensors().items():
+        tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        tensors[name].copy_(tensor)
     return TrainerState.from_tensors(state.version, tensors, dict(state.numbers))
 
 

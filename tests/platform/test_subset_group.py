@@ -21,7 +21,8 @@ def test_groups_form_reduce_hang_and_break_without_the_other_ranks(tmp_path: Pat
     assert found[0]["gone"].startswith("Abandoned: group gone was given up: its session is over")
     assert found[2]["gone"].startswith("Abandoned: group gone was given up: a member has gone")
     assert found[0]["alone"].startswith("Abandoned: group alone was given up: not all 2 members came within 0.3 s")
-    # a member that is late in a collective
+    # a member that is late in connecting, and in a collective
+    assert found[0]["late"].startswith("Abandoned: group late was given up: a member does not connect")
     assert found[0]["hang"].startswith("Abandoned: a collective over ranks [0, 2] was given up: its session is over")
     assert found[0]["waited_s"] < 5
     # one that dies in it

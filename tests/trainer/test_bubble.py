@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ import torch
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights, TrainerState, drafter_from_target
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE
 from megatron_tlt.platform.offload import StorageOffload
-from megatron_tlt.trainer.bubble import BubbleReport, bubble_metrics, newest_rank
+from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
+from megatron_tlt.trainer.coordination import coordinator_host
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from tests.drafter.conftest import load_target, random_entry, write_target
 from tests.trainer.threads import LIMIT_S, Meeting, ThreadGroup, Threads, copied
@@ -46,6 +50,13 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
+def latest(checkpoints: Path) -> int:
+    try:
+        return int((checkpoints / LATEST).read_text().rpartition("-")[2])
+    except FileNotFoundError:
+        return -1
+
+
 def same(one: TrainerState, other: TrainerState) -> bool:
     a, b = one.tensors(), other.tensors()
     return one.version == other.version and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -62,16 +73,17 @@ def test_a_second_rank_joins_and_the_last_ones_release_ends_it(threads: Threads,
     reports = [bubble.report for bubble in threads.bubbles]
     assert same(threads.trainers[0].state, threads.trainers[1].state)
     assert [report.sessions for report in reports] == [(1,), (1,), ()]
-    assert reports[0].version == reports[0].steps > reports[1].steps > 0 == reports[2].version
+    assert reports[0].version == reports[1].version > 0 == reports[2].version
+    assert [report.led for report in reports] == [True, False, False]
     # two members draw as much as one did
     assert reports[0].metrics["sequences"] == threads.batch
     assert threads.took_device == [0, 1]
-    assert 0 < int((tmp_path / "spot" / LATEST).read_text().rpartition("-")[2]) <= reports[0].version
-    metrics = bubble_metrics(reports)
-    assert 0 < metrics["spot/used_s"] <= metrics["spot/idle_s"] and metrics["spot/steps"] == reports[0].steps
+    assert 0 < latest(tmp_path / "spot") <= reports[0].version
+    metrics = bubble_metrics(reports, 0)
+    assert 0 < metrics["spot/used_s"] <= metrics["spot/idle_s"] and metrics["spot/steps"] == reports[0].version
     spans = [[e for e in timeline.to_events() if e["lane"] == SPOT_LANE] for timeline in threads.timelines]
     assert [[e["args"]["members"] for e in own] for own in spans] == [[1, 2], [2], []]
-    assert sum(e["args"]["steps"] for e in spans[0]) == reports[0].steps
+    assert sum(e["args"]["steps"] for e in spans[0]) == reports[0].version > spans[1][0]["args"]["steps"] > 0
     assert {e["args"]["ended"] for own in spans for e in own} == {"stopped"}
 
 
@@ -89,7 +101,8 @@ def test_the_next_bubble_goes_on_on_another_rank_from_the_last_ones_checkpoint(t
     until(lambda: threads.trainers[2].version > version)
     threads.release(0, 1, rl_step=2)
     threads.join(0, 1, 2)
-    assert threads.bubbles[2].report.steps == threads.trainers[2].version - version
+    (session,) = (e for e in threads.timelines[2].to_events() if e["lane"] == SPOT_LANE)
+    assert session["args"]["steps"] == threads.trainers[2].version - version
 
 
 def test_a_rank_whose_data_fails_withdraws_and_the_other_goes_on(threads: Threads) -> None:
@@ -108,7 +121,7 @@ def test_a_rank_whose_data_fails_withdraws_and_the_other_goes_on(threads: Thread
     threads.join(0, 1, 2)
     reports = [bubble.report for bubble in threads.bubbles]
     assert [report.failed for report in reports] == [0, 1, 0]
-    assert threads.bubbles[1].report.steps == 0
+    assert threads.trainers[1].version < threads.trainers[0].version
 
 
 def test_a_member_that_hangs_is_not_waited_for(threads: Threads) -> None:
@@ -125,6 +138,7 @@ def test_a_member_that_hangs_is_not_waited_for(threads: Threads) -> None:
     threads.begin()
     threads.release(0, 1)
     until(hangs.is_set)
+    until(lambda: threads.trainers[0].version == threads.trainers[1].version)
     kept = copied(threads.trainers[0].state)
     threads.release(2)
     threads.join(0, 2)
@@ -141,12 +155,16 @@ def test_a_member_that_hangs_is_not_waited_for(threads: Threads) -> None:
 
 
 def test_what_is_not_finite_leaves_the_last_good_drafter_and_ends_training_until_the_next_rollout(
-    threads: Threads, entries: list[Entry]
+    threads: Threads, entries: list[Entry], tmp_path: Path
 ) -> None:
-    bad = entries[0]
-    threads.buffers[0].sample = lambda *_: [  # type: ignore[method-assign]
-        Entry("bad", 0, bad.token_ids, bad.prompt_length, bad.hidden * float("nan"), 0.0)
-    ]
+    bad, sample = entries[0], threads.buffers[0].sample
+
+    def poisoned(share: int, step: int, version: int) -> list[Entry]:
+        if version < 4:
+            return sample(share, step, version)
+        return [Entry("bad", 0, bad.token_ids, bad.prompt_length, bad.hidden * float("nan"), 0.0)]
+
+    threads.buffers[0].sample = poisoned  # type: ignore[method-assign]
     threads.begin()
     threads.release(0)
     until(lambda: threads.bubbles[0].report.failed)
@@ -154,6 +172,8 @@ def test_what_is_not_finite_leaves_the_last_good_drafter_and_ends_training_until
     threads.join(0, 1, 2)
     assert threads.bubbles[0].report.failed == 1
     assert same(threads.trainers[0].state, threads.good[0])
+    # the third step's checkpoint is not what the next session starts from
+    until(lambda: latest(tmp_path / "spot") == 0)
 
 
 def test_without_its_coordinator_a_rank_just_waits_with_the_others(threads: Threads) -> None:
@@ -247,12 +267,13 @@ def test_training_goes_on_bit_for_bit_where_its_memory_was_given_up_meanwhile(
 
 def test_metrics_of_all_ranks() -> None:
     reports = [
-        BubbleReport(5, 10.0, 16.25, 4.0, (1, 2), 5, metrics={"loss": 1.0}),
-        BubbleReport(5, 12.0, 13.0, 1.0, (1,), 2, failed=1),
-        BubbleReport(0, 16.0),
+        BubbleReport(7, 10.0, 16.25, 4.0, (1, 2), metrics={"loss": 1.0}),
+        BubbleReport(7, 12.0, 13.0, 1.0, (1,), failed=1),
+        BubbleReport(2, 16.0, led=True),
     ]
     assert newest_rank(reports) == 0 and newest_rank(reports[::-1]) == 1
-    assert bubble_metrics(reports) == {
+    assert newest_rank([reports[0], replace(reports[1], led=True)]) == 1
+    assert bubble_metrics(reports, 2) == {
         "spot/idle_s": 10.0,
         "spot/used_s": 5.0,
         "spot/share": 0.5,
@@ -262,4 +283,25 @@ def test_metrics_of_all_ranks() -> None:
         "spot/failed": 1.0,
         "spot/cut_off": 0.0,
     }
-    assert bubble_metrics([BubbleReport(released_at=3.0)])["spot/share"] == 0.0
+    assert bubble_metrics([BubbleReport(released_at=3.0)], 0)["spot/share"] == 0.0
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_is_needed(threads: Threads, tmp_path: Path) -> None:
+    config, trainer = threads.config.model_copy(update={"memory_gib": 1e-6}), threads.trainers[0]
+    unused = cast(Any, None)
+    with pytest.raises(
+        ConfigError, match=rf"spot.memory_gib: found 1e-06; allowed: above {trainer.needed_bytes / 2**30:.3g}"
+    ):
+        Bubble(config, trainer, unused, unused, unused, global_batch=1, last_good=unused, take_device=unused)
+
+
+def test_the_coordinator_listens_where_all_ranks_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert coordinator_host(None, 1) == "127.0.0.1"
+    assert coordinator_host("10.1.2.3", 8) == "10.1.2.3"
+    with pytest.raises(
+        ConfigError, match=r"spot.host: not given, and MASTER_ADDR, 'localhost', is 127.0.0.1 on rank 0"
+    ):
+        coordinator_host(None, 8)
+    monkeypatch.setenv("MASTER_ADDR", "10.4.5.6")
+    assert coordinator_host(None, 8) == "10.4.5.6"

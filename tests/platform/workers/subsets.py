@@ -41,6 +41,7 @@ def after(seconds: float) -> Callable[[], bool]:
 
 
 def main(out: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once the first has died
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     store = dist.distributed_c10d._get_default_store()
     rank, found = dist.get_rank(), dict[str, Any]()
@@ -65,8 +66,14 @@ def main(out: str) -> None:
         store.wait(["rank 0 has gone"], timedelta(seconds=LIMIT_S))
         found["gone"] = gone(never)
 
-    group = SubsetGroup.form("hang", (0, 2), never, after(0.5), LIMIT_S)
+    if rank == 0:  # the other has come, and hangs before it connects
+        store.set("late/members", b"1")
+        found["late"] = raised(lambda: SubsetGroup.form("late", (0, 2), never, after(0.3), LIMIT_S))
+
+    ends: list[Callable[[], bool]] = []
+    group = SubsetGroup.form("hang", (0, 2), never, lambda: any(end() for end in ends), LIMIT_S)
     if rank == 0:
+        ends.append(after(0.3))
         began = time.monotonic()
         found["hang"] = raised(lambda: group.all_reduce([torch.ones(1000)]))
         found["waited_s"] = time.monotonic() - began
