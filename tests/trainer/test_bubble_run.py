@@ -1,4 +1,4 @@
-"""A run whose waiting rank trains the drafter: inside its idle time, for all engines, from where a kill left it."""
+"""A run whose waiting ranks train the drafter: inside their idle time, for all engines, from where a kill left it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from tests.trainer.conftest import Runs
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LEAST = 2
-# two of three problems are the first rank's, and each problem takes its engine several rounds
+# two of four problems are the first rank's, and each takes its engine several rounds: the two others wait
 OVERRIDES = (
+    "launcher.nproc_per_node=3",
     "run.deterministic=false",
     "trainer.steps=3",
-    "trainer.prompts_per_step=3",
+    "trainer.prompts_per_step=4",
     "algorithm.group_size=24",
     "rollout.vllm.max_num_seqs=8",
     "drafter.kind=eagle",
     "speculation.drafter=eagle",
     "speculation.num_speculative_tokens=2",
     "drafter.entries_per_step=2",
-    "spot.min_replicas=1",
+    "spot.min_replicas=2",
     "spot.min_entries=1",
     "spot.checkpoint_every=2",
     f"spot.least_steps={LEAST}",
@@ -69,7 +70,8 @@ def test_bubbles_train_the_drafter_and_a_killed_run_goes_on_from_them(runs: Runs
     spans = [e for e in events if e["ph"] == "X"]
     sessions = [e for e in spans if (e["pid"], e["tid"]) in lanes]
     idle = [e for e in spans if e["name"] == "idle"]
-    assert sum(e["args"]["steps"] for e in sessions) >= sum(row["spot/steps"] for row in trained)
+    assert sum(e["args"]["steps"] for e in sessions) >= 2 * sum(row["spot/steps"] for row in trained)
+    assert {e["pid"] for e in sessions} == {1, 2} and all(e["args"]["members"] == 2 for e in sessions)
     for session in sessions:
         around = [
             e
