@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult
@@ -57,10 +55,7 @@ def _run(arguments: argparse.Namespace, folder: Path, kind: str, seed: int) -> l
             )
         },
     }
-    with tempfile.TemporaryDirectory() as work:
-        out = Path(work, "out.json")
-        run_worker(f"{kind}, seed {seed}", "drafter", [json.dumps(given), work, str(out)], 1, arguments.timeout)
-        rows: list[dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))
+    rows: list[dict[str, float]] = measure_in_worker(f"{kind}, seed {seed}", "drafter", given, arguments.timeout)
     return rows
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
@@ -42,10 +40,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     own = set(vars(arguments)) - {"config", "model", "timeout", "json"}
     given: dict[str, Any] = {key: getattr(arguments, key) for key in own} | {"config": str(arguments.config)}
     given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))
-    with tempfile.TemporaryDirectory() as work:
-        out = Path(work, "out.json")
-        run_worker("gap", "gap", [json.dumps(given), work, str(out)], 1, arguments.timeout)
-        rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = measure_in_worker("gap", "gap", given, arguments.timeout)
     found: dict[tuple[str, int, str], list[float]] = {}
     for row in rows:
         found.setdefault((row["kind"], row["gap"], row["arm"]), []).append(row["acceptance_length"])

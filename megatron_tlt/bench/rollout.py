@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.bench.workers import run_worker
+from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
@@ -46,10 +44,7 @@ def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
     given = {key: getattr(arguments, key) for key in own} | {"target": target, "config": str(arguments.config)}
     if target == "quickstart":
         given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))
-    with tempfile.TemporaryDirectory() as work:
-        out = Path(work, "out.json")
-        run_worker(f"rollout, {target}", "rollout", [json.dumps(given), work, str(out)], 1, arguments.timeout)
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    found: dict[str, Any] = measure_in_worker(f"rollout, {target}", "rollout", given, arguments.timeout)
     return found
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device, world_size
+from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 
 T = TypeVar("T")
 
@@ -49,16 +50,8 @@ def broadcast_data(value: T | None, kind: Any, source: int = 0, group: dist.Proc
     """Rank ``source``'s value on every rank of ``group``; ``source`` is a global rank."""
     if world_size() == 1:
         return value  # type: ignore[return-value]
-    device = current_device().torch_device
-    mine = dist.get_rank() == source
-    payload = bytearray(msgspec.msgpack.encode(value)) if mine else bytearray()
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    dist.broadcast(length, source, group=group)
-    data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    if mine:
-        data.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-    dist.broadcast(data, source, group=group)
-    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind)
+    found: T = broadcast_plain(WholeGroup(group), value, kind, source, current_device().torch_device)
+    return found
 
 
 def any_rank(flag: bool) -> bool:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.processes import launch_environment, torchrun_command
+
+
+def measure_in_worker(what: str, name: str, given: Mapping[str, Any], timeout_s: float) -> Any:
+    """What one rank of ``workers/<name>.py`` found: it is given plain data, a folder to work in, and a file to write.
+
+    Raises:
+        RunError: as ``run_worker``.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work, "out.json")
+        run_worker(what, name, [json.dumps(given), work, str(out)], 1, timeout_s)
+        return json.loads(out.read_text(encoding="utf-8"))
 
 
 def run_worker(what: str, name: str, arguments: Sequence[str], processes: int, timeout_s: float) -> None:
