@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
@@ -152,23 +153,45 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request]
     return target, prepared.pool, folder
 
 
-def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
-    """A random target of 100 million weights whose own greedy responses are replayed as drafts."""
-    folder = write_tiny_model(
+def write_chain_model(folder: Path, num_layers: int, vocab_size: int) -> Path:
+    """A model of full size whose every greedy token is certain: the one that follows its last in a fixed chain.
+
+    The output layer looks for the embedding of a token's predecessor, and layers add little to what they get. A batch
+    of another size, which rounds otherwise, still decodes what was recorded, at the precision that models are rolled
+    out in. The work of a step is that of any model of its shape.
+    """
+    write_tiny_model(
         "qwen2-untied",
-        work / "large",
+        folder,
         hidden_size=768,
         intermediate_size=3072,
-        num_hidden_layers=given["large_layers"],
+        num_hidden_layers=num_layers,
         num_attention_heads=12,
         num_key_value_heads=4,
-        vocab_size=512,
-        max_position_embeddings=1024,
+        vocab_size=vocab_size,
+        max_position_embeddings=4096,
     )
-    options = {"dtype": "float32", "max_num_seqs": 128, "num_gpu_blocks_override": 512, "max_model_len": 512}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.01)
+        embeddings = model.get_input_embeddings().weight
+        embeddings.normal_(generator=torch.Generator().manual_seed(1))
+        model.get_output_embeddings().weight.copy_(embeddings.roll(1, 0) / embeddings.shape[1])
+    model.save_pretrained(folder)
+    return folder
+
+
+def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
+    """A target of 100 million weights in bfloat16 whose own greedy responses are replayed as drafts."""
+    vocab_size = max(512, given["large_longest"] + 16)
+    folder = write_chain_model(work / "large", given["large_layers"], vocab_size)
+    limit = given["large_longest"] + 128
+    options = {"dtype": "bfloat16", "max_num_seqs": 128, "num_gpu_blocks_override": 512, "max_model_len": limit}
     rollout = RolloutConfig(max_prompt_tokens=16, max_response_tokens=given["large_longest"], vllm=options)
     draw = torch.Generator().manual_seed(given["seed"])
-    prompts = torch.randint(0, 512, (given["large_requests"], 8), generator=draw).tolist()
+    prompts = torch.randint(0, vocab_size, (given["large_requests"], 8), generator=draw).tolist()
     lengths = pareto_lengths(len(prompts), given["large_shortest"], given["large_longest"], 1.1, given["seed"])
     greedy = SamplingSpec(temperature=0.0)
     pool = [
@@ -176,7 +199,7 @@ def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Pat
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     recorded: dict[str, Sequence[int]] = {}
-    drafters: dict[str, TokenDrafter] = {"suffix": ReplayDrafter(recorded, given["acceptance"], 512)}
+    drafters: dict[str, TokenDrafter] = {"suffix": ReplayDrafter(recorded, given["acceptance"], vocab_size)}
     most = given["drafts"]
     speculation = SpeculationConfig(drafter="suffix", num_speculative_tokens=most)
     statics = [Strategy("suffix", k) for k in _lengths(most)]
