@@ -1,0 +1,53 @@
+"""What devices can do at most, from their data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from megatron_tlt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Figures of one device; see ``devices.yaml`` for the units that people write."""
+
+    name: str
+    memory_bytes: float
+    flops: float
+    """Per second, dense, in bfloat16."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    node_bandwidth: float
+    """Bytes per second and direction to the other devices of its node."""
+
+
+@cache
+def known_devices() -> dict[str, Device]:
+    """By name; those of ``devices.yaml``."""
+    text = resources.files("megatron_tlt.planning").joinpath("devices.yaml").read_text()
+    return {
+        name: Device(
+            name,
+            memory_bytes=row["memory"] * 1e9,
+            flops=row["tflops"] * 1e12,
+            memory_bandwidth=row["memory_bandwidth"] * 1e9,
+            node_bandwidth=row["node_bandwidth"] * 1e9,
+        )
+        for name, row in yaml.safe_load(text).items()
+    }
+
+
+def device(name: str) -> Device:
+    """A known device.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        return known_devices()[name]
+    except KeyError:
+        raise ConfigError(f"device: found {name!r}; allowed: {', '.join(sorted(known_devices()))}") from None
