@@ -36,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--large-longest", type=int, default=128, help="tokens of its longest")
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of replayed draft tokens that are right")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", type=Path, help="append each measurement here as it is made, one per line")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one target")
 
 
 def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
-    own = set(vars(arguments)) - {"targets", "config", "model", "timeout", "json"}
+    own = set(vars(arguments)) - {"targets", "config", "model", "timeout", "json", "record"}
     given = {key: getattr(arguments, key) for key in own} | {"target": target, "config": str(arguments.config)}
+    given["record"] = str(arguments.record.resolve()) if arguments.record else None
     if target == "quickstart":
         given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))
     found: dict[str, Any] = measure_in_worker(f"rollout, {target}", "rollout", given, arguments.timeout)

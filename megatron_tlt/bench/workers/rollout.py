@@ -208,7 +208,7 @@ def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Pat
     return target, pool, folder
 
 
-def measure(target: Target, cases: Sequence[Case], repeats: int) -> list[dict[str, Any]]:
+def measure(target: Target, cases: Sequence[Case], repeats: int, record: Path | None) -> list[dict[str, Any]]:
     """A row per case, arm and repeat; the first time round, in which tuners know nothing, has repeat 0."""
     rows = []
     names = list(target.arms)
@@ -234,6 +234,9 @@ def measure(target: Target, cases: Sequence[Case], repeats: int) -> list[dict[st
             for requests in case.rollouts:
                 if repeat == 0:
                     target.learn_off(requests)
+            if record is not None:
+                with record.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows[-len(names) :])
             print(f"repeat {repeat}, {case.name}", flush=True)
         target.end_epoch()
     return rows
@@ -247,7 +250,7 @@ def main(given_json: str, work: str, out: str) -> None:
     make = {"quickstart": quickstart, "large": large}[given["target"]]
     target, pool, folder = make(given, Path(work))
     cases = make_cases(pool, given["batches"], given["rollouts"])
-    rows = measure(target, cases, given["repeats"])
+    rows = measure(target, cases, given["repeats"], Path(given["record"]) if given["record"] else None)
     tensors = SafetensorsFolder(folder)
     weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
     lengths = describe_lengths([request.sampling.max_tokens for request in pool])
