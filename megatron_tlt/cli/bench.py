@@ -18,6 +18,7 @@ _NAMES = (
     "families",
     "gap",
     "graph-pool",
+    "hetero",
     "layouts",
     "packing",
     "reshard",

@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from megatron_tlt.cli import runs
+from megatron_tlt.cli import plan_cluster, runs
 from megatron_tlt.cli.plan_tables import print_reshard
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.loader import load_config
@@ -36,9 +36,12 @@ _WIDE = ("float32", "float")
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("plan", help="say what a config would do, without GPUs or weights")
     runs.add_config_arguments(parser)
-    parser.add_argument(
-        "--reshard", action="store_true", required=True, help="plan the transfer of weights to the engines"
+    planned = parser.add_mutually_exclusive_group(required=True)
+    planned.add_argument("--reshard", action="store_true", help="plan the transfer of weights to the engines")
+    planned.add_argument(
+        "--cluster", metavar="FILE", type=Path, help="plan for unequal devices: launch/clusters/*.yaml"
     )
+    plan_cluster.add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure here")
     parser.add_argument("--plan", metavar="FILE", type=Path, help="write the plan itself here")
     for name, what in _RATES.items():
@@ -51,6 +54,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.cluster is not None:
+        return plan_cluster.run(arguments, load_config(arguments.config, arguments.overrides))
     bandwidths = _bandwidths(arguments)
     plan = reshard_plan(load_config(arguments.config, arguments.overrides))
     summary = summarize(plan, bandwidths)

@@ -1,0 +1,140 @@
+"""Plans over unequal devices: against the exhaustive optimum, random search, no swaps, and plans for equal devices."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_tlt.bench.hetero_cases import mixed_64, model, small_instance, step
+from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.planning.hetero.cluster import Cluster
+from megatron_tlt.planning.hetero.cost import CostModel
+from megatron_tlt.planning.hetero.exhaustive import Exhaustive
+from megatron_tlt.planning.hetero.search import Found, random_search, search
+from megatron_tlt.planning.hetero.uniform import uniform_plan
+from megatron_tlt.planning.hetero.workflow import Workflow
+
+LIMIT = 1.02
+_MODELS = ("Qwen2.5-7B", "Qwen2.5-14B")
+_METHODS: dict[str, Callable[[CostModel, int, int], Found]] = {
+    "search": lambda cost, budget, seed: search(cost, budget, seed),
+    "random": lambda cost, budget, seed: random_search(cost, budget, seed),
+    "without swaps": lambda cost, budget, seed: search(cost, budget, seed, swaps=False),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--instances", type=int, default=60, help="small clusters that can hold their step")
+    parser.add_argument("--seeds", type=int, default=7, help="runs of each method on 64 devices")
+    parser.add_argument("--small-evaluations", type=int, default=4000, help="budget on a small cluster")
+    parser.add_argument("--evaluations", type=int, default=3000, help="budget of each method on 64 devices")
+    parser.add_argument("--sequences", type=int, default=2048, help="responses of a step on 64 devices")
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """Seconds are the cost model's, so none of this is a measurement: a row says how good a plan is under the model.
+
+    The budget is a number of plans whose cost is asked for. Random search draws from what the search's populations are
+    drawn from. The plan for equal devices has the best layouts of all, evenly shared, in the devices' listed order.
+    """
+    result = BenchmarkResult(environment=describe_environment(), name="hetero")
+    _small(result, arguments.instances, arguments.small_evaluations)
+    cluster = mixed_64()
+    against: dict[str, list[float]] = {"random": [], "without swaps": []}
+    for name in _MODELS:
+        for asynchronous in (False, True):
+            workflow = step(model(name), arguments.sequences, 2048.0, 8192.0, asynchronous=asynchronous)
+            case = f"{name}, {'asynchronous' if asynchronous else 'synchronous'}"
+            seconds = _mixed(result, case, cluster, workflow, arguments)
+            for other in against:
+                against[other].append(ratio_of_medians(seconds[other], seconds["search"])["ratio"])
+    for other, ratios in against.items():
+        short = other.replace(" ", "_")
+        result.target(f"{short}_over_search_smallest_case", min(ratios), ">", 1.0)
+        result.target(f"{short}_over_search_geometric_mean", statistics.geometric_mean(ratios), ">", 1.0)
+    return result
+
+
+def _small(result: BenchmarkResult, wanted: int, evaluations: int) -> None:
+    ratios: list[float] = []
+    uniform: list[float] = []
+    seed = none = looked = 0
+    while len(ratios) < wanted:
+        cluster, workflow = small_instance(seed)
+        exhaustive = Exhaustive(CostModel(cluster, workflow))
+        best = exhaustive.run()
+        if best.feasible:
+            looked += exhaustive.placements
+            ratios.append(search(CostModel(cluster, workflow), evaluations, seed).seconds / best.seconds)
+            even = uniform_plan(CostModel(cluster, workflow, balanced=False))
+            uniform += [even.seconds / best.seconds] if even.feasible else []
+        else:
+            none += 1
+        seed += 1
+    result.rows.append(
+        {
+            "case": f"{wanted} random clusters of at most 6 devices",
+            "method": "search",
+            "evaluations": evaluations,
+            "over_optimum": _spread(ratios),
+            "optimal": sum(ratio <= 1 + 1e-9 for ratio in ratios),
+            "ratios": ratios,
+        }
+    )
+    result.rows.append(
+        {
+            "case": "the same, for equal devices",
+            "method": "uniform",
+            "over_optimum": _spread(uniform),
+            "does_not_fit": wanted - len(uniform),
+            "ratios": uniform,
+        }
+    )
+    result.rows.append({"case": "the same", "method": "exhaustive", "evaluations": looked, "does_not_fit": none})
+    result.target("small_instances", len(ratios), ">=", 50)
+    result.target("small_worst_over_optimum", max(ratios), "<=", LIMIT)
+
+
+def _mixed(
+    result: BenchmarkResult, case: str, cluster: Cluster, workflow: Workflow, arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {}
+    best: dict[str, Found] = {}
+    for name, method in _METHODS.items():
+        runs = [method(CostModel(cluster, workflow), arguments.evaluations, seed) for seed in range(arguments.seeds)]
+        seconds[name] = [found.seconds for found in runs]
+        best[name] = min(runs, key=lambda found: found.seconds)
+    for name, found in best.items():
+        row: dict[str, Any] = {"case": case, "method": name, "evaluations": arguments.evaluations}
+        row |= {"seconds": _spread(seconds[name]), "plan": _words(found, workflow), "runs": seconds[name]}
+        if name != "search":
+            row["over_search"] = ratio_of_medians(seconds[name], seconds["search"])
+        result.rows.append(row)
+    even = uniform_plan(CostModel(cluster, workflow, balanced=False))
+    row = {"case": case, "method": "uniform", "plan": _words(even, workflow), "seconds": _spread([even.seconds])}
+    median = statistics.median(seconds["search"])
+    row["over_search"] = {"ratio": even.seconds / median} | {
+        end: even.seconds / of(seconds["search"]) for end, of in (("low", max), ("high", min))
+    }
+    result.rows.append(row)
+    return seconds
+
+
+def _words(found: Found, workflow: Workflow) -> str:
+    """Such as ``rollout TP4xDP4 + drafter DP8 of 24 | actor PP4xDP5 of 40``."""
+    plan = found.plan
+    groups = []
+    for group, devices in enumerate(plan.groups):
+        own = [task for task, of in enumerate(plan.group_of) if of == group]
+        names = " + ".join(f"{workflow.tasks[task].name} {plan.placements[task].layout}" for task in own)
+        groups.append(f"{names} of {len(devices)}")
+    return " | ".join(groups)
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}

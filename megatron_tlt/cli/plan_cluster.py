@@ -1,0 +1,133 @@
+"""``tlt plan CONFIG --cluster FILE``: which of unequal devices do what, and what of it this package can run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.architecture import sizes_of
+from megatron_tlt.planning.hetero.cluster import Cluster, read_cluster
+from megatron_tlt.planning.hetero.cost import CostModel
+from megatron_tlt.planning.hetero.plan import Plan
+from megatron_tlt.planning.hetero.report import PlanReport, describe, print_report
+from megatron_tlt.planning.hetero.search import search
+from megatron_tlt.planning.hetero.uniform import uniform_plan
+from megatron_tlt.planning.hetero.workflow import ModelSizes, Workflow, workflow_of
+from megatron_tlt.platform.files import atomic_write_text
+
+_MEAN = 4
+"""The mean response is taken for this part of the longest where nothing else is said."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What goes with ``--cluster``; that and ``--json`` are the command's own."""
+    group = parser.add_argument_group("unequal devices")
+    group.add_argument("--evaluations", metavar="N", type=int, default=5000, help="plans to look at (default 5000)")
+    group.add_argument("--seed", metavar="N", type=int, default=0, help="of the search (default 0)")
+    group.add_argument(
+        "--mean-response",
+        metavar="TOKENS",
+        type=int,
+        help="of the responses (default: a quarter of rollout.max_response_tokens)",
+    )
+    group.add_argument("--asynchronous", action="store_true", help="plan for rollouts that are one step ahead")
+    group.add_argument("--write", metavar="FILE", type=Path, help="write a launch config for what can run today here")
+
+
+def run(arguments: argparse.Namespace, config: TltConfig) -> int:
+    """Prints the best plan found, then what this package can run.
+
+    Raises:
+        ConfigError: the cluster's file is wrong; nothing that was met fits, which says whose memory is short; for
+            ``--write``, no plan that can run today fits.
+    """
+    if arguments.evaluations < 1:
+        raise ConfigError(f"--evaluations: found {arguments.evaluations}; allowed: at least 1")
+    longest = config.rollout.max_response_tokens
+    mean = longest / _MEAN if arguments.mean_response is None else arguments.mean_response
+    if not 0 < mean <= longest:
+        raise ConfigError(f"--mean-response: found {mean}; allowed: 1 to rollout.max_response_tokens, {longest}")
+    cluster = read_cluster(arguments.cluster)
+    sizes, where = sizes_of(config)
+    workflow = workflow_of(config, ModelSizes.read(Path(where).stem, sizes), mean, asynchronous=arguments.asynchronous)
+    model, even = CostModel(cluster, workflow), CostModel(cluster, workflow, balanced=False)
+    # who takes devices for equal, but shares by speed
+    equal = uniform_plan(even).plan
+    found = search(model, arguments.evaluations, arguments.seed)
+    plan = min((found.plan, equal), key=lambda one: model(one).seconds)
+    report = describe(model, plan)
+    if report.shortages:
+        lines = "\n".join(f"{arguments.cluster}: {line}" for line in report.shortages)
+        raise ConfigError(f"{lines}\n{arguments.cluster}: no plan of {found.evaluations} fits; this was the nearest")
+    today = _today(even)
+    runs = describe(even, today) if today is not None else None
+    _print(cluster, workflow, mean, report, runs)
+    if arguments.json is not None:
+        figures = {"cluster": cluster.summary(), "best": report.to_dict(), "runs_today": runs and runs.to_dict()}
+        atomic_write_text(arguments.json, json.dumps(figures, indent=1) + "\n")
+    if arguments.write is not None:
+        if today is None or runs is None or runs.shortages:
+            why = _UNEQUAL_NODES if runs is None else "; ".join(runs.shortages)
+            raise ConfigError(f"--write: nothing that can run today fits {arguments.cluster}: {why}")
+        atomic_write_text(arguments.write, _launch_config(arguments, cluster, workflow, today))
+    return 0
+
+
+_UNEQUAL_NODES = "it takes as many devices in every node, and engines and stages that divide them"
+
+
+def _today(model: CostModel) -> Plan | None:
+    """The best plan of one world: all tasks over all devices in turn, even shares; None where nodes are unequal."""
+    if len(set(Counter(model.cluster.node_of).values())) > 1:
+        return None
+    return uniform_plan(model, whole=True).plan
+
+
+def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport, today: PlanReport | None) -> None:
+    console = Console(highlight=False)
+    console.print(f"{cluster.summary()}; responses of {mean:g} tokens on average")
+    way = "one step ahead" if workflow.asynchronous else "synchronous"
+    console.print(f"best plan found: {report.step_seconds:.1f} s a step, {way}; advice, see below for what runs today")
+    print_report(report, console)
+    if today is None:
+        console.print(f"nothing of it runs today: {_UNEQUAL_NODES}")
+    elif today.shortages:
+        console.print("one world over all devices, which is what runs today, does not fit:")
+        for line in today.shortages:
+            console.print(f"  {line}")
+    else:
+        layouts = ", ".join(f"{task.name} {task.layout}" for task in today.tasks)
+        ratio = today.step_seconds / report.step_seconds
+        console.print(
+            f"one world over all devices, which is what runs today: {today.step_seconds:.1f} s a step, {ratio:.2f} "
+            f"times the best plan's ({layouts})"
+        )
+
+
+def _launch_config(arguments: argparse.Namespace, cluster: Cluster, workflow: Workflow, plan: Plan) -> str:
+    """The config with the layout of a plan of one world; nodes in the order of the cluster's file."""
+    rollout, actor = (plan.placements[workflow.index(name)].layout for name in ("rollout", "actor"))
+    values = {
+        "defaults": os.path.relpath(arguments.config.resolve(), arguments.write.resolve().parent),
+        "launcher": {"nnodes": len(cluster.nodes), "nproc_per_node": cluster.size // len(cluster.nodes)},
+        "actor": {
+            "megatron": {
+                "tensor_model_parallel_size": actor.tp,
+                "pipeline_model_parallel_size": actor.pp,
+                "context_parallel_size": 1,
+            }
+        },
+        "rollout": {"tensor_parallel_size": rollout.tp},
+    }
+    if actor.tp == 1:
+        values["actor"]["megatron"]["sequence_parallel"] = False
+    head = f"# For {cluster.summary()}, in the order of {arguments.cluster.name}: {', '.join(cluster.nodes)}.\n"
+    return head + yaml.safe_dump(values, sort_keys=False)

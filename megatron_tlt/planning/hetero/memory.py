@@ -1,0 +1,49 @@
+"""Bytes that a task needs on a device, as lines over the layers that the device holds."""
+
+from __future__ import annotations
+
+from megatron_tlt.planning.hetero.plan import Layout
+from megatron_tlt.planning.hetero.workflow import WEIGHT_BYTES, Task
+
+GRADIENT_BYTES = 4
+OPTIMIZER_BYTES = 12
+"""fp32 weights and Adam's two moments, over the data-parallel ranks."""
+_ACTIVATION = 34.0
+"""Bytes per token and hidden unit of the layer that is being computed (Korthikanti et al., 2205.05198, table 2)."""
+_LOGIT_TOKENS, _LOGIT_BYTES = 4096, 6
+
+
+def embeddings(task: Task, stage: int, stages: int) -> float:
+    """Parameters of embedding and head on a stage."""
+    return task.model.embedding * ((stage == 0) + (stage == stages - 1))
+
+
+def _per_parameter(task: Task, layout: Layout, frozen: bool) -> float:
+    if task.kind != "train" or frozen:
+        return WEIGHT_BYTES
+    return WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES / layout.dp
+
+
+def memory_line(task: Task, layout: Layout, stage: int) -> tuple[float, float]:
+    """Bytes on each device of a stage: without any layer, and for each layer.
+
+    Training recomputes all activations, so a layer keeps its input for each micro-batch in flight. An engine's KV cache
+    is on top: ``kv_room``.
+    """
+    model, (tp, pp, _) = task.model, layout
+    fixed = embeddings(task, stage, pp) * _per_parameter(task, layout, model.frozen_embeddings) / tp
+    each = model.layer * _per_parameter(task, layout, False) / tp
+    if task.kind == "generate":
+        return fixed + task.concurrent * (model.hidden * _ACTIVATION + 4 * model.embedding / model.hidden) / tp, each
+    tokens = max(float(task.micro_batch_tokens), task.prompt + task.longest)
+    fixed += tokens * model.hidden * _ACTIVATION / tp
+    if stage == pp - 1:
+        fixed += min(tokens, _LOGIT_TOKENS) * model.embedding / model.hidden * _LOGIT_BYTES / tp
+    if task.kind == "train":
+        each += (pp - stage) * tokens * model.hidden * WEIGHT_BYTES / tp
+    return fixed, each
+
+
+def kv_share(task: Task, layout: Layout) -> float:
+    """Bytes of KV cache for one token on each device of an engine; KV heads that are too few are repeated."""
+    return task.model.kv_bytes / min(layout.tp, task.model.kv_heads)

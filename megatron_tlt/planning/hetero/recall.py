@@ -1,0 +1,62 @@
+"""The fastest placements of each task met so far, for other groups that hold the devices they take."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from operator import le
+from typing import NamedTuple
+
+from megatron_tlt.planning.hetero.cluster import Cluster
+from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan
+
+_KEPT = 6
+"""Placements of a task for each number of devices."""
+
+
+class _Known(NamedTuple):
+    seconds: float
+    layout: Layout
+    order: tuple[int, ...]
+    """Classes in the order of the grid."""
+    counts: tuple[int, ...]
+    """How many of each class."""
+
+
+class Recall:
+    """A task's seconds hang on its own devices more than on the rest of a plan: what one plan found serves others."""
+
+    def __init__(self, cluster: Cluster, tasks: int) -> None:
+        self._class_of, self._classes = cluster.class_of, len(cluster.classes)
+        self._by_size: list[dict[int, list[_Known]]] = [defaultdict(list) for _ in range(tasks)]
+        self._sorted: list[list[_Known] | None] = [None] * tasks
+
+    def learn(self, plan: Plan, seconds: Sequence[float], limit: float) -> None:
+        """From a plan's tasks that take less than ``limit`` seconds."""
+        for task, (placement, spent) in enumerate(zip(plan.placements, seconds, strict=True)):
+            known = self._by_size[task][placement.layout.size]
+            if spent >= limit or (len(known) == _KEPT and spent >= known[-1].seconds):
+                continue
+            order = tuple(self._class_of[device] for device in placement.devices)
+            if any(one.seconds == spent and one.layout == placement.layout for one in known):
+                continue
+            held = Counter(order)
+            insort(known, _Known(spent, placement.layout, order, tuple(held[kind] for kind in range(self._classes))))
+            del known[_KEPT:]
+            self._sorted[task] = None
+
+    def best(self, task: int, devices: Sequence[int]) -> Placement | None:
+        """The fastest known placement of a task whose devices, by class, are among these."""
+        entries = self._sorted[task]
+        if entries is None:
+            entries = self._sorted[task] = sorted(one for known in self._by_size[task].values() for one in known)
+        free = defaultdict(list)
+        for device in devices:
+            free[self._class_of[device]].append(device)
+        have = [len(free[kind]) for kind in range(self._classes)]
+        for known in entries:
+            if all(map(le, known.counts, have)):
+                order = [free[kind].pop() for kind in known.order]
+                return Placement(known.layout, (*order, *sorted(device for rest in free.values() for device in rest)))
+        return None

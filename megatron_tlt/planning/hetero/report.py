@@ -1,0 +1,143 @@
+"""A plan in words and figures: who does what, shares, layers, seconds and memory, as plain data and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_tlt.planning.hetero.cost import CostModel
+from megatron_tlt.planning.hetero.plan import Plan
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One tensor-parallel group."""
+
+    devices: tuple[str, ...]
+    kind: str
+    layers: int
+    needed_bytes: float
+    """Of its device with least memory; engines: weights and the KV cache of one sequence, what is free is cache too."""
+    usable_bytes: float
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    share: int
+    stages: tuple[StageReport, ...]
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    name: str
+    group: int
+    layout: str
+    unit: str
+    """What ``share`` counts."""
+    ends_at: float
+    """Seconds from the step's beginning; asynchronously, of its group's turn."""
+    seconds: dict[str, float]
+    """By what they go into; ``weights`` is the new weights' way to it."""
+    unused: tuple[str, ...]
+    """Devices of its group that it leaves aside."""
+    replicas: tuple[ReplicaReport, ...]
+
+    @property
+    def margin(self) -> float:
+        """Of usable memory, the least part that is left on a device."""
+        stages = [stage for replica in self.replicas for stage in replica.stages]
+        return min(1 - stage.needed_bytes / stage.usable_bytes for stage in stages)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    step_seconds: float
+    asynchronous: bool
+    shortages: tuple[str, ...]
+    """Why it does not fit; empty where it does."""
+    tasks: tuple[TaskReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe(model: CostModel, plan: Plan) -> PlanReport:
+    """Everything the cost model says of a plan."""
+    price = model(plan)
+    shortages = tuple(map(str, model.shortages(plan)))
+    if shortages:
+        return PlanReport(price.seconds, model.workflow.asynchronous, shortages, ())
+    ends = model.workflow.ends(price.tasks, plan.group_of)
+    tasks = tuple(_task(model, plan, index, ends[index]) for index in range(len(ends)))
+    return PlanReport(price.seconds, model.workflow.asynchronous, (), tasks)
+
+
+def _task(model: CostModel, plan: Plan, index: int, end: float) -> TaskReport:
+    task, placement, cluster = model.workflow.tasks[index], plan.placements[index], model.cluster
+    cost = model.task(index, plan)
+    # shares are in the order of the grid of classes
+    rows = sorted(placement.grid, key=lambda row: model.classes((row,)))
+    replicas = []
+    for row, share in zip(rows, cost.shares, strict=True):
+        layers = model.replica(index, placement.layout, model.classes((row,))[0]).layers
+        stages = []
+        for stage, (members, own) in enumerate(zip(row, layers, strict=True)):
+            devices = [cluster.devices[device] for device in members]
+            stages.append(
+                StageReport(
+                    tuple(map(cluster.label, members)),
+                    " + ".join(dict.fromkeys(device.name for device in devices)),
+                    own,
+                    model.needed_bytes(task, placement.layout, stage, own)[0],
+                    min(device.memory_bytes for device in devices),
+                )
+            )
+        replicas.append(ReplicaReport(share, tuple(stages)))
+    seconds = {part: getattr(cost, part) for part in ("work", "gradients", "optimizer", "swap")}
+    return TaskReport(
+        task.name,
+        plan.group_of[index],
+        str(placement.layout),
+        "responses" if task.kind == "generate" else "micro-batches",
+        end,
+        seconds | {"weights": model.weights(index, plan)},
+        tuple(map(cluster.label, sorted(placement.order[placement.layout.size :]))),
+        tuple(replicas),
+    )
+
+
+def print_report(report: PlanReport, console: Console | None = None) -> None:
+    """The tasks, then each task's replicas with their shares, layers and devices."""
+    console = console or Console()
+    table = Table(
+        title="tasks (computed from data sheets and assumed efficiencies, not measured)", title_justify="left"
+    )
+    for column in ("task", "group", "layout", "devices", "seconds", "ends at", "memory left"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for task in report.tasks:
+        used = sum(len(stage.devices) for replica in task.replicas for stage in replica.stages)
+        spent = sum(task.seconds.values())
+        table.add_row(
+            task.name,
+            str(task.group),
+            task.layout,
+            f"{used} of {used + len(task.unused)}",
+            f"{spent:.1f}",
+            f"{task.ends_at:.1f}",
+            f"{task.margin:.0%}",
+        )
+    console.print(table)
+    for task in report.tasks:
+        table = Table(title=f"{task.name}: replicas", title_justify="left")
+        for column in (task.unit, "layers", "devices"):
+            table.add_column(column, justify="left" if column == "devices" else "right")
+        for replica in task.replicas:
+            table.add_row(
+                str(replica.share),
+                "+".join(str(stage.layers) for stage in replica.stages),
+                " | ".join(f"{stage.kind} {' '.join(stage.devices)}" for stage in replica.stages),
+            )
+        console.print(table)
