@@ -16,7 +16,9 @@ def test_full_disk_and_damage_are_one_line(tmp_path: Path, tiny_disk: Path) -> N
     model = build_qwen2(tmp_path / "model", num_heads=2, num_kv_heads=2)
     good = tmp_path / "good"
     good.mkdir()
-    log = run_python(Path(__file__).parent / "workers" / "full_disk.py", [str(model), str(tiny_disk), str(good)])
+    worker = Path(__file__).parent / "workers" / "full_disk.py"
+    # without imports, for all of this folder: a policy's worker imports what it needs
+    log = run_python(worker, [str(model), str(tiny_disk), str(good)], fresh=True)
     said = {line.split(":")[0]: line for line in log.splitlines() if line.startswith(("FULL:", "DAMAGED:", "EMPTY:"))}
     assert f"disk full: cannot write {tiny_disk}" in said["FULL"]
     assert f"{good}: not a readable checkpoint" in said["DAMAGED"]

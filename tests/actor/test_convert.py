@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tlt.checkpoint.files import verify_manifest
 from megatron_tlt.models.tiny import write_tiny_model
-from tests.helpers.launch import REPOSITORY, run_logged, run_python
+from tests.helpers.launch import REPOSITORY, python, run_logged, run_python
 
 pytestmark = pytest.mark.distributed
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
 WORKER = Path(__file__).parent / "workers" / "converted.py"
 
 
-def convert(*arguments: object, expect_status: int = 0) -> str:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
+def convert(*arguments: object, expect_status: int = 0, fresh: bool = False) -> str:
+    command = [python(fresh), str(TOOL), *map(str, arguments)]
     return run_logged(command, timeout_s=180, expect_status=expect_status)
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ from megatron_tlt.drafter.model import Kind, SharedWeights
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.observe.progress import Progress
+from tests.helpers.launch import python
 
 from .conftest import VOCAB, hidden_states, load_target
 
@@ -146,7 +146,7 @@ def test_more_steps_go_on(sharp_folder: Path, pairs: list[Pair], tmp_path: Path)
 
 def command(sharp: Path, data: Path, out: Path) -> list[str]:
     values = {"--model": sharp, "--data": data, "--out": out, "--steps": 120, "--save-every": 5, "--seed": 2}
-    return [sys.executable, str(TOOL), *(str(item) for pair in values.items() for item in pair)]
+    return [python(), str(TOOL), *(str(item) for pair in values.items() for item in pair)]
 
 
 @pytest.mark.distributed

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.warm import end_forks, warm_python
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TLT_TEST_RUN_ID"
 
@@ -80,6 +82,7 @@ def run_logged(
 
 def kill_marked(mark: str) -> None:
     """Kill every process that inherited the mark: torchrun gives its workers sessions of their own."""
+    end_forks(mark)
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
@@ -95,10 +98,14 @@ def run_torchrun(
     timeout_s: float = 120,
     env: Mapping[str, str] | None = None,
     expect_status: int | None = 0,
+    fresh: bool = False,
 ) -> str:
-    """Run ``script args`` on ``nproc`` local ranks; returns the log of all of them. Raises as ``run_logged`` does."""
+    """Run ``script args`` on ``nproc`` local ranks; returns the log of all of them. Raises as ``run_logged`` does.
+
+    The torchrun is real. Its processes are forks of one that has done the imports; if ``fresh``, they begin with none.
+    """
     command = [
-        sys.executable,
+        python(fresh),
         "-m",
         "torch.distributed.run",
         f"--nproc-per-node={nproc}",
@@ -112,7 +119,17 @@ def run_torchrun(
 
 
 def run_python(
-    script: Path, args: Sequence[str] = (), timeout_s: float = 120, env: Mapping[str, str] | None = None
+    script: Path,
+    args: Sequence[str] = (),
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    expect_status: int | None = 0,
+    fresh: bool = False,
 ) -> str:
-    """Run ``script args`` in a fresh Python process; returns its log. Raises as ``run_logged`` does."""
-    return run_logged([sys.executable, str(script), *args], timeout_s, env)
+    """Run ``script args`` in one process; returns its log. Raises as ``run_logged`` does; ``fresh`` as above."""
+    return run_logged([python(fresh), str(script), *args], timeout_s, env, expect_status)
+
+
+def python(fresh: bool = False) -> str:
+    """What to start a process with: a Python whose imports are done, or one that has done none."""
+    return sys.executable if fresh else warm_python()

@@ -1,4 +1,7 @@
-"""The CPU adapter changes what Megatron sees of torch, and nothing else."""
+"""The CPU adapter changes what Megatron sees of torch, and nothing else.
+
+The order of imports is what matters here: these processes begin with none.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ print("scoped")
 def test_only_megatrons_modules_see_the_proxy(tmp_path: Path) -> None:
     script = tmp_path / "scope.py"
     script.write_text(SCRIPT)
-    assert "scoped" in run_python(script, timeout_s=180)
+    assert "scoped" in run_python(script, timeout_s=180, fresh=True)
 
 
 @pytest.mark.distributed
@@ -54,7 +57,7 @@ def test_importing_megatron_first_is_refused(tmp_path: Path) -> None:
         "try:\n    megatron_cpu.install()\n"
         "except RuntimeError as error:\n    print(error)\n"
     )
-    assert "megatron was imported before the CPU adapter" in run_python(script, timeout_s=120)
+    assert "megatron was imported before the CPU adapter" in run_python(script, timeout_s=120, fresh=True)
 
 
 @pytest.mark.distributed

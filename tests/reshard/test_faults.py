@@ -35,7 +35,8 @@ def test_a_missing_mapping_and_a_flipped_bit_are_named_on_all_ranks(tmp_path: Pa
 @pytest.mark.distributed
 def test_a_rank_killed_in_mid_transfer_leaves_no_engine_in_use(tmp_path: Path) -> None:
     model = build_qwen2(tmp_path / "model", num_kv_heads=2)
-    log = run_torchrun(WORKER, 2, [str(model), "kill"], timeout_s=120, expect_status=1)
+    # without imports, for all of this folder: actor and engine in one process, in the order a worker imports them
+    log = run_torchrun(WORKER, 2, [str(model), "kill"], timeout_s=120, expect_status=1, fresh=True)
     ended, refused = said(log, "ENDED killed rank 0"), said(log, "REFUSED killed rank 0")
     assert len(ended) == len(refused) == 1, log[-3000:]
     assert "with rank 1 broke off" in ended[0]

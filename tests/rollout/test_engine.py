@@ -125,9 +125,8 @@ def test_a_request_does_not_depend_on_who_else_is_in_the_batch(engine: VllmEngin
 @pytest.mark.distributed
 def test_a_fresh_process_gives_the_same_bits(engine: VllmEngine, model_folder: Path, tmp_path: Path) -> None:
     here = outcome(engine.generate(mixed_requests()))
-    run_python(
-        WORKERS / "generate_once.py", [str(model_folder), str(tmp_path / "out.json")], 300, {"OMP_NUM_THREADS": "1"}
-    )
+    arguments = [str(model_folder), str(tmp_path / "out.json")]
+    run_python(WORKERS / "generate_once.py", arguments, 300, {"OMP_NUM_THREADS": "1"}, fresh=True)
     there = json.loads((tmp_path / "out.json").read_text())
     assert [(tuple(tokens), tuple(log_probs), reason) for tokens, log_probs, reason in there] == here
 

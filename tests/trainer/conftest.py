@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import MARK, REPOSITORY, kill_marked, run_logged
+from tests.helpers.launch import MARK, REPOSITORY, kill_marked, python, run_logged
 
 CONFIG = """
 run: {name: tiny, seed: 3, deterministic: true}
@@ -44,7 +43,10 @@ observe: {tensorboard: false}
 
 @dataclass
 class Runs:
-    """Starts ``tlt`` on one config with runs below one folder."""
+    """Starts ``tlt`` on one config with runs below one folder.
+
+    All of it is real, torchrun too. Unless ``fresh``, each process is a fork of one that has done the imports.
+    """
 
     folder: Path
     started: dict[str, str] = field(default_factory=dict)
@@ -53,20 +55,21 @@ class Runs:
     def config(self) -> Path:
         return self.folder / "tiny.yaml"
 
-    def command(self, name: str, *overrides: str) -> list[str]:
+    def command(self, name: str, *overrides: str, fresh: bool = True) -> list[str]:
         entry = "import sys; from megatron_tlt.cli import main; sys.exit(main())"
         run_dir = f"run.dir={self.folder / name}"
-        return [sys.executable, "-c", entry, "train", str(self.config), run_dir, *overrides]
+        return [python(fresh), "-c", entry, "train", str(self.config), run_dir, *overrides]
 
-    def train(self, name: str, *overrides: str, expect_status: int | None = 0) -> str:
-        return run_logged(self.command(name, *overrides), timeout_s=900, expect_status=expect_status)
+    def train(self, name: str, *overrides: str, expect_status: int | None = 0, fresh: bool = False) -> str:
+        return run_logged(self.command(name, *overrides, fresh=fresh), timeout_s=900, expect_status=expect_status)
 
-    def start(self, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *overrides: str, fresh: bool = True) -> subprocess.Popen[bytes]:
+        """To be killed it need not be ``fresh``; other signals go down a tree of processes, which forks do not form."""
         self.started[name] = uuid.uuid4().hex
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: self.started[name]}
         log = (self.folder / f"{name}.log").open("ab")
         return subprocess.Popen(
-            self.command(name, *overrides),
+            self.command(name, *overrides, fresh=fresh),
             env=environment,
             cwd=REPOSITORY,
             stdout=log,
@@ -92,6 +95,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="session")
 def uninterrupted(runs: Runs) -> Path:
-    """A run from start to end."""
-    runs.train("uninterrupted")
+    """A run from start to end, every process of it from nothing."""
+    runs.train("uninterrupted", fresh=True)
     return runs.folder / "uninterrupted"

@@ -44,7 +44,7 @@ def newest_checkpoint(run: Path) -> int:
 
 def test_bubbles_train_the_drafter_and_a_killed_run_goes_on_from_them(runs: Runs) -> None:
     run = runs.folder / "bubble"
-    process = runs.start("bubble", *OVERRIDES)
+    process = runs.start("bubble", *OVERRIDES, fresh=False)
     end = time.monotonic() + 300
     while newest_checkpoint(run) <= LEAST:
         assert process.poll() is None and time.monotonic() < end, runs.log("bubble")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.drafter.checkpoint import STATE
 from megatron_tlt.observe.metrics import read_metrics
-from tests.helpers.launch import REPOSITORY, run_logged
+from tests.helpers.launch import REPOSITORY, python, run_logged
 from tests.trainer.conftest import Runs
 from tests.trainer.test_run import wait_for_rows, weights
 
@@ -79,7 +78,7 @@ def test_a_session_that_is_not_finite_keeps_the_last_good_drafter_and_the_run_go
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bits(runs: Runs, eagle: Path) -> None:
-    process = runs.start("cut", *OVERRIDES, *of_kind("eagle"))
+    process = runs.start("cut", *OVERRIDES, *of_kind("eagle"), fresh=False)
     wait_for_rows(runs, "cut", 1, process, checkpoints=1)
     time.sleep(0.2)
     runs.kill("cut")
@@ -105,7 +104,7 @@ def test_from_a_megatron_checkpoint_it_starts_from_the_policys_last_layer(runs: 
 def test_a_head_warmed_up_on_the_targets_own_answers_starts_a_run(runs: Runs) -> None:
     tool, out = REPOSITORY / "tools" / "warmup_drafter.py", runs.folder / "warm"
     options = ("--kind", "eagle", "--responses", "32", "--steps", "3", "--entries-per-step", "4", "--out", str(out))
-    run_logged([sys.executable, str(tool), "--config", str(runs.config), *options], timeout_s=300)
+    run_logged([python(), str(tool), "--config", str(runs.config), *options], timeout_s=300)
     assert len((out / "sampled.jsonl").read_text().splitlines()) == 32
     runs.train("warmed", *OVERRIDES, *of_kind("eagle"), f"drafter.path={out / 'drafter'}", "trainer.steps=1")
     folders = (out / "drafter", runs.folder / "warmed" / "drafter" / "first")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_tlt.observe.timeline import read_trace, trace_problems
-from tests.helpers.launch import REPOSITORY, run_logged, slowness
+from tests.helpers.launch import REPOSITORY, python, run_logged, slowness
 from tests.trainer.conftest import Runs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -77,7 +76,7 @@ def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_sam
     print(f"moments drawn with seed {seed}")
     moments = random.Random(seed)
     for kill in range(3):
-        process = runs.start("killed")
+        process = runs.start("killed", fresh=False)
         last = kill == 2  # one checkpoint is to be damaged, and one to be left
         wait_for_rows(runs, "killed", moments.randint(kill, kill + 1), process, checkpoints=2 if last else 0)
         time.sleep(moments.uniform(0, 0.3 if last else 2.0))
@@ -126,7 +125,7 @@ def test_a_checkpoint_converts_to_the_trained_model_and_back_to_what_a_run_start
 ) -> None:
     def convert(source: Path, target: Path) -> None:
         tool = REPOSITORY / "tools" / "convert_checkpoint.py"
-        run_logged([sys.executable, str(tool), str(source), str(target)], timeout_s=180)
+        run_logged([python(), str(tool), str(source), str(target)], timeout_s=180)
 
     newest = max((uninterrupted / "checkpoints").glob("step_*"))
     convert(newest, runs.folder / "converted")
