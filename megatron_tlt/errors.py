@@ -21,3 +21,7 @@ class RunError(TltError):
     """What was asked for is right, but it went wrong while running: a full disk, a port in use, a stale weight."""
 
     exit_status = 1
+
+
+class RanksLost(RunError):
+    """Nothing is wrong here, but ranks of other nodes do not answer any more: a new start may find them again."""

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from megatron_tlt.config.loader import load_resolved
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import ConfigError, RanksLost, TltError
+from megatron_tlt.platform import lost_ranks
 from megatron_tlt.platform.processes import die_with_parent
 
 ERROR_FOLDER = "TLT_ERROR_FILE"
@@ -23,13 +24,17 @@ ERROR_FOLDER = "TLT_ERROR_FILE"
 
 @dataclass(frozen=True)
 class WorkerError:
-    """Why one rank failed: ``traceback`` is empty for an error meant for the user."""
+    """Why one rank failed: ``traceback`` is empty for an error meant for the user.
+
+    ``ranks_lost``: nothing is wrong here, but ranks of other nodes do not answer any more.
+    """
 
     rank: int
     message: str
     exit_status: int
     traceback: str
     time: float
+    ranks_lost: bool = False
 
 
 def write_error(error: BaseException, exit_status: int) -> None:
@@ -41,7 +46,7 @@ def write_error(error: BaseException, exit_status: int) -> None:
     rank = int(os.environ.get("RANK", "0"))
     trace = "" if expected else "".join(traceback.format_exception(error))
     message = str(error) if expected else f"{type(error).__name__}: {error}"
-    record = WorkerError(rank, message, exit_status, trace, time.time())
+    record = WorkerError(rank, message, exit_status, trace, time.time(), isinstance(error, RanksLost))
     with contextlib.suppress(OSError):
         temporary = Path(folder, f".rank{rank}.json.tmp")
         temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
@@ -64,9 +69,11 @@ def run_guarded(main: Callable[[], None]) -> int:
     """Runs one rank's work, leaves its error for the process that launched it, gives back the exit status."""
     # The launcher of this process is torchrun: without it nobody could end the run together.
     die_with_parent(signal.SIGKILL)
+    lost_ranks.how_to_end = _end_with
     try:
         main()
     except TltError as error:
+        _end_if_ranks_are_lost(error)
         write_error(error, error.exit_status)
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -74,10 +81,30 @@ def run_guarded(main: Callable[[], None]) -> int:
         write_error(error, 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except Exception as error:
+        _end_if_ranks_are_lost(error)
         write_error(error, 1)
         traceback.print_exc()
         return 1
     return 0
+
+
+def _end_if_ranks_are_lost(error: Exception) -> None:
+    """Where the line to other nodes broke: says which ranks are missing, and ends the process."""
+    if "torch.distributed" not in sys.modules:  # a worker without torch has no such line
+        return
+    lost = lost_ranks.name_the_lost(error)
+    if lost is not None:
+        traceback.print_exception(error)
+        lost_ranks.end_once(lost, _end_with)
+
+
+def _end_with(error: RanksLost) -> None:
+    """At once: threads that still wait for the network would keep the process from ending in the ordinary way."""
+    write_error(error, error.exit_status)
+    print(f"error: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_status)
 
 
 def run_worker(main: Callable[[TltConfig], None], argv: Sequence[str] | None = None) -> int:

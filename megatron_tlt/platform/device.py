@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.platform.lost_ranks import start_pulse
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def initialize_distributed(timeout_s: int = 600) -> None:
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RunError(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
+    start_pulse(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
 def rank() -> int:
