@@ -9,17 +9,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 import psutil
 
-from megatron_tlt.cli.worker import ERROR_FOLDER, read_first_error
+from megatron_tlt.cli.worker import ERROR_FOLDER, WorkerError, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
 from megatron_tlt.platform.processes import die_with_parent, launch_environment, torchrun_command
+
+Progress = Callable[[], tuple[int, int]]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -29,19 +33,23 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
-def _environment(launcher: LauncherConfig, error_folder: Path) -> dict[str, str]:
-    environment = launch_environment(launcher.threads_per_process)
-    return {**environment, ERROR_FOLDER: str(error_folder), "PYTHONUNBUFFERED": "1"}
-
-
 class _Child:
     """torchrun and its workers; each worker has a session of its own, so no signal to a group reaches them all."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
         self.signal: int | None = None
 
+    def run(self, process: subprocess.Popen[bytes]) -> int:
+        """Waits for a torchrun that was just started; its status."""
+        self._process = process
+        if self.signal is not None:  # it came while there was no process to pass it on to
+            process.send_signal(signal.SIGTERM)
+        return process.wait()
+
     def _workers(self) -> list[psutil.Process]:
+        if self._process is None:
+            return []
         try:
             return list(psutil.Process(self._process.pid).children())
         except psutil.NoSuchProcess:
@@ -55,7 +63,7 @@ class _Child:
         workers = self._workers()
         if self.signal is not None or not workers:
             self.signal = self.signal or signum
-            with contextlib.suppress(ProcessLookupError):
+            if self._process is not None:
                 self._process.send_signal(signal.SIGTERM)
             return
         self.signal = signum
@@ -63,15 +71,13 @@ class _Child:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(signum)
 
-    def wait(self) -> int:
-        return self._process.wait()
-
     def end_all(self) -> None:
         """Leaves no process behind, whatever the way out."""
         family: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self._process.pid)
-            family = [root, *root.children(recursive=True)]
+        if self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(self._process.pid)
+                family = [root, *root.children(recursive=True)]
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -88,21 +94,96 @@ def _signals_to(child: _Child) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _status(child: _Child, code: int, error_folder: Path, log: Path | None) -> int:
-    error = read_first_error(error_folder)
-    if error is not None:
+@dataclass(frozen=True)
+class _Ended:
+    """How one torchrun ended: its status, the first rank that a signal ended, the error to show."""
+
+    code: int
+    death: Death | None
+    error: WorkerError | None
+
+
+def _status(child: _Child, ended: _Ended, log: Path | None) -> int:
+    where = f"; what it wrote is in {log}" if log else ""
+    error = ended.error
+    died = ended.death is not None and (error is None or error.exit_status == 1)
+    if died:
+        print(f"error: {ended.death}{where}", file=sys.stderr)
+    if error is not None and not (died and error.traceback):  # the others only missed the one that died
         if error.traceback:
             sys.stderr.write(error.traceback)
         for line in error.message.splitlines():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_status
+    if died:
+        return 1
     if child.signal is not None:
         return 128 + child.signal
-    if code:
-        where = f"; what it wrote is in {log}" if log else ""
-        print(f"error: a worker process ended without a word (torchrun's status {code}){where}", file=sys.stderr)
+    if ended.code:
+        print(f"error: a worker process ended without a word (torchrun's status {ended.code}){where}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run_once(
+    child: _Child,
+    module: str,
+    args: Sequence[str],
+    launcher: LauncherConfig,
+    stderr: IO[bytes] | None,
+    extra_env: dict[str, str],
+) -> _Ended:
+    with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
+        failures = Path(folder, "failures.json")
+        told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            torchrun_command(module, args, launcher.nproc_per_node),
+            env=launch_environment(launcher.threads_per_process) | told | extra_env,
+            stderr=stderr,
+            # Ctrl-C in a terminal reaches a whole group: the workers are to get it once, from here.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+        code = child.run(process)
+        return _Ended(code, first_death(read_failures(failures), code), read_first_error(Path(folder)))
+
+
+class _Restarts:
+    """Whether a launch that a death ended is to begin again; says why, or why not."""
+
+    def __init__(self, most: int, progress: Progress, log: IO[bytes] | None) -> None:
+        self._most, self._progress, self._log = most, progress, log
+        self._count = 0
+        self._done: int | None = None  # steps, when a death came last
+
+    def allow(self, ended: _Ended) -> bool:
+        error = ended.error
+        if error is not None and error.exit_status > 1:
+            return False  # what was asked for is wrong, or it was asked to stop
+        if ended.death is None and (error is None or not error.ranks_lost):
+            return False
+        done, saved = self._progress()
+        cause = str(ended.death) if ended.death is not None or error is None else error.message
+        what, again = f"{cause} in step {done + 1}", done == self._done
+        self._done = done
+        if not self._most:
+            return False
+        if again:
+            self._say(f"{what}, as the time before: not started again")
+            return False
+        if self._count == self._most:
+            self._say(f"{what}; launcher.max_restarts, {self._most}, is used up: not started again")
+            return False
+        self._count += 1
+        start = f"the checkpoint of step {saved}" if saved else "the beginning"
+        self._say(f"{what}; all ranks start again from {start} (restart {self._count} of {self._most})")
+        return True
+
+    def _say(self, line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+        if self._log is not None:
+            self._log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode())
+            self._log.flush()
 
 
 def launch(
@@ -112,6 +193,7 @@ def launch(
     *,
     log: Path | None = None,
     extra_env: dict[str, str] | None = None,
+    progress: Progress | None = None,
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
 
@@ -121,6 +203,9 @@ def launch(
         launcher: processes and threads.
         log: stderr of torchrun and the workers is appended here; None leaves it on the terminal.
         extra_env: added to the processes' environment.
+        progress: steps done, and that of the newest checkpoint, of a worker that goes on where it was killed. Given,
+            all processes start again, ``launcher.max_restarts`` times at most, where a signal nobody sent to stop them
+            ended one.
 
     Returns:
         0, the failed worker's own exit status, or 128 + signal.
@@ -133,23 +218,20 @@ def launch(
             f"launcher.nnodes: found {launcher.nnodes}; allowed here: 1; torchrun inside srun starts several"
         )
     with contextlib.ExitStack() as stack:
-        error_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tlt-launch-")))
         stderr: IO[bytes] | None = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             stderr = stack.enter_context(log.open("ab"))
             stderr.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {module}\n".encode())
             stderr.flush()
-        process = subprocess.Popen(
-            torchrun_command(module, args, launcher.nproc_per_node),
-            env=_environment(launcher, error_folder) | (extra_env or {}),
-            stderr=stderr,
-            # Ctrl-C in a terminal reaches a whole group: the workers are to get it once, from here.
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-        )
-        child = _Child(process)
+        child = _Child()
         stack.callback(child.end_all)
-        with _signals_to(child):
-            code = child.wait()
-        return _status(child, code, error_folder, log)
+        stack.enter_context(_signals_to(child))
+        restarts = _Restarts(launcher.max_restarts, progress, stderr) if progress is not None else None
+        while True:
+            ended = _run_once(child, module, args, launcher, stderr, extra_env or {})
+            if child.signal is not None or restarts is None or not restarts.allow(ended):
+                return _status(child, ended, log)
+            child.end_all()
+            if child.signal is not None:  # asked to stop between the two
+                return 128 + child.signal

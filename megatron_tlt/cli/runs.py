@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.cli.launch import launch, under_torchrun
 from megatron_tlt.config.loader import compare_resolved, dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.source import read_yaml
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
 
@@ -74,13 +78,27 @@ def is_finished(config: TltConfig) -> bool:
     return done and int(read_summary(summary).get("steps", 0)) >= config.trainer.steps
 
 
-def start(module: str, config: TltConfig, resolved: Path, *, show: bool) -> int:
-    """Runs a worker module on all devices: under torchrun in this process's place, else through a launch of its own."""
+def progress(folder: Path) -> tuple[int, int]:
+    """Steps that the folder's run has done, and the step of its newest checkpoint; 0 where there is none."""
+    done = saved = 0
+    with contextlib.suppress(RunError):
+        done = max((int(row["step"] or 0) for row in read_metrics(folder / METRICS_FILE)), default=0)
+    with contextlib.suppress(OSError, ValueError):
+        saved = int((folder / "checkpoints" / LATEST).read_text(encoding="utf-8").strip().rpartition("_")[2])
+    return done, saved
+
+
+def start(module: str, config: TltConfig, resolved: Path, *, show: bool, resumes: bool = False) -> int:
+    """Runs a worker module on all devices: under torchrun in this process's place, else through a launch of its own.
+
+    ``resumes``: it goes on from the run's newest checkpoint, so the launch may begin again where a rank has died.
+    """
     if under_torchrun():
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", module, str(resolved)])
     log = None if show else config.run.dir / "logs" / "workers.log"
-    return launch(module, [str(resolved)], config.launcher, log=log)
+    newest = functools.partial(progress, config.run.dir) if resumes else None
+    return launch(module, [str(resolved)], config.launcher, log=log, progress=newest)
 
 
 def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:

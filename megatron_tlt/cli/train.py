@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     status = runs.ensure_model(config, resolved, show=arguments.traceback)
     if status == 0:
-        status = runs.start("megatron_tlt.cli.workers.train", config, resolved, show=arguments.traceback)
+        status = runs.start("megatron_tlt.cli.workers.train", config, resolved, show=arguments.traceback, resumes=True)
     if status == 0:
         for name in ("summary.json", "report.html"):
             if (config.run.dir / name).is_file():

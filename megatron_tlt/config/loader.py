@@ -32,6 +32,7 @@ _MAY_CHANGE = (
     "evaluation.every",
     "observe",
     "launcher.collective_timeout_s",
+    "launcher.max_restarts",
 )
 
 

@@ -27,12 +27,18 @@ class RunConfig(Section):
 
 
 class LauncherConfig(Section):
-    """How many processes: one per device. ``tlt train`` starts torchrun itself where it is not under it yet."""
+    """How many processes: one per device. ``tlt train`` starts torchrun itself where it is not under it yet.
+
+    Where a signal that nobody sends to stop a run (SIGKILL, SIGSEGV, the kernel's OOM killer) ends a rank, ``tlt
+    train`` starts all ranks again from the newest checkpoint, ``max_restarts`` times at most, and not where the same
+    step ended so twice in a row. An error with a message, SIGTERM and Ctrl-C never start anything again.
+    """
 
     nnodes: PositiveInt = 1
     nproc_per_node: PositiveInt = 1
     threads_per_process: PositiveInt = 1
     collective_timeout_s: PositiveInt = 600
+    max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
 
     @property
     def world_size(self) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def torchrun_command(module: str, args: Sequence[str], nproc: int) -> list[str]:
@@ -17,7 +18,7 @@ def torchrun_command(module: str, args: Sequence[str], nproc: int) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "megatron_tlt.platform.torchrun",
         "--nnodes=1",
         f"--nproc-per-node={nproc}",
         "--rdzv-backend=c10d",
@@ -49,6 +50,12 @@ def die_with_parent(signum: int) -> None:
     """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def name_thread(name: str) -> None:
+    """Shows the calling thread under the first 15 characters of ``name`` in ``top -H``, debuggers and /proc (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def stay_with_parent() -> None:

@@ -21,8 +21,9 @@ from tests.config.test_loader import write
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(folder: Path, name: str) -> subprocess.Popen[str]:
-    overrides = [f"run.name={name}", f"run.dir={folder}", "launcher.nproc_per_node=2", "launcher.threads_per_process=1"]
+def start(folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
+    processes = ["launcher.nproc_per_node=2", "launcher.threads_per_process=1"]
+    overrides = [f"run.name={name}", f"run.dir={folder}", *processes, *more]
     resolved = folder / "resolved.yaml"
     resolved.write_text(dump_resolved(load_config(write(folder), overrides, check_libraries=False)))
     return subprocess.Popen(
@@ -86,6 +87,48 @@ def test_sigterm_reaches_the_workers_which_save(tmp_path: Path) -> None:
     assert error == "error: stopped by SIGTERM, state saved\n"
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
     assert wait_gone(pids(tmp_path))
+
+
+def test_a_rank_that_is_killed_makes_all_ranks_start_again(tmp_path: Path) -> None:
+    process = start(tmp_path, "dies")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0
+    line = "rank 1 was ended by SIGKILL in step 4; all ranks start again from the checkpoint of step 2 (restart 1 of 3)"
+    assert error == f"warning: {line}\n"
+    assert line in (tmp_path / "log").read_text()
+    assert [(tmp_path / f"starts{rank}").read_text() for rank in range(2)] == ["2", "2"]
+
+
+def test_a_node_that_loses_others_starts_again_and_meets_them(tmp_path: Path) -> None:
+    process = start(tmp_path, "lost")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0
+    assert error == (
+        "warning: rank 0 lost its connection to rank 9 in step 1; all ranks start again from the beginning "
+        "(restart 1 of 3)\n"
+    )
+    assert (tmp_path / "starts0").read_text() == "2"
+
+
+def test_a_step_that_ends_so_twice_is_not_tried_again(tmp_path: Path) -> None:
+    process = start(tmp_path, "dies-again")
+    error = process.communicate(timeout=120)[1].splitlines()
+    assert process.returncode == 1
+    assert error[1:] == [
+        "warning: rank 1 was ended by SIGSEGV in step 4, as the time before: not started again",
+        f"error: rank 1 was ended by SIGSEGV; what it wrote is in {tmp_path / 'log'}",
+    ]
+    assert (tmp_path / "starts1").read_text() == "2"
+
+
+@pytest.mark.parametrize(("most", "starts"), [(0, "1"), (1, "2")])
+def test_no_more_restarts_than_allowed(tmp_path: Path, most: int, starts: str) -> None:
+    process = start(tmp_path, "dies-further", f"launcher.max_restarts={most}")
+    error = process.communicate(timeout=120)[1].splitlines()
+    assert process.returncode == 1
+    assert error[-1].startswith("error: rank 1 was ended by SIG")
+    assert (len(error), (tmp_path / "starts1").read_text()) == (1 + 2 * most, starts)
+    assert not most or "in step 5; launcher.max_restarts, 1, is used up: not started again" in error[-2]
 
 
 def test_nobody_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:

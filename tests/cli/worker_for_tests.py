@@ -10,11 +10,25 @@ from pathlib import Path
 
 from megatron_tlt.cli.worker import run_worker
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import ConfigError, RanksLost, TltError
 
 
 class Stopped(TltError):
     exit_status = 128 + signal.SIGTERM
+
+
+def die(folder: Path, rank: int, how: str) -> None:
+    """Rank 1 does three steps and is killed; started again it does another, is killed once more, or ends well."""
+    starts = folder / f"starts{rank}"
+    starts.write_text(str(int(starts.read_text()) + 1 if starts.exists() else 1))
+    first = starts.read_text() == "1"
+    if rank == 1 and (first or how != "dies"):
+        done = len(list(folder.glob("step*")))
+        for step in range(3 if first else how == "dies-further"):
+            (folder / f"step{done + step}").touch()
+        os.kill(os.getpid(), signal.SIGKILL if first else signal.SIGSEGV)
+    if rank == 0 and (first or how != "dies"):
+        time.sleep(60)  # ended by torchrun
 
 
 def main(config: TltConfig) -> None:
@@ -26,6 +40,13 @@ def main(config: TltConfig) -> None:
         while not (folder / "ready0").exists():  # or the launcher would end rank 0 before it says who it is
             time.sleep(0.05)
         raise ConfigError("tensor x: found 1; allowed: 2")
+    elif config.run.name.startswith("dies"):
+        die(folder, int(rank), config.run.name)
+    elif config.run.name == "lost":
+        starts = folder / f"starts{rank}"
+        starts.write_text("2" if starts.exists() else "1")
+        if rank == "0" and starts.read_text() == "1":
+            raise RanksLost("rank 0 lost its connection to rank 9")
     elif config.run.name == "bug":
         raise ZeroDivisionError("a bug")
     elif config.run.name in ("bad", "wait"):
