@@ -21,9 +21,10 @@ class SpotConfig(Section):
 
     ``host`` is where rank 0's coordinator listens; by default 127.0.0.1 on one node, else the launch's master address.
     Times are seconds. Ranks report every ``heartbeat_s``; one that is not heard for ``lost_after_s`` is lost, and a
-    coordinator for ``silent_after_s`` silent. A session without a step for ``session_timeout_s``, which has to be more
-    than a step takes, is ended. A member that does not stop within ``grace_s`` is no longer waited for by the others,
-    and one that has not within ``preempt_timeout_s`` takes no further part in that RL step.
+    coordinator for ``silent_after_s`` silent: who trains stops then, so no rollout waits for it longer than that. A
+    session without a step for ``session_timeout_s``, which has to be more than a step takes, is ended. A member that
+    does not stop within ``grace_s`` is no longer waited for by the others, and one that has not within
+    ``preempt_timeout_s`` takes no further part in that RL step.
     """
 
     min_replicas: PositiveInt = 2
@@ -34,7 +35,7 @@ class SpotConfig(Section):
     host: Annotated[str, Field(min_length=1)] | None = None
     heartbeat_s: Seconds = 0.5
     lost_after_s: Seconds = 10.0
-    silent_after_s: Seconds = 10.0
+    silent_after_s: Seconds = 3.0
     session_timeout_s: Seconds = 120.0
     grace_s: Seconds = 2.0
     preempt_timeout_s: Seconds = 5.0

@@ -10,6 +10,8 @@ from typing import Self
 
 import zmq
 
+from megatron_tlt.platform.processes import name_thread
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +46,7 @@ class Threaded:
         raise NotImplementedError
 
     def _work(self) -> None:
+        name_thread(self._thread.name)
         try:
             self._run()
         except Exception as error:

@@ -48,6 +48,7 @@ class BubbleReport:
     ``version`` is its drafter's behind the bubble, ``led`` whether it led its last session, ``left_at`` when it last
     stopped training, ``used_s`` what it spent in training steps, ``metrics`` those of its last one. ``failed`` sessions
     ended here with what is not finite or with an error; ``cut_off`` ones were given up as others did not come.
+    Since the process began, ``refused`` messages were not believed and ``unsaved`` checkpoints could not be written.
     """
 
     version: int = 0
@@ -58,6 +59,8 @@ class BubbleReport:
     led: bool = False
     failed: int = 0
     cut_off: int = 0
+    refused: int = 0
+    unsaved: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -70,7 +73,8 @@ def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, f
     """Of all ranks together, which had ``version`` before. Times of several nodes are as exact as their clocks agree.
 
     ``idle_s`` is what ranks waited for the last one, summed; ``used_s`` how much of it they trained; ``preempt_ms``
-    what passed from the last rank's release until nobody trained any more.
+    what passed from the last rank's release until nobody trained any more. ``refused_messages`` and
+    ``failed_checkpoints`` are counted from the processes' start.
     """
     over = max(report.released_at for report in reports)
     idle_s = sum(over - report.released_at for report in reports)
@@ -85,6 +89,8 @@ def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, f
         "spot/preempt_ms": 1e3 * max([0.0, *left]),
         "spot/failed": float(sum(report.failed for report in reports)),
         "spot/cut_off": float(sum(report.cut_off for report in reports)),
+        "spot/refused_messages": float(sum(report.refused for report in reports)),
+        "spot/failed_checkpoints": float(sum(report.unsaved for report in reports)),
     }
 
 
@@ -130,15 +136,16 @@ class Bubble:
         self._batch, self._last_good, self._take_device = global_batch, last_good, take_device
         self._form = form
         self._line: CoordinatorClient | None = None
+        self._refused: Callable[[], int] = lambda: 0
         self._rl_step = -1
         self._report = BubbleReport()
         self._has_device = False
         self._told_at: float | None = None
         self._steps = 0  # of the generation
 
-    def attach(self, client: CoordinatorClient) -> None:
-        """This rank's line to the coordinator, before the first rollout."""
-        self._line = client
+    def attach(self, client: CoordinatorClient, refused: Callable[[], int] = lambda: 0) -> None:
+        """This rank's line to the coordinator, before the first rollout; ``refused`` counts messages not believed."""
+        self._line, self._refused = client, refused
 
     @property
     def _client(self) -> CoordinatorClient:
@@ -148,7 +155,12 @@ class Bubble:
     @property
     def report(self) -> BubbleReport:
         """Of the newest bubble."""
-        return replace(self._report, version=self._trainer.version)
+        return replace(
+            self._report,
+            version=self._trainer.version,
+            refused=self._refused(),
+            unsaved=self._checkpoints.failed,
+        )
 
     def begin(self, rl_step: int) -> None:
         """This rank's share of ``rl_step``'s rollout begins."""

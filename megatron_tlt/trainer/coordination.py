@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections import Counter
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -12,8 +13,10 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.collectives import broadcast_data, failing_together
-from megatron_tlt.platform.device import rank
+from megatron_tlt.platform.device import log_once, rank
 from megatron_tlt.spot import CoordinatorClient, CoordinatorConfig, CoordinatorService, Seal, new_secret
+
+_NOT_BELIEVED = ("misdirected", "replayed", "reports replayed", "reports of unknown ranks")
 
 
 def coordinator_config(spot: SpotConfig) -> CoordinatorConfig:
@@ -65,6 +68,7 @@ class Coordination:
         self._open = ExitStack()
         settings, run_id = coordinator_config(config.spot), config.run.name
         secret, endpoint = b"", ""
+        self._service: CoordinatorService | None = None
         with failing_together():
             if rank() == 0:
                 secret = new_secret()
@@ -73,9 +77,18 @@ class Coordination:
                 host = coordinator_host(config.spot.host, config.launcher.nnodes)
                 service = CoordinatorService(replicas, settings, Seal(secret, run_id), host)
                 endpoint = self._open.enter_context(service).endpoint
+                self._service = service
         secret, endpoint = broadcast_data((secret, endpoint), tuple[bytes, str])
         client = CoordinatorClient(rank(), endpoint, settings, Seal(secret, run_id))
         self.client = self._open.enter_context(client)
+        log_once(f"the spot coordinator listens at {endpoint}")
+
+    def refused(self) -> int:
+        """Messages that this rank did not believe so far: not signed for this run, damaged, repeated, of strangers."""
+        counts = Counter(self.client.counts)
+        if self._service is not None:
+            counts.update(self._service.counts)
+        return sum(count for what, count in counts.items() if what.startswith("messages ") or what in _NOT_BELIEVED)
 
     def __enter__(self) -> Coordination:
         return self

@@ -194,7 +194,7 @@ class Run:
             yield
             return
         with Coordination(self._config) as coordination, contextlib.closing(self._bubble):
-            self._bubble.attach(coordination.client)
+            self._bubble.attach(coordination.client, coordination.refused)
             yield
 
     def evaluate_newest(self) -> None:

@@ -54,6 +54,11 @@ class SpotCheckpoints:
         """Whether nothing of this rank's is being written."""
         return self._checkpointer is None or self._checkpointer.wait(0.0)
 
+    @property
+    def failed(self) -> int:
+        """Saves of this rank that did not reach the disk."""
+        return 0 if self._checkpointer is None else self._checkpointer.counts.failed
+
     def take_over(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Loads the newest checkpoint where it is newer than the trainer's state; whether it was.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.observe.metrics import read_metrics
 from tests.helpers.launch import MARK, REPOSITORY, kill_marked, python, run_logged
 
 CONFIG = """
@@ -98,3 +99,56 @@ def uninterrupted(runs: Runs) -> Path:
     """A run from start to end, every process of it from nothing."""
     runs.train("uninterrupted", fresh=True)
     return runs.folder / "uninterrupted"
+
+
+FAULT_STEPS = 5
+# two of four problems are the first rank's, and each takes its engine several rounds: the two others wait
+GREEDY = (
+    "launcher.nproc_per_node=3",
+    "run.deterministic=false",
+    f"trainer.steps={FAULT_STEPS}",
+    "trainer.prompts_per_step=4",
+    "trainer.async_save=false",
+    "algorithm.group_size=24",
+    "rollout.vllm.max_num_seqs=8",
+    "rollout.sampling.temperature=0",
+)
+# spot.checkpoint_every and least_steps: of the session's checkpoints there is one as soon as it did what it must
+GREEDY_SPOT = (
+    *GREEDY,
+    "drafter.kind=eagle",
+    "speculation.drafter=eagle",
+    "speculation.num_speculative_tokens=2",
+    "drafter.entries_per_step=2",
+    "spot.min_replicas=2",
+    "spot.min_entries=1",
+    "spot.checkpoint_every=2",
+    "spot.least_steps=2",
+    "spot.heartbeat_s=0.2",
+    "spot.silent_after_s=1.5",
+    "spot.lost_after_s=3",
+)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(runs: Runs) -> Path:
+    """Greedy, without drafter, spot trainer or fault: a drafter decides on speed alone, so its policy is the one."""
+    runs.train("undisturbed", *GREEDY, "speculation.enabled=false")
+    return runs.folder / "undisturbed"
+
+
+def rows_of(run: Path) -> list[dict[str, float | None]]:
+    """The metrics of a run's steps."""
+    return [row for row in read_metrics(run / "metrics.jsonl") if row["step"]]
+
+
+def assert_same_policy(run: Path, reference: Path) -> None:
+    """Every step once, of the same loss, engines that held the actor's weights, and at the end the same bits."""
+    ours, theirs = rows_of(run), rows_of(reference)
+    assert [row["step"] for row in ours] == list(range(1, FAULT_STEPS + 1))
+    for name in ("actor/loss", "actor/grad_norm", "reward/mean", "length/mean"):
+        assert [row[name] for row in ours] == [row[name] for row in theirs], name
+    assert all((row["actor/grad_norm"] or 0) > 1e-3 for row in ours), "equal bits would show nothing"
+    assert all(row["reshard/verified_tensors"] == row["reshard/tensors"] for row in ours)
+    weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (run, reference)]
+    assert weights[0] == weights[1]

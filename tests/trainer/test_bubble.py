@@ -267,8 +267,8 @@ def test_training_goes_on_bit_for_bit_where_its_memory_was_given_up_meanwhile(
 
 def test_metrics_of_all_ranks() -> None:
     reports = [
-        BubbleReport(7, 10.0, 16.25, 4.0, (1, 2), metrics={"loss": 1.0}),
-        BubbleReport(7, 12.0, 13.0, 1.0, (1,), failed=1),
+        BubbleReport(7, 10.0, 16.25, 4.0, (1, 2), refused=3, metrics={"loss": 1.0}),
+        BubbleReport(7, 12.0, 13.0, 1.0, (1,), failed=1, refused=1, unsaved=2),
         BubbleReport(2, 16.0, led=True),
     ]
     assert newest_rank(reports) == 0 and newest_rank(reports[::-1]) == 1
@@ -282,6 +282,8 @@ def test_metrics_of_all_ranks() -> None:
         "spot/preempt_ms": 250.0,
         "spot/failed": 1.0,
         "spot/cut_off": 0.0,
+        "spot/refused_messages": 4.0,
+        "spot/failed_checkpoints": 2.0,
     }
     assert bubble_metrics([BubbleReport(released_at=3.0)], 0)["spot/share"] == 0.0
 

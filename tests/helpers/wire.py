@@ -1,0 +1,127 @@
+"""What passes between a run's ranks and its coordinator, read from a network interface as it goes by."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import pytest
+
+from megatron_tlt.spot.types import Directive, Report
+
+_CLONE_NEWNET = 0x40000000
+_ETH_P_ALL = 3
+_OUTGOING = 4  # each packet of the loopback interface comes by twice
+_SO_ATTACH_FILTER = 26
+# a frame with the signature, and the one with the message behind it (ZMTP 3)
+_MESSAGE = re.compile(rb"\x01\x20(.{32})(?:\x00(.)|\x02(.{8}))", re.DOTALL)
+
+
+def _filter(port: int) -> bytes:
+    """A classic BPF program that keeps IPv4 TCP packets from or to ``port``."""
+    program = [
+        (0x28, 0, 0, 12),
+        (0x15, 0, 8, 0x0800),
+        (0x30, 0, 0, 23),
+        (0x15, 0, 6, socket.IPPROTO_TCP),
+        (0xB1, 0, 0, 14),
+        (0x48, 0, 0, 14),
+        (0x15, 2, 0, port),
+        (0x48, 0, 0, 16),
+        (0x15, 0, 1, port),
+        (0x06, 0, 0, 0xFFFF),
+        (0x06, 0, 0, 0),
+    ]
+    return b"".join(struct.pack("HBBI", *line) for line in program)
+
+
+def _listening(namespace: str | None) -> socket.socket:
+    if namespace is not None:
+        with open(f"/var/run/netns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise PermissionError(f"{namespace}: {os.strerror(ctypes.get_errno())}")
+    return socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+
+
+class Wire:
+    """All reports that were sent to ``port``, with their frames, and all directives from it.
+
+    Args:
+        namespace: of the network, where it is not this process's.
+    """
+
+    def __init__(self, port: int, interface: str = "lo", namespace: str | None = None) -> None:
+        self.port = port
+        self._twice = interface == "lo"
+        self.frames: list[tuple[Report, list[bytes]]] = []
+        self.directives: list[Directive] = []
+        self._closing = False
+        try:
+            with ThreadPoolExecutor(1) as there:  # a thread has a network namespace of its own
+                self._socket = there.submit(_listening, namespace).result()
+        except PermissionError:
+            pytest.skip("reading packets is not allowed here")
+        program = ctypes.create_string_buffer(_filter(port))
+        count = len(program) // 8
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", count, ctypes.addressof(program))
+        )
+        self._socket.bind((interface, 0))
+        self._socket.settimeout(0.1)
+        self._thread = threading.Thread(target=self._read, name="wire", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._closing:
+            try:
+                packet, address = self._socket.recvfrom(1 << 16)
+            except TimeoutError:
+                continue
+            if address[2] != _OUTGOING or not self._twice:
+                self._take(packet)
+
+    def _take(self, packet: bytes) -> None:
+        for found in _MESSAGE.finditer(packet):
+            size = found[2][0] if found[2] is not None else int.from_bytes(found[3])
+            payload = packet[found.end() : found.end() + size]
+            try:
+                self.frames.append((msgspec.msgpack.decode(payload, type=Report), [found[1], payload]))
+            except msgspec.MsgspecError:
+                try:
+                    self.directives.append(msgspec.msgpack.decode(payload, type=Directive))
+                except msgspec.MsgspecError:
+                    continue
+
+    def report(self, rank: int) -> Report | None:
+        return next((report for report, _ in reversed(self.frames) if report.rank == rank), None)
+
+    def training(self, rl_step: int) -> dict[int, int]:
+        """Ranks that are in the middle of a session of ``rl_step``, and their step of it."""
+        found = {}
+        for rank in {report.rank for report, _ in self.frames}:
+            report = self.report(rank)
+            if report is not None and report.rl_step == rl_step and report.place is not None:
+                found[rank] = report.place.step
+        return found
+
+    def leader(self) -> int | None:
+        """Of the newest session."""
+        return next((d.order.leader for d in reversed(self.directives) if d.order is not None), None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        self._thread.join()
+        self._socket.close()

@@ -1,0 +1,200 @@
+"""One run through all that can happen to its spot trainer on one node: at its end the policy is bit for bit right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from megatron_tlt.drafter.checkpoint import KIND
+from megatron_tlt.observe.timeline import read_trace, trace_problems
+from megatron_tlt.spot import newest
+from tests.conftest import mounted
+from tests.helpers.held import held, thread_named
+from tests.helpers.launch import MARK, slowness
+from tests.helpers.wire import Wire
+from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SILENT_S = 1.5
+HELD_S = 5.0
+UNSIGNED, FORGED, REPLAYED = 1, 3, 5
+# one checkpoint of this drafter, and not two
+DISK = "900k"
+
+
+@dataclass
+class Faulty:
+    """The run, and what was seen of it from outside; RL steps are counted from 0, as in the messages."""
+
+    runs: Runs
+    process: subprocess.Popen[bytes]
+    folder: Path
+    killed: dict[str, int] = field(default_factory=dict)
+    leaders: list[int | None] = field(default_factory=list)
+    reports_while_held: int = 0
+    directives_while_held: int = 0
+    held_from: float = 0.0
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 240 * slowness()
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < end, f"{what}: {self.runs.log('faulty')}"
+            time.sleep(0.002)
+
+    def wire(self, launch: int) -> Wire:
+        """The line to the coordinator of the run's ``launch``-th start."""
+        found: list[str] = []
+
+        def listens() -> bool:
+            log = self.folder / "logs" / "workers.log"
+            text = log.read_text(errors="replace") if log.is_file() else ""
+            found[:] = re.findall(r"the spot coordinator listens at tcp://127\.0\.0\.1:(\d+)", text)
+            return len(found) > launch
+
+        self.until(listens, f"no coordinator in launch {launch}")
+        return Wire(int(found[launch]))
+
+    def pid(self, rank: int) -> int:
+        for process in psutil.process_iter():
+            try:
+                environment, parent = process.environ(), process.parent()
+                ours = environment.get(MARK) == self.runs.started["faulty"] and environment.get("RANK") == str(rank)
+                if ours and parent is not None and "megatron_tlt.platform.torchrun" in parent.cmdline():
+                    return process.pid
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        raise LookupError(f"no rank {rank}")
+
+    def in_session(self, wire: Wire, rl_step: int) -> None:
+        """Returns in the middle of a step that both waiting ranks train."""
+        self.until(lambda: sum(step >= 1 for step in wire.training(rl_step).values()) == 2, f"no session in {rl_step}")
+
+
+@pytest.fixture(scope="module")
+def faulty(runs: Runs) -> Iterator[Faulty]:
+    folder = runs.folder / "faulty"
+    (folder / "drafter").mkdir(parents=True)
+    with mounted(folder / "drafter" / "spot", DISK):
+        run = Faulty(runs, runs.start("faulty", *GREEDY_SPOT), folder)
+        try:
+            kill_member(run)
+            kill_leader(run)
+            with run.wire(2) as wire:
+                hold_coordinator(run, wire, 3)
+                forge(run, wire, 4)
+            assert run.process.wait(240 * slowness()) == 0, runs.log("faulty")
+            yield run
+        finally:
+            runs.kill("faulty")
+            run.process.wait()
+
+
+def kill_member(run: Faulty) -> None:
+    with run.wire(0) as wire:
+        run.in_session(wire, 1)
+        leader = wire.leader()
+        assert leader in (1, 2)
+        run.killed["member"] = 3 - leader
+        os.kill(run.pid(3 - leader), signal.SIGKILL)
+
+
+def kill_leader(run: Faulty) -> None:
+    with run.wire(1) as wire:
+        run.in_session(wire, 2)
+        leader = wire.leader()
+        assert leader in (1, 2)
+        run.killed["leader"] = leader
+        os.kill(run.pid(leader), signal.SIGKILL)
+
+
+def hold_coordinator(run: Faulty, wire: Wire, rl_step: int) -> None:
+    run.in_session(wire, rl_step)
+    with held(thread_named(run.pid(0), "spot-coordinator"[:15])):
+        run.held_from = time.time()
+        time.sleep(0.1)  # what it had sent before
+        reports, directives = len(wire.frames), len(wire.directives)
+        time.sleep(HELD_S)
+        run.reports_while_held = sum(report.rank == 0 for report, _ in wire.frames[reports:])
+        run.directives_while_held = len(wire.directives) - directives
+
+
+def forge(run: Faulty, wire: Wire, rl_step: int) -> None:
+    """Somebody says that the first rank is done, which would end the rollout for all."""
+    run.in_session(wire, rl_step)
+    report, frames = next(item for item in reversed(wire.frames) if item[0].rank == 0)
+    lie = replace(report, sequence=report.sequence + 10**6, released=True, available=True)
+    payload = msgspec.msgpack.encode(lie)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"tcp://127.0.0.1:{wire.port}")
+        for _ in range(UNSIGNED):
+            stranger.send(payload)
+        for _ in range(FORGED):
+            stranger.send_multipart([frames[0], payload])  # signed, but not this
+        for _ in range(REPLAYED):
+            stranger.send_multipart(frames)
+        time.sleep(0.3)
+
+
+def test_whatever_happens_the_policy_is_that_of_a_run_without_drafter(faulty: Faulty, undisturbed: Path) -> None:
+    assert_same_policy(faulty.folder, undisturbed)
+
+
+def test_a_killed_rank_and_a_killed_leader_start_the_run_again_from_its_checkpoint(faulty: Faulty) -> None:
+    said = [line for line in faulty.runs.log("faulty").splitlines() if "was ended by" in line]
+    assert said == [
+        f"warning: rank {faulty.killed[who]} was ended by SIGKILL in step {step}; all ranks start again from "
+        f"the checkpoint of step {step - 1} (restart {restart} of 3)"
+        for restart, (who, step) in enumerate((("member", 2), ("leader", 3)), start=1)
+    ]
+    summary = json.loads((faulty.folder / "summary.json").read_text())
+    assert summary["steps"] == FAULT_STEPS
+    trace = read_trace(faulty.folder / "timeline.json")
+    assert trace_problems(trace) == []
+    done = [e["args"]["step"] for e in trace["traceEvents"] if e["name"] == "update" and e["pid"] == 0]
+    assert done == list(range(1, FAULT_STEPS + 1))
+
+
+def test_the_drafter_goes_on_too(faulty: Faulty) -> None:
+    versions = [row["drafter/version"] for row in rows_of(faulty.folder)]
+    assert versions == sorted(set(versions))
+    trained = [row["step"] for row in rows_of(faulty.folder) if row["spot/steps"]]
+    assert {2, 3, 4, 5} <= set(trained), "a fault ended drafter training for good"
+    assert all(row["drafter/failed"] == 0 for row in rows_of(faulty.folder))
+
+
+def test_a_coordinator_that_is_held_up_holds_up_nobody(faulty: Faulty) -> None:
+    # heartbeats of its own process went on: that thread stood still, and nothing else
+    assert faulty.directives_while_held == 0
+    assert faulty.reports_while_held >= HELD_S / 0.2 / 2
+    events = [
+        e for e in read_trace(faulty.folder / "timeline.json")["traceEvents"] if e.get("args", {}).get("step") == 4
+    ]
+    decoded = max(e["ts"] + e["dur"] for e in events if e["name"] == "rollout")
+    waited = max(e["ts"] + e["dur"] for e in events if e["name"] == "idle")
+    assert (waited - decoded) / 1e6 < SILENT_S + 1.0
+
+
+def test_a_full_disk_costs_checkpoints_of_the_drafter_and_nothing_else(faulty: Faulty) -> None:
+    last = rows_of(faulty.folder)[-1]
+    assert last["spot/failed_checkpoints"] > 0
+    assert "failed" in (faulty.folder / "logs" / "workers.log").read_text(errors="replace")
+    found = newest(faulty.folder / "drafter" / "spot", KIND)
+    assert found is not None and found.payload.header["version"] <= last["drafter/version"]
+
+
+def test_forged_and_repeated_messages_are_dropped_and_counted(faulty: Faulty) -> None:
+    counted = [row["spot/refused_messages"] for row in rows_of(faulty.folder)]
+    assert counted == [0.0] * (FAULT_STEPS - 1) + [float(UNSIGNED + FORGED + REPLAYED)]
