@@ -23,6 +23,7 @@ _NAMES = (
     "packing",
     "reshard",
     "rollout",
+    "simulate",
     "speculation",
     "suffix",
     "tuner",

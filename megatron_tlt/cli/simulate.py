@@ -1,0 +1,258 @@
+"""``tlt simulate CONFIG``: what speculation, the spot trainer and tail batching would give on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_tlt.cli import runs
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.architecture import sizes_of
+from megatron_tlt.observe.jsonl import finite
+from megatron_tlt.planning.devices import device, known_devices
+from megatron_tlt.planning.simulation.acceptance import Draft, chain
+from megatron_tlt.planning.simulation.constants import Constants, documented, of_kind, shipped
+from megatron_tlt.planning.simulation.from_config import scenario_of
+from megatron_tlt.planning.simulation.lengths import Lengths, LongTail, Recorded, fit_long_tail, read_lengths
+from megatron_tlt.planning.simulation.policies import POLICIES
+from megatron_tlt.planning.simulation.scenario import Scenario
+from megatron_tlt.planning.simulation.steps import PHASES, Outcome, simulate, summarize
+from megatron_tlt.platform.files import atomic_write_text
+
+_MANY = 50_000
+"""Responses of a step from which on one seed says enough."""
+_LEARNED = ("eagle", "eagle3")
+_MOST_DRAFTS = 7
+"""Of the chain that is simulated where the config has no learned drafter."""
+_DEFAULT_POLICIES = [name for name in POLICIES if name != "tail+spot"]
+_PLOTS = (".svg", ".png", ".pdf")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("simulate", help="simulate steps of a config's cluster, policy by policy")
+    runs.add_config_arguments(parser)
+    parser.add_argument(
+        "--device", default="H100-80GB", metavar="NAME", help=f"one of {', '.join(sorted(known_devices()))}"
+    )
+    parser.add_argument("--nodes", metavar="N,N,...", help="numbers of nodes, instead of launcher.nnodes")
+    parser.add_argument(
+        "--policies", metavar="P,P,...", default=",".join(_DEFAULT_POLICIES), help=f"some of {', '.join(POLICIES)}"
+    )
+    parser.add_argument("--lengths", metavar="PATH", type=Path, help="recorded response lengths, or a run's folder")
+    parser.add_argument("--fit", action="store_true", help="draw from the law fitted to --lengths, not from them")
+    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="of a prompt (default: half of the longest)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="of reinforcement learning; 5 are a cycle of tail batching"
+    )
+    parser.add_argument("--seeds", type=int, help=f"repetitions (default 3; 1 above {_MANY:,} responses a step)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow")
+    parser.add_argument(
+        "--constant", metavar="NAME=VALUE", action="append", default=[], help="instead of the data file's"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure here")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=f"draw it ({', '.join(_PLOTS)})")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    constants = _constants(arguments.constant)
+    policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
+    lengths = _lengths(arguments, config, constants)
+    arms, note = _arms(config)
+    sizes, _ = sizes_of(config)
+    scenario = scenario_of(config, sizes, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
+    seeds = range(arguments.first_seed, arguments.first_seed + _seeds(arguments, scenario))
+    for count in nodes:
+        scenario.on(count).check()
+    by_nodes = {
+        count: simulate(scenario.on(count), policies, seeds, arguments.steps, watch=arguments.plot is not None)
+        for count in nodes
+    }
+    if arguments.json is not None:
+        atomic_write_text(arguments.json, json.dumps(finite(_figures(scenario, by_nodes)), indent=1) + "\n")
+    _print(scenario, by_nodes, note, len(seeds), arguments.steps)
+    if arguments.plot is not None:
+        from megatron_tlt.planning.simulation.plots import plot
+
+        plot(by_nodes, arguments.plot, f"{config.run.name}: {max(by_nodes)} node(s) of {arguments.device}, simulated")
+        print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _constants(given: list[str]) -> Constants:
+    allowed = [field.name for field in fields(Constants)]
+    changed: dict[str, float] = {}
+    for item in given:
+        name, _, value = item.partition("=")
+        try:
+            changed[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"--constant: found {item!r}; allowed: NAME=VALUE with a number") from None
+        if name not in allowed:
+            raise ConfigError(f"--constant: found {name!r}; allowed: {', '.join(allowed)}")
+        if not 0.0 < changed[name] < float("inf"):
+            raise ConfigError(f"--constant: {name} is {changed[name]:g}; allowed: above 0")
+    return replace(shipped(), **changed)
+
+
+def _policies(given: str) -> list[str]:
+    names = [name.strip() for name in given.split(",")]
+    if unknown := [name for name in names if name not in POLICIES]:
+        raise ConfigError(f"--policies: found {', '.join(unknown)}; allowed: {', '.join(POLICIES)}")
+    return list(dict.fromkeys(["off", *names]))  # what the others are compared with
+
+
+def _nodes(arguments: argparse.Namespace, config: TltConfig) -> list[int]:
+    if arguments.plot is not None and arguments.plot.suffix not in _PLOTS:
+        raise ConfigError(f"--plot: found {arguments.plot.name}; allowed: an ending of {', '.join(_PLOTS)}")
+    for name in ("steps", "seeds"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: found {value}; allowed: 1 and more")
+    if arguments.nodes is None:
+        return [config.launcher.nnodes]
+    try:
+        counts = sorted({int(count) for count in arguments.nodes.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise ConfigError(f"--nodes: found {arguments.nodes!r}; allowed: whole numbers from 1, with commas between")
+    return counts
+
+
+def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Constants) -> Lengths:
+    if arguments.lengths is None:
+        if arguments.fit:
+            raise ConfigError("--fit: found no --lengths; allowed: only with recorded lengths")
+        return LongTail(constants.length_median, constants.length_sigma)
+    recorded = read_lengths(arguments.lengths)
+    return fit_long_tail(recorded.tokens, config.rollout.max_response_tokens) if arguments.fit else recorded
+
+
+def _arms(config: TltConfig) -> tuple[list[Draft], str | None]:
+    """What speculation may do, the static strategy first; and what had to be supposed."""
+    from megatron_tlt.rollout.adaptive import default_strategies, strategies_of
+
+    speculation, note = config.speculation, None
+    strategies = strategies_of(speculation)
+    if not speculation.enabled or speculation.drafter not in _LEARNED:
+        found = speculation.drafter if speculation.enabled else "nothing"
+        note = f"the config drafts with {found}: an EAGLE head with chains of up to {_MOST_DRAFTS} is simulated instead"
+        strategies, static = default_strategies("eagle", _MOST_DRAFTS), ("eagle", 3)
+    else:
+        static = (speculation.drafter, speculation.num_speculative_tokens)
+    found_arms = {
+        (one.drafter, one.num_tokens): chain(one.num_tokens, one.drafter) for one in strategies if one.num_tokens
+    }
+    first = found_arms.pop(static, chain(static[1], static[0]))
+    return [first, *found_arms.values()], note
+
+
+def _seeds(arguments: argparse.Namespace, scenario: Scenario) -> int:
+    if arguments.seeds is not None:
+        return int(arguments.seeds)
+    return 1 if scenario.prompts * scenario.group > _MANY else 3
+
+
+def _figures(scenario: Scenario, by_nodes: dict[int, dict[str, Outcome]]) -> dict[str, Any]:
+    constants = {
+        name: {**documented()[name], "value": getattr(scenario.constants, name)}
+        | (
+            {}
+            if getattr(scenario.constants, name) == documented()[name]["value"]
+            else {"kind": "given", "source": None}
+        )
+        for name in documented()
+    }
+    law = scenario.lengths
+    lengths = {"recorded": len(law.tokens)} if isinstance(law, Recorded) else vars(law)
+    return {
+        "device": scenario.device.name,
+        "devices_per_node": scenario.per_node,
+        "engine_devices": scenario.engine_devices,
+        "responses": scenario.prompts * scenario.group,
+        "prompt_tokens": scenario.prompt_tokens,
+        "kv_tokens": scenario.limits().kv_tokens,
+        "actor": asdict(scenario.actor),
+        "strategies": [arm.name for arm in scenario.arms],
+        "lengths": lengths,
+        "constants": constants,
+        "nodes": {
+            str(count): [{**row, "step_s_by_seed": outcomes[row["policy"]].totals()} for row in summarize(outcomes)]
+            for count, outcomes in by_nodes.items()
+        },
+    }
+
+
+def _print(
+    scenario: Scenario, by_nodes: dict[int, dict[str, Outcome]], note: str | None, seeds: int, steps: int
+) -> None:
+    console, law = Console(), scenario.lengths
+    said = (
+        f"{len(law.tokens)} recorded lengths"
+        if isinstance(law, Recorded)
+        else f"lengths log-normal, median {law.median:.0f}, sigma {law.sigma:.2f}"
+        if isinstance(law, LongTail)
+        else "lengths given"
+    )
+    cache = f"{scenario.limits().kv_tokens:,.0f}"
+    console.print(
+        f"{scenario.prompts} prompts x {scenario.group} responses of up to {scenario.max_response_tokens} tokens "
+        f"({said}); engines of {scenario.engine_devices} x {scenario.device.name}, KV cache {cache} tokens; "
+        f"{seeds} seed(s) of {steps} step(s)",
+        highlight=False,
+    )
+    if note:
+        console.print(f"note: {note}", highlight=False)
+    for count, outcomes in by_nodes.items():
+        devices, engines = scenario.on(count).devices, scenario.on(count).engines
+        rows = summarize(outcomes)
+        console.print(_times(rows, f"{count} node(s), {devices:,} devices, {engines:,} engines: seconds of a step"))
+        console.print(_rollouts(rows))
+    fitted = ", ".join(f"{name} {getattr(scenario.constants, name):.4g}" for name in of_kind("fitted"))
+    console.print(
+        f"computed, not measured; of the constants {fitted} were fitted to TLT's 7B runs, the sources of the others "
+        "stand in planning/simulation/constants.yaml",
+        highlight=False,
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _times(rows: list[dict[str, Any]], title: str) -> Table:
+    table = _table(title, "policy", "speed-up", "step", *(name.replace("_", "-") for name in PHASES))
+    for row in rows:
+        ratio, seconds = row["speedup"], (row[f"{name}_s"] for name in ("step", *PHASES))
+        said = f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        table.add_row(row["policy"], said, *(f"{value:.1f}" for value in seconds))
+    return table
+
+
+def _rollouts(rows: list[dict[str, Any]]) -> Table:
+    table = _table(
+        "the rollout", "policy", "idle", "speculating", "tokens/round", "drafter steps", "kept length (full)"
+    )
+    for row in rows:
+        table.add_row(
+            row["policy"],
+            f"{row['idle']:.0%}",
+            f"{row['speculating']:.0%}",
+            f"{row['tokens_per_round']:.2f}",
+            f"{row['drafter_steps']:.0f}",
+            f"{row['kept_length_mean']:.0f} ({row['full_length_mean']:.0f})",
+        )
+    return table

@@ -1,0 +1,54 @@
+"""The simulation's constants, each with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class Constants:
+    """As in ``constants.yaml``, which says what each is; seconds, bytes per second, fractions, tokens."""
+
+    memory_efficiency: float
+    compute_efficiency: float
+    link_efficiency: float
+    all_reduce_latency_s: float
+    step_overhead_s: float
+    draft_overhead_s: float
+    network_bandwidth: float
+    wake_bandwidth: float
+    aligned_acceptance: float
+    cold_acceptance: float
+    candidates_exponent: float
+    model_free_acceptance: float
+    drafter_steps_to_align: float
+    updates_to_drift: float
+    group_correlation: float
+    length_median: float
+    length_sigma: float
+    training_efficiency: float
+
+
+@cache
+def documented() -> dict[str, dict[str, Any]]:
+    """Name to value, kind and source."""
+    text = resources.files("megatron_tlt.planning.simulation").joinpath("constants.yaml").read_text("utf-8")
+    loaded: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return loaded
+
+
+@cache
+def shipped() -> Constants:
+    """Those of the data file."""
+    return Constants(**{field.name: float(documented()[field.name]["value"]) for field in fields(Constants)})
+
+
+def of_kind(kind: str) -> Iterator[str]:
+    """Names of the constants that are ``assumed``, ``published``, ``measured``, ``derived`` or ``fitted``."""
+    return (name for name, entry in documented().items() if entry["kind"] == kind)

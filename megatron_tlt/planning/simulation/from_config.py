@@ -1,0 +1,74 @@
+"""A launch config as a scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_tlt.config.layouts import Layout
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.simulation.acceptance import Draft
+from megatron_tlt.planning.simulation.constants import Constants
+from megatron_tlt.planning.simulation.engine import ModelSizes
+from megatron_tlt.planning.simulation.lengths import Lengths
+from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot
+
+_VLLM_MEMORY, _VLLM_SEQS = 0.9, 256
+"""What vLLM takes where the config does not say: ``gpu_memory_utilization`` and ``max_num_seqs``."""
+
+
+def scenario_of(
+    config: TltConfig,
+    sizes: Any,
+    device: Device,
+    constants: Constants,
+    lengths: Lengths,
+    arms: Sequence[Draft],
+    prompt_tokens: float | None = None,
+) -> Scenario:
+    """The step that a launch config describes.
+
+    Args:
+        sizes: of its model; ``models.architecture.sizes_of``.
+        arms: what speculation may do, the static strategy first.
+        prompt_tokens: of a prompt; half of the longest that is allowed where it is not known.
+    """
+    rollout, vllm = config.rollout, config.rollout.vllm
+    layout = Layout.read(config.actor.megatron, config.launcher.world_size)
+    adaptive, spot, drafter = config.speculation.adaptive, config.spot, config.drafter
+    return Scenario(
+        model=ModelSizes.read(sizes),
+        device=device,
+        constants=constants,
+        lengths=lengths,
+        devices=config.launcher.world_size,
+        per_node=config.launcher.nproc_per_node,
+        engine_devices=rollout.tensor_parallel_size,
+        prompts=config.trainer.prompts_per_step,
+        group=config.algorithm.group_size,
+        prompt_tokens=rollout.max_prompt_tokens / 2 if prompt_tokens is None else prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        memory_fraction=float(vllm.get("gpu_memory_utilization", _VLLM_MEMORY)),
+        max_seqs=int(vllm.get("max_num_seqs", _VLLM_SEQS)),
+        arms=tuple(arms),
+        actor=Actor(
+            tensor=layout.tp,
+            pipeline=layout.pp,
+            interleaved=layout.vpp or 1,
+            context=layout.cp,
+            mini_batches=config.trainer.mini_batches,
+            max_tokens_per_micro_batch=config.actor.max_tokens_per_micro_batch,
+            recompute=config.actor.megatron.get("recompute_granularity") == "full",
+            log_prob_passes=2 if config.algorithm.kl_coefficient else 1,
+        ),
+        gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
+        spot=Spot(
+            **(
+                {}
+                if spot is None
+                else {name: getattr(spot, name) for name in ("min_replicas", "min_entries", "least_steps")}
+            ),
+            **({} if drafter is None else {"entries_per_step": drafter.entries_per_step, "unroll": drafter.steps}),
+        ),
+    )

@@ -1,0 +1,116 @@
+"""How long responses are: a recorded trace, or a law with a long tail fitted to one; both cut off at a longest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_tlt.errors import ConfigError
+
+Array = NDArray[np.float64]
+_LENGTHS_FILE = "lengths.jsonl"
+_FORMS = (
+    "a JSON list of numbers, JSON lines of numbers, of {lengths: [...]} or of {length: n} or {token_ids: [...]}, "
+    "or a run's folder"
+)
+
+
+class Lengths(Protocol):
+    """A law of response lengths."""
+
+    def at(self, normal: Array, longest: float) -> Array:
+        """Tokens, whole and from 1 to ``longest``, where a standard normal variable is ``normal``."""
+
+
+@dataclass(frozen=True)
+class LongTail:
+    """Log-normal; what would be longer than the longest is cut off there, as a rollout does."""
+
+    median: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+
+    def at(self, normal: Array, longest: float) -> Array:
+        tokens = np.exp(np.log(self.median) + self.sigma * normal)
+        return np.clip(np.ceil(tokens), 1.0, longest)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Lengths as they were recorded, sorted."""
+
+    tokens: tuple[float, ...]
+
+    def at(self, normal: Array, longest: float) -> Array:
+        from scipy.special import ndtr
+
+        at = np.minimum((ndtr(normal) * len(self.tokens)).astype(np.intp), len(self.tokens) - 1)
+        return np.clip(np.asarray(self.tokens)[at], 1.0, longest)
+
+
+def fit_long_tail(tokens: Sequence[float], longest: float) -> LongTail:
+    """The law of greatest likelihood; responses of ``longest`` and more are only known to be no shorter.
+
+    Raises:
+        ConfigError: fewer than two lengths below ``longest`` that differ.
+    """
+    from scipy.stats import CensoredData, lognorm
+
+    values = np.asarray(tokens, dtype=np.float64)
+    whole = values[values < longest]
+    if len(np.unique(whole)) < 2:
+        raise ConfigError(f"lengths: found {len(values)}, of which {len(np.unique(whole))} differ; allowed: 2 and more")
+    data = CensoredData(uncensored=whole, right=np.full(len(values) - len(whole), float(longest)))
+    sigma, _, median = lognorm.fit(data, floc=0)
+    return LongTail(float(median), float(sigma))
+
+
+def draw(rng: np.random.Generator, groups: int, size: int, correlation: float) -> Array:
+    """(groups, size) standard normal variables, of which those of a group have a part in common."""
+    shared = rng.standard_normal((groups, 1))
+    own = rng.standard_normal((groups, size))
+    return np.asarray(np.sqrt(correlation) * shared + np.sqrt(1.0 - correlation) * own)
+
+
+def read_lengths(path: Path) -> Recorded:
+    """A trace.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no lengths.
+    """
+    file = path / _LENGTHS_FILE if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--lengths: cannot read {file}: {error.strerror or error}; allowed: {_FORMS}") from error
+    try:
+        rows = json.loads(text)
+        rows = rows if isinstance(rows, list) else [rows]
+    except ValueError:
+        try:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ConfigError(f"--lengths: {file} is not JSON: {error}; allowed: {_FORMS}") from error
+    tokens = sorted(value for row in rows for value in _of_row(row))
+    if not tokens or tokens[0] < 1:
+        found = f"{len(tokens)} lengths" + (f", the least {tokens[0]:g}" if tokens else "")
+        raise ConfigError(f"--lengths: {file}: found {found}; allowed: {_FORMS}, each at least 1")
+    return Recorded(tuple(tokens))
+
+
+def _of_row(row: Any) -> list[float]:
+    if isinstance(row, dict):
+        for key in ("lengths", "length"):
+            if key in row:
+                return _of_row(row[key])
+        ids = row.get("token_ids")
+        return [float(len(ids))] if isinstance(ids, list) else []
+    if isinstance(row, list):
+        return [value for entry in row for value in _of_row(entry)]
+    return [float(row)] if isinstance(row, (int, float)) and not isinstance(row, bool) else []

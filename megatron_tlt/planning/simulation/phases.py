@@ -1,0 +1,81 @@
+"""Seconds of what follows a rollout: log-probs, update, reshard, and the drafter's training."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_tlt.planning.simulation.scenario import Scenario
+
+Array = NDArray[np.float64]
+_BYTES = 2
+
+
+def forward_flops(scenario: Scenario, lengths: Array) -> Array:
+    """Of each sequence, its prompt included: two for each parameter and token, and causal attention."""
+    model, tokens = scenario.model, lengths + scenario.prompt_tokens
+    return 2.0 * model.active * tokens + 2.0 * model.layers * model.query_width * tokens**2
+
+
+def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
+    """Log-probs and update of a step's responses, in the order that mini-batches take them.
+
+    Data-parallel ranks share a mini-batch as evenly as its longest sequence allows. A pipeline of p stages and v chunks
+    is empty for the time of (p - 1) / v micro-batches (FlexTrain).
+    """
+    actor, dp = scenario.actor, scenario.data_parallel
+    shard = actor.tensor * actor.pipeline * actor.context
+    rate = shard * scenario.device.flops * scenario.constants.training_efficiency
+    flops = forward_flops(scenario, lengths)
+    tokens = lengths + scenario.prompt_tokens
+
+    def seconds(part: slice | NDArray[np.intp], passes: float) -> float:
+        share = max(float(flops[part].sum()) / dp, float(flops[part].max(initial=0.0)))
+        micro_batches = max(1.0, np.ceil(float(tokens[part].sum()) / dp / actor.max_tokens_per_micro_batch))
+        bubble = (actor.pipeline - 1) / actor.interleaved / micro_batches
+        return passes * share * (1.0 + bubble) / rate
+
+    update = 4.0 if actor.recompute else 3.0
+    parts = np.array_split(np.arange(len(lengths)), min(actor.mini_batches, len(lengths)))
+    return {
+        "log_probs": seconds(slice(None), float(actor.log_prob_passes)),
+        "update": sum(seconds(part, update) for part in parts),
+    }
+
+
+def reshard_seconds(scenario: Scenario) -> float:
+    """Every engine rank gets its slice anew over its slowest link, once its memory is mapped again."""
+    constants = scenario.constants
+    held = scenario.model.parameters * _BYTES / scenario.engine_devices
+    link = constants.network_bandwidth if scenario.nodes > 1 else scenario.device.node_bandwidth
+    moved = held / (link * constants.link_efficiency) if scenario.devices > 1 else 0.0
+    return moved + held / constants.wake_bandwidth
+
+
+def drafter_step_flops(scenario: Scenario, mean_length: float) -> float:
+    """Of one optimizer step of the drafter: its weights both ways, the frozen head forward and towards its input."""
+    model, spot = scenario.model, scenario.spot
+    tokens = spot.entries_per_step * scenario.devices * (mean_length + scenario.prompt_tokens)
+    return spot.unroll * tokens * (6.0 * model.drafter + 4.0 * model.vocab * model.hidden)
+
+
+def bubble_steps(scenario: Scenario, ends: Array, responses: Array, mean_length: float) -> float:
+    """Optimizer steps that idle engines get done until the last rollout ends.
+
+    A session starts once ``min_replicas`` are idle that hold ``min_entries`` responses among them, and whoever becomes
+    idle joins it; as in ``spot.coordinator``.
+
+    Args:
+        ends: when each engine had nothing left.
+        responses: that each engine had decoded by then.
+    """
+    spot = scenario.spot
+    order = np.argsort(ends, kind="stable")
+    idle = np.arange(1, len(ends) + 1)
+    ready = (idle >= spot.min_replicas) & (np.cumsum(responses[order]) >= spot.min_entries)
+    if not ready.any():
+        return 0.0
+    start = float(ends[order][np.argmax(ready)])
+    seconds = float((ends.max() - np.maximum(ends, start)).sum()) * scenario.engine_devices
+    rate = scenario.device.flops * scenario.constants.training_efficiency
+    return seconds * rate / drafter_step_flops(scenario, mean_length)

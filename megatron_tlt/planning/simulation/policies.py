@@ -1,0 +1,138 @@
+"""What a policy does in one step: who speculates, who trains the drafter, which responses are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_tlt.planning.simulation.acceptance import OFF, Alignment
+from megatron_tlt.planning.simulation.lengths import draw
+from megatron_tlt.planning.simulation.rollout import Rollout, Speculation, simulate_rollout
+from megatron_tlt.planning.simulation.scenario import Scenario
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``speculation`` is off, static (the first arm, always) or adaptive (gate and choice)."""
+
+    name: str
+    speculation: str = "off"
+    trains_drafter: bool = False
+    batches_tails: bool = False
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("off"),
+        Policy("static", "static"),
+        Policy("adaptive", "adaptive"),
+        Policy("spot", "adaptive", trains_drafter=True),
+        Policy("tail", batches_tails=True),
+        Policy("tail+spot", "adaptive", trains_drafter=True, batches_tails=True),
+    )
+}
+"""The last is RollPacker and TLT together, which nobody has published."""
+
+
+def speculation_of(scenario: Scenario, policy: Policy, alignment: Alignment) -> Speculation:
+    """What an engine does under a policy, with a drafter as it is now."""
+    if policy.speculation == "off":
+        return Speculation()
+    if policy.speculation == "static":
+        return Speculation(scenario.arms[:1], (alignment.tokens(scenario.arms[0]),))
+    arms, gate = (OFF, *scenario.arms), scenario.gate
+    tokens = tuple(alignment.tokens(arm) for arm in arms)
+    return Speculation(arms, tokens, gate.threshold, gate.patience, gate.hysteresis, scenario.explore_cost)
+
+
+@dataclass
+class Round:
+    """A rollout, and what was kept of it."""
+
+    rollout: Rollout
+    seconds: float
+    kept: Array
+    """Lengths of the responses that are trained on, a group behind the other."""
+    ends: Array
+    """When each engine was free."""
+    responses: Array
+    """That each engine had decoded by then."""
+
+
+def spread(lengths_PG: Array, engines: int) -> tuple[Array, NDArray[np.intp]]:
+    """Groups over engines, as even as their number allows, each engine's in one row; and each response's place in it.
+
+    P prompts, G responses to each. Groups are split only where there are fewer of them than engines.
+    """
+    prompts, group = lengths_PG.shape
+    flat = lengths_PG.ravel()
+    unit = group if prompts >= engines else 1
+    units = len(flat) // unit
+    owner = np.repeat(np.arange(units) * min(engines, units) // units, unit)
+    counts = np.bincount(owner, minlength=engines)
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    column = np.arange(len(flat)) - first[owner]
+    lengths_ER = np.zeros((engines, int(counts.max())))
+    lengths_ER[owner, column] = flat
+    return lengths_ER, owner * lengths_ER.shape[1] + column
+
+
+@dataclass
+class Prompts:
+    """Where prompts come from: ever new ones, and with tail batching those that were put off."""
+
+    scenario: Scenario
+    rng: np.random.Generator
+    deferred: list[float] = field(default_factory=list)
+    """What their responses' lengths have in common, as standard normal variables."""
+
+    def plain_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> Round:
+        """Every prompt, every response, to its end."""
+        one = self.scenario
+        normal = draw(self.rng, one.prompts, one.group, one.constants.group_correlation)
+        lengths = one.lengths.at(normal, one.max_response_tokens)
+        rollout, _ = self._decode(lengths, speculation, watched)
+        responses = (~np.isnan(rollout.finished_ER)).sum(axis=1).astype(np.float64)
+        return Round(rollout, rollout.seconds_in_all, lengths.ravel(), rollout.ends_E, responses)
+
+    def tail_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> Round:
+        """RollPacker: a long round of what was put off, once that fills one, else a short one.
+
+        A short round launches more prompts and responses than it keeps, and is over with the first ``prompts`` that
+        have ``group`` responses. Responses beyond those go on until then: no place is freed earlier.
+        """
+        one = self.scenario
+        shared = np.sqrt(one.constants.group_correlation)
+        is_long = len(self.deferred) >= one.prompts
+        if is_long:
+            common, self.deferred = np.array(self.deferred[: one.prompts]), self.deferred[one.prompts :]
+            size = one.group
+        else:
+            common = self.rng.standard_normal(int(np.ceil(one.tail.prompts * one.prompts)))
+            size = int(np.ceil(one.tail.responses * one.group))
+        own = self.rng.standard_normal((len(common), size)) * np.sqrt(1.0 - shared**2)
+        lengths = one.lengths.at(shared * common[:, None] + own, one.max_response_tokens)
+        rollout, place = self._decode(lengths, speculation, watched)
+        finished = rollout.finished_ER.ravel()[place].reshape(lengths.shape)
+        first = np.argsort(finished, axis=1, kind="stable")[:, : one.group]
+        ended = np.take_along_axis(finished, first, axis=1).max(axis=1)
+        chosen = np.argsort(ended, kind="stable")[: one.prompts]
+        over = float(ended[chosen].max())
+        left = np.setdiff1d(np.arange(len(common)), chosen)
+        self.deferred += common[left].tolist()
+        kept = np.take_along_axis(lengths, first, axis=1)[chosen].ravel()
+        responses = (rollout.finished_ER <= over).sum(axis=1).astype(np.float64)
+        # an engine is free when the round is over, or before where it had nothing left
+        return Round(rollout, over, kept, np.minimum(rollout.ends_E, over), responses)
+
+    def _decode(
+        self, lengths: Array, speculation: Speculation, watched: tuple[int, ...]
+    ) -> tuple[Rollout, NDArray[np.intp]]:
+        one = self.scenario
+        lengths_ER, place = spread(lengths, one.engines)
+        return simulate_rollout(one.engine(), lengths_ER, one.prompt_tokens, one.limits(), speculation, watched), place

@@ -1,0 +1,139 @@
+"""What is simulated: model, cluster, batch and policy as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.simulation.acceptance import Draft
+from megatron_tlt.planning.simulation.constants import Constants
+from megatron_tlt.planning.simulation.engine import EngineModel, ModelSizes
+from megatron_tlt.planning.simulation.lengths import Lengths
+from megatron_tlt.planning.simulation.rollout import Limits
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The layout and batches of training; what tensor, pipeline and context leave of the devices is data."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    interleaved: int = 1
+    """Model chunks of a pipeline stage."""
+    context: int = 1
+    mini_batches: int = 1
+    max_tokens_per_micro_batch: int = 32768
+    recompute: bool = True
+    """Every layer's activations a second time."""
+    log_prob_passes: int = 1
+    """2 where there is a reference model."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """When idle engines may train the drafter, and on what; as in the section ``spot`` of a launch config."""
+
+    min_replicas: int = 2
+    min_entries: int = 64
+    least_steps: int = 0
+    entries_per_step: int = 16
+    """Of each device."""
+    unroll: int = 3
+    """Drafts trained behind one another."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """As in ``speculation.gate.ElasticGate``."""
+
+    threshold: int = 32
+    patience: int = 3
+    hysteresis: int = 4
+
+
+@dataclass(frozen=True)
+class TailBatching:
+    """RollPacker (2509.21009): so many times the prompts and responses are launched in a short round."""
+
+    prompts: float = 1.25
+    responses: float = 1.25
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster of ``devices`` alike, ``per_node`` in each node, each engine on ``engine_devices`` of them."""
+
+    model: ModelSizes
+    device: Device
+    constants: Constants
+    lengths: Lengths
+    devices: int
+    per_node: int
+    engine_devices: int
+    prompts: int
+    group: int
+    """Responses to each prompt."""
+    prompt_tokens: float
+    max_response_tokens: int
+    memory_fraction: float
+    """Of a device's memory that its engine may take."""
+    max_seqs: int
+    arms: tuple[Draft, ...]
+    """What adaptive speculation chooses among, off apart; the first is what static speculation does."""
+    actor: Actor = Actor()
+    gate: Gate = Gate()
+    spot: Spot = Spot()
+    tail: TailBatching = TailBatching()
+    explore_cost: float = 0.01
+    """Share of the time that the tuner may spend on trying, as by default in ``speculation.tuner_beg_mab``."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.devices // self.per_node)
+
+    @property
+    def engines(self) -> int:
+        return self.devices // self.engine_devices
+
+    @property
+    def data_parallel(self) -> int:
+        return self.devices // (self.actor.tensor * self.actor.pipeline * self.actor.context)
+
+    def engine(self) -> EngineModel:
+        return EngineModel(self.model, self.device, self.engine_devices, self.constants)
+
+    def limits(self) -> Limits:
+        return Limits(self.max_seqs, self.engine().kv_tokens(self.memory_fraction))
+
+    def on(self, nodes: int) -> Scenario:
+        """The same step on so many nodes."""
+        return replace(self, devices=nodes * self.per_node)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: what cannot be simulated; one line each.
+        """
+        actor, problems = self.actor, []
+        if self.devices < 1 or self.devices % self.engine_devices:
+            problems.append(
+                f"rollout.tensor_parallel_size: found {self.engine_devices}; allowed: a divisor of {self.devices} "
+                "devices"
+            )
+        shard = actor.tensor * actor.pipeline * actor.context
+        if self.devices % shard:
+            problems.append(
+                f"actor.megatron: tensor x pipeline x context is {shard}; allowed: a divisor of {self.devices} devices"
+            )
+        room, longest = self.limits().kv_tokens, self.prompt_tokens + self.max_response_tokens
+        if 0.99 * room < longest:
+            weights = self.model.parameters * 2 / self.engine_devices / 1e9
+            problems.append(
+                f"rollout.max_response_tokens: found {self.max_response_tokens}, with its prompt {longest:.0f}; "
+                f"allowed: what fits an engine's KV cache, {max(0.0, 0.99 * room):.0f} tokens beside {weights:.1f} GB "
+                f"of weights per device of {self.device.name} (rollout.tensor_parallel_size, "
+                "rollout.vllm.gpu_memory_utilization)"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))

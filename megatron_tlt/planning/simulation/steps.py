@@ -1,0 +1,195 @@
+"""Whole steps of reinforcement learning under each policy, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.planning.simulation.acceptance import Alignment
+from megatron_tlt.planning.simulation.phases import (
+    bubble_steps,
+    drafter_step_flops,
+    reshard_seconds,
+    training_seconds,
+)
+from megatron_tlt.planning.simulation.policies import POLICIES, Policy, Prompts, Round, speculation_of
+from megatron_tlt.planning.simulation.scenario import Scenario
+
+PHASES = ("rollout", "log_probs", "update", "drafter", "reshard")
+WATCHED = 8
+"""Engines whose running batch is recorded in the first step of the first seed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one policy."""
+
+    seconds: Mapping[str, float]
+    """By phase."""
+    idle: float
+    """Share of the rollout that an engine waits for the last one, on average."""
+    tokens_per_round: float
+    """Per request and engine step."""
+    drafter_steps: float
+    """Optimizer steps of the drafter in the bubble."""
+    alignment: float
+    """Of the drafter, when the rollout began."""
+    lengths_mean: float
+    lengths_longest: float
+    speculating: float
+    """Share of the engines' decoding time."""
+    preemptions: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass
+class Outcome:
+    """One policy over seeds: ``steps[seed]`` one behind another."""
+
+    policy: Policy
+    steps: list[list[Step]] = field(default_factory=list)
+    running: list[list[tuple[float, int]]] = field(default_factory=list)
+
+    def mean(self, name: str) -> float:
+        return fmean(float(getattr(step, name)) for steps in self.steps for step in steps)
+
+    def phase(self, name: str) -> float:
+        return fmean(step.seconds[name] for steps in self.steps for step in steps)
+
+    def totals(self) -> list[float]:
+        """Mean seconds of a step, for each seed."""
+        return [fmean(step.total for step in steps) for steps in self.steps]
+
+
+def simulate_policy(
+    scenario: Scenario, policy: Policy, seeds: Sequence[int], steps: int, watch: bool = False
+) -> Outcome:
+    """``steps`` steps of each seed.
+
+    A drafter that is trained starts where it settles: where a step's training makes good what an update of the policy
+    loses, for the bubble of a first step that is not counted. One that is not stays cold. The same seed
+    gives the same responses to every policy that does not batch tails.
+    """
+    outcome = Outcome(policy)
+    for seed in seeds:
+        alignment = Alignment(scenario.constants)
+        if policy.trains_drafter:
+            trial = _step(scenario, policy, _prompts(scenario, seed), alignment, ())[0]
+            alignment.level = _settled(scenario, max(trial.drafter_steps, scenario.spot.least_steps))
+        prompts, own = _prompts(scenario, seed), []
+        for number in range(steps):
+            watched = watch and seed == seeds[0] and number == 0
+            step, last = _step(
+                scenario, policy, prompts, alignment, tuple(range(min(WATCHED, scenario.engines))) if watched else ()
+            )
+            own.append(step)
+            if watched:
+                outcome.running = [_until(points, last.seconds) for points in last.rollout.running]
+            if policy.trains_drafter:
+                alignment.trained(max(step.drafter_steps, scenario.spot.least_steps))
+                alignment.updated()
+        outcome.steps.append(own)
+    return outcome
+
+
+def _prompts(scenario: Scenario, seed: int) -> Prompts:
+    return Prompts(scenario, np.random.default_rng(seed))
+
+
+def _until(points: list[tuple[float, int]], over: float) -> list[tuple[float, int]]:
+    return [*(point for point in points if point[0] < over), (over, 0)]
+
+
+def _settled(scenario: Scenario, steps: float) -> float:
+    """The level that a step of training and an update come back to."""
+    gain = 1.0 - exp(-steps / scenario.constants.drafter_steps_to_align)
+    keep = exp(-1.0 / scenario.constants.updates_to_drift)
+    return gain * keep / (1.0 - (1.0 - gain) * keep)
+
+
+def _step(
+    scenario: Scenario, policy: Policy, prompts: Prompts, alignment: Alignment, watched: tuple[int, ...]
+) -> tuple[Step, Round]:
+    speculation = speculation_of(scenario, policy, alignment)
+    one = (prompts.tail_round if policy.batches_tails else prompts.plain_round)(speculation, watched)
+    rollout, mean = one.rollout, float(one.kept.mean())
+    trained = bubble_steps(scenario, one.ends, one.responses, mean) if policy.trains_drafter else 0.0
+    missing = max(0.0, scenario.spot.least_steps - trained) if policy.trains_drafter else 0.0
+    rate = scenario.devices * scenario.device.flops * scenario.constants.training_efficiency
+    seconds = {
+        "rollout": one.seconds,
+        **training_seconds(scenario, one.kept),
+        "drafter": missing * drafter_step_flops(scenario, mean) / rate,
+        "reshard": reshard_seconds(scenario),
+    }
+    decoding = sum(spent for name, spent in rollout.seconds.items() if name != "prefill")
+    step = Step(
+        seconds=seconds,
+        idle=float((one.seconds - one.ends).mean() / one.seconds),
+        tokens_per_round=_tokens_per_round(rollout.seconds, scenario, alignment),
+        drafter_steps=trained,
+        alignment=alignment.level,
+        lengths_mean=mean,
+        lengths_longest=float(one.kept.max()),
+        speculating=1.0 - rollout.seconds.get("off", 0.0) / decoding,
+        preemptions=rollout.preemptions,
+    )
+    return step, one
+
+
+def _tokens_per_round(seconds: Mapping[str, float], scenario: Scenario, alignment: Alignment) -> float:
+    """Over the time that engines speculate; 1 where they do not."""
+    spent = {arm: seconds.get(arm.name, 0.0) for arm in scenario.arms}
+    total = sum(spent.values())
+    return sum(alignment.tokens(arm) * time for arm, time in spent.items()) / total if total else 1.0
+
+
+def simulate(
+    scenario: Scenario, policies: Iterable[str], seeds: Sequence[int], steps: int, watch: bool = False
+) -> dict[str, Outcome]:
+    """Every policy by name; see ``simulate_policy``.
+
+    Raises:
+        ConfigError: a cluster that cannot do it.
+    """
+    scenario.check()
+    return {name: simulate_policy(scenario, POLICIES[name], seeds, steps, watch) for name in policies}
+
+
+def speedup(outcomes: Mapping[str, Outcome], name: str, over: str = "off") -> dict[str, float]:
+    """Ratio of mean step times over all seeds, with the least and the greatest of one seed."""
+    base, own = outcomes[over].totals(), outcomes[name].totals()
+    pairs = [a / b for a, b in zip(base, own, strict=True)]
+    ratio = fmean(base) / fmean(own)
+    return {"ratio": ratio, "low": min([ratio, *pairs]), "high": max([ratio, *pairs])}
+
+
+def summarize(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
+    """A row of plain numbers for each policy."""
+    full = outcomes["off"].mean("lengths_mean") if "off" in outcomes else None
+    return [
+        {
+            "policy": name,
+            "step_s": fmean(outcome.totals()),
+            **{f"{phase}_s": outcome.phase(phase) for phase in PHASES},
+            "idle": outcome.mean("idle"),
+            "speculating": outcome.mean("speculating"),
+            "tokens_per_round": outcome.mean("tokens_per_round"),
+            "drafter_steps": outcome.mean("drafter_steps"),
+            "drafter_alignment": outcome.mean("alignment"),
+            "kept_length_mean": outcome.mean("lengths_mean"),
+            "full_length_mean": full,
+            "kept_length_longest": outcome.mean("lengths_longest"),
+            "preemptions": outcome.mean("preemptions"),
+            "speedup": speedup(outcomes, name) if "off" in outcomes else None,
+        }
+        for name, outcome in outcomes.items()
+    ]
