@@ -21,6 +21,7 @@ _NAMES = (
     "hetero",
     "layouts",
     "packing",
+    "plan",
     "reshard",
     "rollout",
     "simulate",

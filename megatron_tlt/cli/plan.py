@@ -1,4 +1,4 @@
-"""``tlt plan CONFIG --reshard``: what moving the weights would move, without GPUs, weights or a process group."""
+"""``tlt plan CONFIG``: memory and time of a step, the transfer of weights, the best layout; without GPUs or weights."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.cli import plan_cluster, runs
-from megatron_tlt.cli.plan_tables import print_reshard
+from megatron_tlt.cli.plan_profile import measure_machine
+from megatron_tlt.cli.plan_search import search_layout
+from megatron_tlt.cli.plan_tables import print_reshard, print_step
+from megatron_tlt.cli.planned import DEVICE, PROFILE, machine_of, mean_response, memory_of
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.weight_map import WeightMap
+from megatron_tlt.planning.cost import step_time
+from megatron_tlt.planning.job import Job, job_of
+from megatron_tlt.planning.machine import CPU, Machine
+from megatron_tlt.planning.remedies import remedies
+from megatron_tlt.planning.summary import summarize_step
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.reshard.actor_layout import actor_side
 from megatron_tlt.reshard.engine_layout import engine_side
 from megatron_tlt.reshard.plan import ReshardPlan, make_plan
-from megatron_tlt.reshard.projection import Bandwidths
+from megatron_tlt.reshard.projection import Bandwidths, project
 from megatron_tlt.reshard.spans import tensor_forms
 from megatron_tlt.reshard.summary import summarize
 
@@ -34,19 +43,36 @@ _WIDE = ("float32", "float")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("plan", help="say what a config would do, without GPUs or weights")
+    parser = commands.add_parser("plan", help="say what a config would take and do, without GPUs or weights")
     runs.add_config_arguments(parser)
-    planned = parser.add_mutually_exclusive_group(required=True)
-    planned.add_argument("--reshard", action="store_true", help="plan the transfer of weights to the engines")
-    planned.add_argument(
-        "--cluster", metavar="FILE", type=Path, help="plan for unequal devices: launch/clusters/*.yaml"
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--reshard", action="store_true", help="plan the transfer of weights to the engines only")
+    what.add_argument("--search", action="store_true", help="find the best layout for the config's devices")
+    what.add_argument("--cluster", metavar="FILE", type=Path, help="plan for unequal devices: launch/clusters/*.yaml")
+    what.add_argument(
+        "--profile",
+        metavar="FILE",
+        nargs="?",
+        const=PROFILE,
+        type=Path,
+        help=f"measure this machine with the config's processes per node (default: {PROFILE})",
+    )
+    parser.add_argument("--write", metavar="FILE", type=Path, help="with --search and --cluster: write a launch config")
+    parser.add_argument(
+        "--devices",
+        metavar="NAME|FILE",
+        help=f"a known device, `{CPU}`, or a profile (default: {PROFILE} if it is of the config's kind of device, "
+        f"else {DEVICE}, or {CPU} where actor.transformer_impl is local)",
+    )
+    parser.add_argument(
+        "--mean-response", metavar="TOKENS", type=float, help="a response's mean length (default: an assumption)"
     )
     plan_cluster.add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure here")
-    parser.add_argument("--plan", metavar="FILE", type=Path, help="write the plan itself here")
-    for name, what in _RATES.items():
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="with --reshard: write the plan itself here")
+    for name, words in _RATES.items():
         default = getattr(Bandwidths(), name)
-        parser.add_argument(f"--{name}", metavar="GB/S", type=float, help=f"rate {what} (default {default:g})")
+        parser.add_argument(f"--{name}", metavar="GB/S", type=float, help=f"rate {words} (default {default:g})")
     parser.add_argument(
         "--efficiency", metavar="F", type=float, help="fraction reached of NVLink's, the network's and memory's rates"
     )
@@ -57,14 +83,54 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster is not None:
         return plan_cluster.run(arguments, load_config(arguments.config, arguments.overrides))
     bandwidths = _bandwidths(arguments)
-    plan = reshard_plan(load_config(arguments.config, arguments.overrides))
+    if arguments.plan is not None and not arguments.reshard:
+        raise ConfigError("--plan: found without --reshard; allowed: with it")
+    if arguments.write is not None and not arguments.search:
+        raise ConfigError("--write: found without --search or --cluster; allowed: with one of them")
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.profile is not None:
+        return measure_machine(config, arguments.profile)
+    if arguments.search:
+        return search_layout(config, arguments)
+    if arguments.reshard:
+        return _reshard(config, bandwidths, arguments)
+    return _step(config, bandwidths, arguments)
+
+
+def _reshard(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespace) -> int:
+    plan = reshard_plan(config)
     summary = summarize(plan, bandwidths)
-    if arguments.json is not None:
-        atomic_write_text(arguments.json, json.dumps(summary, indent=1) + "\n")
+    _write_json(arguments, summary)
     if arguments.plan is not None:
         plan.write(arguments.plan)
     print_reshard(summary)
     return 0
+
+
+def _step(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespace) -> int:
+    job, machine = job_of(config), machine_of(config, arguments.devices)
+    memory = memory_of(config, job, machine)
+    plan = reshard_plan(config)
+    projected = project(plan, bandwidths).total if not machine.is_cpu else plan.moved_bytes / machine.node_link
+    seconds = step_time(job, machine, memory, mean_response(arguments.mean_response, job), projected)
+    summary = summarize_step(job, machine, memory, seconds, plan.moved_bytes)
+    _write_json(arguments, summary)
+    print_step(summary)
+    if not memory.fits:
+        raise ConfigError("\n".join([*memory.problems(), *_what_fits(config, job, machine)]))
+    return 0
+
+
+def _what_fits(config: TltConfig, job: Job, machine: Machine) -> list[str]:
+    found = remedies(job, lambda changed: memory_of(config, changed, machine))
+    if not found:
+        return ["what would fit: no few changes of layout, recompute, batch or engine; more or larger devices"]
+    return [f"what would fit: {' '.join(remedy.overrides)} (margin {remedy.margin / 1e9:.1f} GB)" for remedy in found]
+
+
+def _write_json(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
+    if arguments.json is not None:
+        atomic_write_text(arguments.json, json.dumps(summary, indent=1) + "\n")
 
 
 def reshard_plan(config: TltConfig) -> ReshardPlan:

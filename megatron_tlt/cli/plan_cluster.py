@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
+from megatron_tlt.cli.planned_config import fitting_spot, parent_of, write_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
@@ -28,18 +27,11 @@ _MEAN = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What goes with ``--cluster``; that and ``--json`` are the command's own."""
+    """What goes with ``--cluster`` alone; the other options are the command's own."""
     group = parser.add_argument_group("unequal devices")
     group.add_argument("--evaluations", metavar="N", type=int, default=5000, help="plans to look at (default 5000)")
     group.add_argument("--seed", metavar="N", type=int, default=0, help="of the search (default 0)")
-    group.add_argument(
-        "--mean-response",
-        metavar="TOKENS",
-        type=int,
-        help="of the responses (default: a quarter of rollout.max_response_tokens)",
-    )
     group.add_argument("--asynchronous", action="store_true", help="plan for rollouts that are one step ahead")
-    group.add_argument("--write", metavar="FILE", type=Path, help="write a launch config for what can run today here")
 
 
 def run(arguments: argparse.Namespace, config: TltConfig) -> int:
@@ -77,7 +69,7 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
         if today is None or runs is None or runs.shortages:
             why = _UNEQUAL_NODES if runs is None else "; ".join(runs.shortages)
             raise ConfigError(f"--write: nothing that can run today fits {arguments.cluster}: {why}")
-        atomic_write_text(arguments.write, _launch_config(arguments, cluster, workflow, today))
+        _write(arguments, config, cluster, workflow, today)
     return 0
 
 
@@ -112,22 +104,20 @@ def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport
         )
 
 
-def _launch_config(arguments: argparse.Namespace, cluster: Cluster, workflow: Workflow, plan: Plan) -> str:
+def _write(arguments: argparse.Namespace, config: TltConfig, cluster: Cluster, workflow: Workflow, plan: Plan) -> None:
     """The config with the layout of a plan of one world; nodes in the order of the cluster's file."""
     rollout, actor = (plan.placements[workflow.index(name)].layout for name in ("rollout", "actor"))
-    values = {
-        "defaults": os.path.relpath(arguments.config.resolve(), arguments.write.resolve().parent),
-        "launcher": {"nnodes": len(cluster.nodes), "nproc_per_node": cluster.size // len(cluster.nodes)},
-        "actor": {
-            "megatron": {
-                "tensor_model_parallel_size": actor.tp,
-                "pipeline_model_parallel_size": actor.pp,
-                "context_parallel_size": 1,
-            }
-        },
-        "rollout": {"tensor_parallel_size": rollout.tp},
+    megatron = {
+        "tensor_model_parallel_size": actor.tp,
+        "pipeline_model_parallel_size": actor.pp,
+        "context_parallel_size": 1,
     }
-    if actor.tp == 1:
-        values["actor"]["megatron"]["sequence_parallel"] = False
-    head = f"# For {cluster.summary()}, in the order of {arguments.cluster.name}: {', '.join(cluster.nodes)}.\n"
-    return head + yaml.safe_dump(values, sort_keys=False)
+    values = {
+        "defaults": [parent_of(arguments.write, arguments.config)],
+        "launcher": {"nnodes": len(cluster.nodes), "nproc_per_node": cluster.size // len(cluster.nodes)},
+        "actor": {"megatron": megatron | ({"sequence_parallel": False} if actor.tp == 1 else {})},
+        "rollout": {"tensor_parallel_size": rollout.tp},
+        **fitting_spot(config, cluster.size // rollout.tp),
+    }
+    order = f"For {cluster.summary()}, in the order of {arguments.cluster.name}: {', '.join(cluster.nodes)}."
+    write_config(arguments.write, [order], values)

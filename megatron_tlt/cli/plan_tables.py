@@ -1,4 +1,4 @@
-"""The tables that ``tlt plan --reshard`` prints."""
+"""The tables that ``tlt plan`` prints."""
 
 from __future__ import annotations
 
@@ -28,6 +28,73 @@ def print_reshard(summary: dict[str, Any]) -> None:
     console.print(f"moved in all {moved}, lower bound {bound}, in {summary['transfers']} slices", highlight=False)
     for table in (_per_gpu(summary), _by_rank(summary), *_links(summary), _projection(summary)):
         console.print(table)
+
+
+def print_step(summary: dict[str, Any]) -> None:
+    """Prints the figures of ``planning.summary.summarize_step``."""
+    console = Console()
+    console.print(
+        f"{summary['parameters'] / 1e9:.2f} B parameters, actor {summary['actor']}, {summary['engines']} on "
+        f"{summary['processes']} devices ({summary['machine']}: {summary['machine_source']})",
+        highlight=False,
+    )
+    for table in (_memory(summary), _fullest(summary), _times(summary)):
+        console.print(table)
+    memory = summary["memory"]
+    verdict = "fits" if memory["fits"] else "does not fit"
+    console.print(
+        f"{verdict}: margin {memory['margin'] / 1e9:.1f} GB of {memory['capacity'] / 1e9:.1f} GB; an engine's KV cache "
+        f"holds {memory['cache_tokens']} tokens, {memory['cache_tokens'] / memory['longest']:.1f} of the longest",
+        highlight=False,
+    )
+
+
+def print_search(summary: dict[str, Any]) -> None:
+    """Prints the figures of ``planning.summary.summarize_search``."""
+    console = Console()
+    console.print(
+        f"{summary['layouts']} layouts of {summary['processes']} devices ({summary['machine']}: "
+        f"{summary['machine_source']}), {summary['choices']} choices priced",
+        highlight=False,
+    )
+    columns = ("recompute", "micro-batch", "engines", "rollout s", "log-probs s", "update s", "step s", "margin")
+    table = _table("the fastest that fit (computed; rollout without speculation)", "actor", *columns)
+    for row in summary["best"]:
+        seconds = (f"{row['seconds'][name]:.1f}" for name in ("rollout", "log_probs", "update", "total"))
+        tokens, margin = str(row["max_tokens_per_micro_batch"]), _bytes(row["margin"])
+        table.add_row(row["actor"], row["recompute"], tokens, row["engines"], *seconds, margin)
+    console.print(table)
+
+
+def _memory(summary: dict[str, Any]) -> Table:
+    phases = summary["memory"]["phases"]
+    names = list(dict.fromkeys(row["phase"] for row in phases))
+    stages = sorted({row["stage"] for row in phases})
+    table = _table("memory per device (computed)", "phase", *(f"stage {stage}" for stage in stages))
+    sizes = {(row["phase"], row["stage"]): row["total"] for row in phases}
+    for name in names:
+        table.add_row(name, *(_bytes(sizes[name, stage]) for stage in stages))
+    return table
+
+
+def _fullest(summary: dict[str, Any]) -> Table:
+    """Each phase's fullest stage, by what it is for."""
+    table = _table("of which, on the fullest stage", "phase", "stage", "for")
+    table.columns[2].justify = "left"
+    rows = summary["memory"]["phases"]
+    for name in dict.fromkeys(row["phase"] for row in rows):
+        row = max((r for r in rows if r["phase"] == name), key=lambda r: float(r["total"]))
+        parts = sorted(row["parts"].items(), key=lambda part: -part[1])
+        table.add_row(name, str(row["stage"]), ", ".join(f"{k} {_bytes(v)}" for k, v in parts if v >= 0.5e6))
+    return table
+
+
+def _times(summary: dict[str, Any]) -> Table:
+    times = summary["seconds"]
+    table = _table("time of a step (computed; rollout without speculation)", "phase", "seconds", "share")
+    for name, seconds in times.items():
+        table.add_row(_words(name), f"{seconds:.2f}", f"{seconds / times['total']:.0%}")
+    return table
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -1,8 +1,9 @@
-"""``tlt plan --reshard``: its figures are the plan's, and it needs neither weights nor the heavy libraries."""
+"""``tlt plan``: its figures are the models', and it needs neither weights nor the heavy libraries."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron_tlt.cli import main
 from megatron_tlt.cli.plan import reshard_plan
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.planning.machine import read_profile
 from megatron_tlt.reshard.plan import ReshardPlan
 from megatron_tlt.reshard.projection import Bandwidths, project
 from tests.config.test_loader import write
@@ -109,6 +111,74 @@ def test_the_32b_plan_is_quick_and_imports_no_heavy_library() -> None:
     assert "982.94 GB" in done.stdout
 
 
+def test_a_step_is_planned_and_its_figures_are_written(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "step.json"
+    assert main(["plan", str(config), "--devices", "L4-24GB", "--mean-response", "32", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["machine"] == "L4-24GB" and found["memory"]["capacity"] == 24e9 and found["memory"]["fits"]
+    stages = {row["stage"] for row in found["memory"]["phases"]}
+    assert stages == {0, 1}
+    for row in found["memory"]["phases"]:
+        assert row["total"] == pytest.approx(sum(row["parts"].values()))
+    assert found["memory"]["margin"] == pytest.approx(24e9 - max(row["total"] for row in found["memory"]["phases"]))
+    seconds = found["seconds"]
+    assert seconds["total"] == pytest.approx(sum(v for k, v in seconds.items() if k != "total"))
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("memory per device", "log-probs", "reshard", "time of a step", "fits: margin"):
+        assert word in printed
+
+
+def test_what_does_not_fit_is_refused_with_what_would(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ["plan", str(LARGE), "actor.megatron.tensor_model_parallel_size=2", "--devices", "A100-80GB"]
+    assert main(large) == 2
+    printed = capsys.readouterr()
+    assert "does not fit: margin -" in " ".join(printed.out.split())
+    assert "allowed: 80.0 GB" in printed.err
+    changes = re.search(r"what would fit: (\S.*) \(margin", printed.err)
+    assert changes
+    assert main([*large, *changes[1].split()]) == 0
+
+
+def test_a_search_writes_a_config_that_is_valid_and_plans_as_it_says(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, found = tmp_path / "found" / "best.yaml", tmp_path / "found.json"
+    out.parent.mkdir()
+    command = ["plan", str(config), "trainer.prompts_per_step=16", "--devices", "L4-24GB"]
+    assert main([*command, "--search", "--write", str(out), "--json", str(found)]) == 0
+    best = json.loads(found.read_text())["best"][0]
+    written = load_config(out)
+    assert written.trainer.prompts_per_step == 16 and written.run.name == "best"
+    assert written.actor.max_tokens_per_micro_batch == best["max_tokens_per_micro_batch"]
+    step = tmp_path / "step.json"
+    assert main(["plan", str(out), "--devices", "L4-24GB", "--json", str(step)]) == 0
+    planned = json.loads(step.read_text())
+    assert planned["actor"] == best["actor"] and planned["memory"]["margin"] == pytest.approx(best["margin"])
+    for phase in ("rollout", "log_probs", "update"):
+        assert planned["seconds"][phase] == pytest.approx(best["seconds"][phase])
+    assert "choices priced" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--search", "--write", str(config)]) == 2
+
+
+@pytest.mark.distributed
+def test_a_profile_of_this_machine_is_measured_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, profile = write(tmp_path, actor={"transformer_impl": "local"}), tmp_path / "new" / "profile.json"
+    out = tmp_path / "step.json"
+    assert main(["plan", str(path), "launcher.nproc_per_node=2", "--profile", str(profile)]) == 0
+    machine = read_profile(profile)
+    assert machine.is_cpu and machine.source == "measured by 2 processes"
+    rates = [rate for _, rate in machine.matmul]
+    assert rates == sorted(rates) and rates[0] > 1e8 and rates[-1] < 1e13
+    assert 1e7 < machine.node_link < machine.memory_bandwidth * 10 < 1e13
+    assert main(["plan", str(path), "launcher.nproc_per_node=2", "--devices", str(profile), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["machine_source"] == "measured by 2 processes"
+    assert f"{profile}: {machine.name}" in capsys.readouterr().out
+
+
 def test_a_recipe_and_a_folder_can_be_planned(tmp_path: Path) -> None:
     recipe = reshard_plan(load_config(write(tmp_path), ["launcher.nproc_per_node=2"]))
     assert recipe.forms["model.embed_tokens.weight"].shape == (256, 128)
@@ -132,6 +202,20 @@ def test_a_recipe_and_a_folder_can_be_planned(tmp_path: Path) -> None:
             ],
             "pipeline_model_parallel_layout: found a layout given by hand",
         ),
+        (["--write", "x.yaml"], "--write: found without --search"),
+        (
+            [
+                "--search",
+                "--devices",
+                "L4-24GB",
+                "rollout.max_response_tokens=64",
+                "rollout.vllm.gpu_memory_utilization=0.01",
+            ],
+            "--search: none of",
+        ),
+        (["--plan", "x.json"], "--plan: found without --reshard"),
+        (["--devices", "H1000"], "--devices: found 'H1000'; allowed: A100-40GB"),
+        (["--mean-response", "65"], "--mean-response: found 65; allowed: above 0, at most 64"),
         (["--reshard", "model.architecture=none.json"], "model.architecture: no file none.json"),
     ],
 )
@@ -145,7 +229,6 @@ def test_what_is_wrong_is_named(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "--reshard"),
         (["--reshard", "--nvlink", "fast"], "--nvlink: invalid float"),
         (["--reshard", "--fly"], "--fly"),
     ],

@@ -76,7 +76,7 @@ def test_what_runs_today_is_written_as_a_launch_config(tmp_path: Path, capsys: p
     assert "best plan found" in printed and "what runs today" in printed
     figures = json.loads(Path(files["plan.json"]).read_text())
     assert figures["best"]["step_seconds"] <= figures["runs_today"]["step_seconds"]
-    assert [task["name"] for task in figures["best"]["tasks"]] == ["rollout", "actor"]
+    assert [task["name"] for task in figures["best"]["tasks"]] == ["rollout", "actor", "drafter"]
     config = load_config(files["launch.yaml"], check_libraries=False)
     assert (config.launcher.nnodes, config.launcher.nproc_per_node) == (2, 8)
     layouts = {task["name"]: task["layout"] for task in figures["runs_today"]["tasks"]}

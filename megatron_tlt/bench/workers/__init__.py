@@ -27,8 +27,17 @@ def measure_in_worker(what: str, name: str, given: Mapping[str, Any], timeout_s:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def run_worker(what: str, name: str, arguments: Sequence[str], processes: int, timeout_s: float) -> None:
+def run_worker(
+    what: str,
+    name: str,
+    arguments: Sequence[str],
+    processes: int,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Runs ``workers/<name>.py`` on that many ranks of this machine, one thread each.
+
+    ``environment`` goes over what a launch has.
 
     What a worker prints shows how far it is: its lines are shown where standard error is a terminal.
 
@@ -38,7 +47,9 @@ def run_worker(what: str, name: str, arguments: Sequence[str], processes: int, t
     command = torchrun_command(f"megatron_tlt.bench.workers.{name}", list(arguments), processes)
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as log,
-        subprocess.Popen(command, env=launch_environment(1), stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        subprocess.Popen(
+            command, env={**launch_environment(1), **(environment or {})}, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
     ):
         overdue = threading.Timer(timeout_s, process.kill)
         overdue.start()

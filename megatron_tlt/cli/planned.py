@@ -1,0 +1,51 @@
+"""What every kind of plan starts from: the machine, and a config's memory on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.planning.job import Job
+from megatron_tlt.planning.machine import CPU, Machine, find_machine
+from megatron_tlt.planning.memory import MemoryPlan, plan_memory
+from megatron_tlt.rollout.vllm_graphs import pool_of
+from megatron_tlt.speculation.graph_pool import GraphPlan
+
+PROFILE = Path("runs/profile.json")
+"""Where ``--profile`` writes unless told otherwise, and where a plan for this machine looks."""
+DEVICE = "H100-80GB"
+"""What a plan is for unless it says so."""
+
+
+def machine_of(config: TltConfig, given: str | None) -> Machine:
+    """The machine that ``--devices`` names, or the config's default.
+
+    Raises:
+        ConfigError: as ``find_machine``.
+    """
+    if given is not None:
+        return find_machine(given)
+    on_cpu = config.actor.transformer_impl == "local"
+    if PROFILE.is_file() and (found := find_machine(str(PROFILE))).is_cpu == on_cpu:
+        return found
+    return find_machine(CPU if on_cpu else DEVICE)
+
+
+def memory_of(config: TltConfig, job: Job, machine: Machine) -> MemoryPlan:
+    """Memory per device; processes on one processor share its memory in equal parts."""
+    capacity = machine.memory_bytes / (job.devices_per_node if machine.is_cpu else 1)
+    return plan_memory(job, capacity, graphs_of(config, job, machine), on_gpu=not machine.is_cpu)
+
+
+def graphs_of(config: TltConfig, job: Job, machine: Machine) -> GraphPlan | None:
+    """The CUDA graphs that an engine captures."""
+    if machine.is_cpu or config.rollout.vllm.get("enforce_eager") is True:
+        return None
+    return pool_of(config.speculation, job.engine.max_sequences, job.engine.batched_tokens)
+
+
+def mean_response(given: float | None, job: Job) -> float | None:
+    if given is not None and not 0 < given <= job.response_tokens:
+        raise ConfigError(f"--mean-response: found {given:g}; allowed: above 0, at most {job.response_tokens}")
+    return given

@@ -1,0 +1,235 @@
+"""Time per phase of a step: compute by rooflines, pipeline bubbles, traffic; pure.
+
+Operations are counted as in "Efficient Large-Scale Language Model Training on GPU Clusters" (2104.04473): two per
+weight and token forward, four backward, two more where a layer is computed again; causal attention sees half the pairs.
+Where processes share processor cores, what counts is the work of all of them: bubbles cost nothing there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_tlt.planning.actor_memory import layer_activations, stage_memory
+from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
+from megatron_tlt.planning.job import Job, Recompute
+from megatron_tlt.planning.machine import Machine, constants
+from megatron_tlt.planning.memory import MemoryPlan
+from megatron_tlt.planning.rollout_time import Lengths, rollout_seconds
+from megatron_tlt.reshard.actor_layout import stage_layers
+
+# Each number that is kept of a layer is written and read once forward, and twice as often backward.
+_FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, by phase; ``offload`` is the actor's way to the host and back."""
+
+    rollout: float
+    log_probs: float
+    update: float
+    drafter: float
+    reshard: float
+    offload: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.log_probs + self.update + self.drafter + self.reshard + self.offload
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step's sequences: prompt and response tokens each on average, and over how many a token attends."""
+
+    sequences: int
+    tokens: float
+    attended: float
+
+    @classmethod
+    def of(cls, job: Job, lengths: Lengths) -> Workload:
+        found = [job.prompt_tokens + length for length in lengths.quantiles(min(job.responses, 512))]
+        mean = sum(found) / len(found)
+        return cls(job.responses, mean, sum(n * n for n in found) / len(found) / mean)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of a micro-batch in one layer on one device, and bytes that it moves between devices in a pass."""
+
+    forward: float
+    backward: float
+    """Without what is computed again."""
+    again: float
+    moved_seconds: float
+    """Of one pass through the layer, forward."""
+
+
+def layer_time(job: Job, machine: Machine, tokens: float, attended: float) -> LayerTime:
+    """A layer's, for a micro-batch of ``tokens`` (before context parallelism) on one device."""
+    model, actor, layout = job.model, job.actor, job.actor.layout
+    own = tokens / layout.cp
+    products = _products(job, own)
+    matmul = sum(2 * a * b * c / machine.matmul_rate(min(a, b, c)) for a, b, c in products)
+    attention = 2 * own * attended * model.query / layout.tp / machine.attention
+    # what is computed again is written and read nevertheless
+    kept = layer_activations(model, replace(actor, recompute=Recompute())).kept * tokens / actor.max_tokens
+    traffic = _FORWARD_PASSES * kept / machine.memory_bandwidth
+    forward = matmul + attention + traffic
+    backward = 2 * matmul + 2.5 * attention + _BACKWARD_PASSES / _FORWARD_PASSES * traffic
+    again = 0.0
+    if actor.recompute.granularity == "full":
+        layers = max(len(stage) for stage in stage_layers(layout, model.layers))
+        all_of_them = actor.recompute.method != "block"
+        again = forward if all_of_them else forward * min(1.0, actor.recompute.layers * (layout.vpp or 1) / layers)
+    elif actor.recompute.granularity == "selective":
+        again = attention if "core_attn" in actor.recompute.modules else 0.0
+        again += (matmul + traffic) / 2 if {"mlp", "moe"} & set(actor.recompute.modules) else 0.0
+    return LayerTime(forward, backward, again, _layer_traffic(job, machine, own))
+
+
+def _products(job: Job, tokens: float) -> list[tuple[float, float, float]]:
+    """The matrix products of a layer on one device, as (rows, inner, columns)."""
+    model, layout = job.model, job.actor.layout
+    tp = layout.tp
+    products = [
+        (tokens, model.hidden, (model.query + 2 * model.key) / tp),
+        (tokens, model.query / tp, model.hidden),
+    ]
+    rows, width = tokens, model.ffn / tp
+    if model.experts:
+        expert_tensor = layout.etp or tp
+        rows = tokens * model.top_k * expert_tensor / tp
+        width = model.ffn / expert_tensor
+        # a product for each of its experts
+        own = model.experts / layout.ep
+        each = [(rows / own, model.hidden, 2 * width), (rows / own, width, model.hidden)]
+        return products + each * int(own)
+    return [*products, (rows, model.hidden, 2 * width), (rows, width, model.hidden)]
+
+
+def _layer_traffic(job: Job, machine: Machine, tokens: float) -> float:
+    """Seconds of a forward pass's collectives in a layer: two over TP, keys and values over CP, two over EP."""
+    model, actor, layout = job.model, job.actor, job.actor.layout
+    size, per_node = actor.itemsize, job.devices_per_node
+    rate = machine.node_link if layout.tp <= per_node else machine.network
+    seconds = 0.0
+    if layout.tp > 1:
+        amount = 2 * (layout.tp - 1) / layout.tp * tokens * model.hidden * size
+        seconds += 2 * (amount / rate + machine.collective_latency)
+    if layout.cp > 1:
+        rate = machine.node_link if layout.tp * layout.cp <= per_node else machine.network
+        amount = 2 * model.key / layout.tp * tokens * (layout.cp - 1) * size
+        seconds += amount / rate + machine.collective_latency
+    if layout.ep > 1:
+        expert_tensor = layout.etp or layout.tp
+        rate = machine.node_link if expert_tensor * layout.ep <= per_node else machine.network
+        amount = tokens * model.top_k * expert_tensor / layout.tp / expert_tensor
+        amount *= model.hidden * size * (layout.ep - 1) / layout.ep
+        seconds += 2 * (amount / rate + machine.collective_latency)
+    return seconds
+
+
+def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *, forward_only: bool) -> float:
+    """Seconds in which the pipeline takes ``sequences`` through the model, on all data-parallel ranks together.
+
+    The slowest stage sets the pace; an interleaved pipeline's bubble is that much shorter (2104.04473, section 2.2).
+    """
+    model, actor, layout = job.model, job.actor, job.actor.layout
+    tokens = sequences / layout.dp * work.tokens
+    room = max(1.0, actor.max_tokens * constants()["workload"]["packing"] // work.tokens) * work.tokens
+    count = max(1, round(tokens / room + 0.499))
+    each = tokens / count
+    one = layer_time(job, machine, each, work.attended)
+    # backward, collectives run again for gradients, and once more where the layer is computed again
+    per_layer = one.forward + one.moved_seconds
+    if not forward_only:
+        per_layer += one.backward + one.moved_seconds + one.again
+        per_layer += one.moved_seconds if actor.recompute.granularity == "full" else 0.0
+    own = each / layout.cp
+    vocabulary = model.vocab / layout.tp
+    head = 2 * own * model.hidden * vocabulary / machine.matmul_rate(min(own, model.hidden, vocabulary))
+    # logits are read and written about so often for log-probs, entropy and their gradient
+    passes = 4 if forward_only else 10
+    head = head * (1 if forward_only else 3) + passes * 4 * own * vocabulary / machine.memory_bandwidth
+    stages = [len(layers) * per_layer for layers in stage_layers(layout, model.layers)]
+    stages[-1] += head
+    between = own * model.hidden * actor.itemsize / (layout.tp if layout.sp else 1)
+    link = machine.node_link if job.world <= job.devices_per_node else machine.network
+    hop = (1 if forward_only else 2) * between / link if layout.pp > 1 else 0.0
+    if machine.is_cpu:
+        # all ranks' work, over the cores; a rank's waiting is another's turn
+        busy = count * (sum(stages) / layout.pp + hop * (layout.vpp or 1))
+        return busy * machine.sharing(job.world)
+    return (count + (layout.pp - 1) / (layout.vpp or 1)) * (max(stages) + hop * (layout.vpp or 1))
+
+
+def optimizer_seconds(job: Job, machine: Machine) -> float:
+    """Gradients summed, weights stepped and gathered, once."""
+    actor, layout = job.actor, job.actor.layout
+    stages = stage_memory(job)
+    weights = max(stage.held.total for stage in stages)
+    replicas = layout.dp * layout.cp
+    seconds = weights * (actor.state_bytes + actor.gradient_bytes) * 2 / replicas / machine.memory_bandwidth
+    seconds *= machine.sharing(job.world)
+    if replicas > 1:
+        spans = layout.tp * replicas > job.devices_per_node
+        rate = machine.network if spans else machine.node_link
+        amount = weights * (actor.gradient_bytes + actor.itemsize) * (replicas - 1) / replicas
+        seconds += amount / rate * (1.0 - machine.overlap if actor.overlap else 1.0)
+    return seconds
+
+
+def update_seconds(job: Job, machine: Machine, work: Workload) -> float:
+    """All mini-batches of a step."""
+    one = pass_seconds(job, machine, work, work.sequences / job.mini_batches, forward_only=False)
+    return job.mini_batches * (one + optimizer_seconds(job, machine))
+
+
+def step_time(
+    job: Job, machine: Machine, memory: MemoryPlan, mean_response: float | None, reshard: float | None
+) -> StepTime:
+    """A whole step.
+
+    Args:
+        job: what runs.
+        machine: on what.
+        memory: of the same job: what the KV cache holds.
+        mean_response: tokens; None: the assumption of ``constants.yaml``.
+        reshard: seconds, where a plan of it says them; else an engine's weights over the slower link.
+    """
+    lengths = Lengths.of(job, mean_response)
+    work = Workload.of(job, lengths)
+    engine = engine_memory(job, None)
+    if reshard is None:
+        link = machine.node_link if job.world <= job.devices_per_node else machine.network
+        reshard = engine.weights / link
+    scored = pass_seconds(job, machine, work, work.sequences, forward_only=True)
+    return StepTime(
+        rollout=rollout_seconds(job, machine, engine, memory.cache_tokens, lengths),
+        log_probs=scored * (2 if job.reference else 1),
+        update=update_seconds(job, machine, work),
+        drafter=_drafter_seconds(job, machine, work),
+        reshard=reshard,
+        offload=offload_seconds(job, machine),
+    )
+
+
+def offload_seconds(job: Job, machine: Machine) -> float:
+    """The actor's weights and optimizer to the host and back."""
+    if machine.is_cpu:
+        return 0.0
+    return 2 * max(stage.weights + stage.optimizer for stage in stage_memory(job)) / machine.host_link
+
+
+def _drafter_seconds(job: Job, machine: Machine, work: Workload) -> float:
+    """A session behind the update; in the bubble it costs the step nothing."""
+    drafter, memory = job.drafter, drafter_memory(job)
+    if drafter is None or memory is None or job.spot:
+        return 0.0
+    model = job.model
+    layer = 2 * model.hidden**2 + 2 * model.hidden * (model.query + model.key) + 3 * model.hidden * model.dense_ffn
+    # layer forward and backward per draft; the head forward, again, and backward, and the target's forward
+    per_token = drafter.steps * (6 * layer + 10 * model.vocabulary)
+    tokens = drafter.session_steps * drafter.entries_per_step * work.tokens
+    rate = machine.matmul_rate(min(drafter.chunk_tokens, model.hidden))
+    return tokens * per_token / rate * machine.sharing(job.world)

@@ -1,0 +1,133 @@
+"""What an engine's rank and the drafter's trainer need on a device; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_tlt.planning.job import Job
+from megatron_tlt.planning.machine import constants
+from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.speculation.graph_memory import ModelDimensions
+from megatron_tlt.speculation.graph_pool import GraphPlan
+
+# Queries that a further draft's attention takes at a time (drafter/layers.py).
+_QUERY_CHUNK = 512
+# (chunk, V) in float32 that a chunk of the drafter's loss works on: logits, log-probs and gradients of both sides.
+_LOSS_COPIES = 6
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one rank of an engine."""
+
+    weights: float
+    drafter: float
+    """Its head, which an engine has beside the policy."""
+    graphs: float
+    workspace: float
+    """Activations of the largest step, sampler, tables."""
+    cache_token: float
+    """KV cache of one token."""
+
+
+@dataclass(frozen=True)
+class DrafterMemory:
+    """Bytes of the trainer on one device."""
+
+    states: float
+    """Parameters, moments, and the target's embedding and head that it reads."""
+    step: float
+    """Gradients, the copy to go back to, and activations."""
+
+
+def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
+    """One rank's; ``graphs`` None: the engine captures none."""
+    model, engine = job.model, job.engine
+    padded = -(-model.vocab // (64 * engine.tp)) * 64 * engine.tp
+    attention = model.hidden * 2 * (model.query / engine.tp + max(model.key / engine.tp, model.head_dim))
+    layer = attention + model.layer_norms + model.layer_feed_forward / engine.tp
+    weights = model.layers * layer + padded / engine.tp * model.hidden * (1 if model.tied else 2) + model.hidden
+    dimensions = ModelDimensions(
+        num_hidden_layers=model.layers,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn * max(1, model.top_k),
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.groups,
+        head_dim=model.head_dim,
+        tensor_parallel_size=engine.tp,
+        dtype_bytes=engine.itemsize,
+    )
+    # prefill in pieces of batched_tokens through one layer, and float32 logits of every sequence to sample from
+    logits = 3 * 4 * engine.max_sequences * (1 + job.draft_tokens) * padded
+    workspace = engine.batched_tokens * dimensions.activation_bytes + logits + constants()["memory"]["engine"]
+    # keys and values; a head that several ranks share is on each of them
+    heads = max(model.groups / engine.tp, 1)
+    drafter = 0.0 if job.drafter is None else _head_parameters(job) / engine.tp * engine.itemsize
+    layers = model.layers + (job.drafter is not None)
+    return EngineMemory(
+        weights=weights * engine.itemsize,
+        drafter=drafter,
+        graphs=_graphs(graphs, dimensions) if graphs is not None else 0.0,
+        workspace=workspace,
+        cache_token=2 * layers * heads * model.head_dim * engine.cache_itemsize,
+    )
+
+
+def _graphs(plan: GraphPlan, model: ModelDimensions) -> float:
+    """The V1 runner's, piecewise and one for each number of tokens, whoever's; the largest one's activations."""
+    sizes = {(graph.kind != "target", graph.num_tokens) for graph in plan.graphs}
+    layers = sum(1 if of_drafter else model.num_hidden_layers for of_drafter, _ in sizes)
+    largest = max((tokens for _, tokens in sizes), default=0)
+    return layers * constants()["memory"]["graph_layer"] + largest * model.activation_bytes
+
+
+def _head_parameters(job: Job) -> float:
+    """Of the draft head: a layer over the target's features and the embedding."""
+    model, drafter = job.model, job.drafter
+    assert drafter is not None
+    layer = 3 * model.hidden * model.dense_ffn
+    attention = model.hidden * 2 * (model.query + model.key)
+    if not drafter.eagle3:
+        return 2 * model.hidden**2 + attention + layer
+    # attention reads embedding and features side by side; its own output head
+    wide = model.hidden * (model.query + 2 * model.key)
+    return drafter.taps * model.hidden**2 + attention + wide + layer + model.vocabulary
+
+
+def drafter_memory(job: Job) -> DrafterMemory | None:
+    """The trainer's; the drafter is whole on each rank, in float32, and computes in the policy's dtype."""
+    drafter, model, itemsize = job.drafter, job.model, job.actor.itemsize
+    if drafter is None:
+        return None
+    parameters = _head_parameters(job)
+    shared = model.vocabulary * (1 if model.tied else 2) * itemsize
+    tokens = drafter.max_tokens
+    width = model.hidden * (drafter.taps + 1 if drafter.eagle3 else 1)
+    # a head's chunk of the loss, of which nothing outlives it
+    loss = _LOSS_COPIES * 4 * min(tokens, drafter.chunk_tokens) * model.vocab
+    activations = tokens * width * (2 + 4) + drafter.steps * tokens * _draft_layer(model, itemsize)
+    activations += (drafter.steps - 1) * _unrolled_attention(job)
+    return DrafterMemory(
+        states=parameters * 4 * (1 + drafter.moments) + shared, step=parameters * 4 * 2 + activations + loss
+    )
+
+
+def _draft_layer(model: ModelSize, itemsize: int) -> float:
+    """Bytes per token that one draft step keeps of its layer: float32 residual stream, the rest in ``itemsize``."""
+    stream = 3 * 4 * model.hidden
+    return stream + itemsize * (
+        8 * model.hidden + 3 * model.query + 2 * model.query + 2 * model.key + 4 * model.dense_ffn
+    )
+
+
+def _unrolled_attention(job: Job) -> float:
+    """What a further draft's attention keeps of a row that is one sequence.
+
+    Each chunk of queries has its own copy of all keys and values up to it, with a head for each query head.
+    """
+    drafter, model = job.drafter, job.model
+    assert drafter is not None
+    longest = min(drafter.max_tokens, job.prompt_tokens + job.response_tokens)
+    rows = drafter.max_tokens / longest
+    copies = longest * (longest + _QUERY_CHUNK) / (2 * _QUERY_CHUNK)
+    return rows * copies * 2 * model.query * job.actor.itemsize

@@ -1,0 +1,223 @@
+"""A launch config as the memory and time models see it: plain numbers; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_tlt.config.layouts import Layout
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.architecture import sizes_of
+from megatron_tlt.planning.model_size import ModelSize
+
+_WIDE = ("float32", "float")
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+# vLLM's own, where rollout.vllm says nothing (EngineArgs and CacheConfig of release 0.32).
+_UTILIZATION, _SEQUENCES, _BATCHED_TOKENS, _BLOCK = 0.9, 256, 8192, 16
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """``recompute_*`` of Megatron's TransformerConfig; no granularity keeps every activation."""
+
+    granularity: str | None = None
+    method: str = "uniform"
+    layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+
+    def __str__(self) -> str:
+        return self.granularity or "none"
+
+
+@dataclass(frozen=True)
+class ActorJob:
+    """How the actor trains."""
+
+    layout: Layout
+    bf16: bool
+    fused: bool
+    """Whether norms and attention are Transformer Engine's."""
+    recompute: Recompute
+    max_tokens: int
+    """Of a micro-batch."""
+    chunk_tokens: int
+    """Whose logits are worked on at a time."""
+    state_bytes: float
+    """Per weight, of what the distributed optimizer shards: main weights and moments."""
+    gradient_bytes: int
+    fused_activation: bool = False
+    overlap: bool = False
+    """Whether data parallelism's traffic runs beside compute."""
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.bf16 else 4
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """How vLLM decodes."""
+
+    tp: int
+    spread_experts: bool
+    itemsize: int
+    cache_itemsize: int
+    utilization: float
+    max_sequences: int
+    batched_tokens: int
+    cache_tokens: int | None = None
+    """That the KV cache holds, where the config says it outright."""
+
+
+@dataclass(frozen=True)
+class DrafterJob:
+    """How the drafter trains, whole on each rank."""
+
+    eagle3: bool
+    taps: int
+    steps: int
+    """Drafts that are trained behind one another."""
+    max_tokens: int
+    chunk_tokens: int
+    entries_per_step: int
+    session_steps: int
+    moments: int = 2
+    """Tensors that its optimizer keeps per parameter: AdamW's two, unless the class is known to keep fewer."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A whole run."""
+
+    model: ModelSize
+    actor: ActorJob
+    engine: EngineJob
+    drafter: DrafterJob | None
+    spot: bool
+    """Whether the drafter trains while engines wait, when the actor is off the device."""
+    devices_per_node: int
+    prompt_tokens: int
+    response_tokens: int
+    responses: int
+    """Of a step."""
+    mini_batches: int
+    staging_bytes: float
+    reference: bool = False
+    draft_tokens: int = 0
+    prompts: int = 1 << 30
+    """Of a step; each engine needs one."""
+
+    @property
+    def world(self) -> int:
+        return self.actor.layout.world
+
+    @property
+    def engines(self) -> int:
+        return self.world // self.engine.tp
+
+
+def job_of(config: TltConfig) -> Job:
+    """A launch config's job.
+
+    Raises:
+        ConfigError: its architecture is not to be had, or a layout whose layers are placed by hand.
+    """
+    model = ModelSize.of(sizes_of(config)[0])
+    layout = Layout.read(config.actor.megatron, config.launcher.world_size)
+    if layout.by_hand:
+        raise ConfigError(
+            "actor.megatron.pipeline_model_parallel_layout: found a layout given by hand, which cannot be planned "
+            "without Megatron; allowed: null, or num_layers_in_first_pipeline_stage and its like"
+        )
+    return Job(
+        model=model,
+        actor=_actor(config, layout),
+        engine=_engine(config),
+        drafter=_drafter(config),
+        spot=config.spot is not None,
+        devices_per_node=config.launcher.nproc_per_node,
+        prompt_tokens=config.rollout.max_prompt_tokens,
+        response_tokens=config.rollout.max_response_tokens,
+        responses=config.trainer.prompts_per_step * config.algorithm.group_size,
+        mini_batches=config.trainer.mini_batches,
+        staging_bytes=config.reshard.staging_mb * 2**20,
+        reference=config.algorithm.kl_coefficient > 0,
+        prompts=config.trainer.prompts_per_step,
+        draft_tokens=config.speculation.num_speculative_tokens if config.speculation.enabled else 0,
+    )
+
+
+def _actor(config: TltConfig, layout: Layout) -> ActorJob:
+    actor, megatron, ddp = config.actor, config.actor.megatron, config.actor.ddp
+    bf16 = megatron.get("bf16") is True
+    modules = megatron.get("recompute_modules") or Recompute.modules
+    return ActorJob(
+        layout=layout,
+        bf16=bf16,
+        fused=actor.transformer_impl == "transformer_engine",
+        recompute=Recompute(
+            megatron.get("recompute_granularity"),
+            megatron.get("recompute_method") or "uniform",
+            int(megatron.get("recompute_num_layers") or 1),
+            tuple(modules),
+        ),
+        max_tokens=actor.max_tokens_per_micro_batch,
+        chunk_tokens=actor.log_prob_chunk_tokens,
+        state_bytes=_state_bytes(actor.optimizer, bf16),
+        gradient_bytes=4 if not bf16 or ddp.get("grad_reduce_in_fp32", True) else 2,
+        fused_activation=megatron.get("bias_activation_fusion") is True,
+        overlap=ddp.get("overlap_grad_reduce") is True,
+    )
+
+
+def _state_bytes(optimizer: dict[str, Any], bf16: bool) -> float:
+    """Per weight: a main copy where weights are narrow, and the moments."""
+    kind = optimizer.get("optimizer", "adam")
+    moments = [_width(optimizer.get(f"{name}_dtype")) for name in ("exp_avg", "exp_avg_sq")]
+    if kind == "sgd":
+        moments = [4] if optimizer.get("sgd_momentum", 0.9) else []
+    elif not optimizer.get("use_precision_aware_optimizer"):
+        moments = [4, 4]
+    main = _width(optimizer.get("main_params_dtype")) if optimizer.get("use_precision_aware_optimizer") else 4
+    whole = float(sum(moments)) + (main if bf16 else 0)
+    if optimizer.get("optimizer_cpu_offload"):
+        whole *= 1.0 - float(optimizer.get("optimizer_offload_fraction", 0.0))
+    return whole
+
+
+def _width(dtype: Any) -> int:
+    return _BYTES.get(str(dtype).removeprefix("torch."), 4)
+
+
+def _engine(config: TltConfig) -> EngineJob:
+    vllm = config.rollout.vllm
+    itemsize = 4 if vllm.get("dtype") in _WIDE else 2
+    cache, blocks = str(vllm.get("kv_cache_dtype", "auto")), vllm.get("num_gpu_blocks_override")
+    return EngineJob(
+        tp=config.rollout.tensor_parallel_size,
+        spread_experts=vllm.get("enable_expert_parallel") is True and config.rollout.tensor_parallel_size > 1,
+        itemsize=itemsize,
+        cache_itemsize=1 if cache.startswith("fp8") else itemsize,
+        utilization=float(vllm.get("gpu_memory_utilization", _UTILIZATION)),
+        max_sequences=int(vllm.get("max_num_seqs") or _SEQUENCES),
+        batched_tokens=int(vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS),
+        cache_tokens=int(blocks) * int(vllm.get("block_size") or _BLOCK) if blocks else None,
+    )
+
+
+def _drafter(config: TltConfig) -> DrafterJob | None:
+    drafter = config.drafter
+    if drafter is None:
+        return None
+    taps = len(drafter.taps) if drafter.taps is not None else 3
+    return DrafterJob(
+        eagle3=drafter.kind == "eagle3",
+        taps=taps if drafter.kind == "eagle3" else 0,
+        steps=drafter.steps,
+        max_tokens=drafter.max_tokens_per_micro_batch,
+        chunk_tokens=drafter.logit_chunk_tokens,
+        entries_per_step=drafter.entries_per_step,
+        session_steps=drafter.session_steps,
+        moments=1 if drafter.optimizer.endswith((".SGD", ".Lion", ".Adagrad", ".RMSprop")) else 2,
+    )

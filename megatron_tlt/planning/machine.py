@@ -1,0 +1,211 @@
+"""The machine that a plan is for: what its devices reach, from data sheets and assumptions or from a profile; pure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.planning.devices import device, known_devices
+
+CPU = "cpu"
+
+
+@cache
+def constants() -> dict[str, dict[str, float]]:
+    """The values of ``constants.yaml`` by section and name."""
+    text = resources.files("megatron_tlt.planning").joinpath("constants.yaml").read_text(encoding="utf-8")
+    return {
+        section: {name: float(entry["value"]) for name, entry in entries.items()}
+        for section, entries in yaml.safe_load(text).items()
+    }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What devices reach in practice; rates are per device, in bytes or operations per second.
+
+    ``matmul`` maps a matrix's smallest side to the rate that products of that size reach; sides between are
+    interpolated. ``cores``: of a machine whose processes compute on shared processor cores, how many there are; a step
+    then takes the work of all processes over the cores, and nobody's waiting costs anything.
+    """
+
+    name: str
+    memory_bytes: float
+    matmul: tuple[tuple[int, float], ...]
+    attention: float
+    memory_bandwidth: float
+    node_link: float
+    network: float
+    collective_latency: float
+    host_link: float
+    decode_overhead: float
+    overlap: float
+    cores: int | None = None
+    source: str = "data sheets and assumptions"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.cores is not None
+
+    def matmul_rate(self, smallest_side: float) -> float:
+        """Operations per second of a matrix product, by its smallest side (log-linear between what is known)."""
+        points = self.matmul
+        if smallest_side <= points[0][0]:
+            return points[0][1]
+        for (low, slow), (high, fast) in itertools.pairwise(points):
+            if smallest_side <= high:
+                share = math.log(smallest_side / low) / math.log(high / low)
+                return slow + share * (fast - slow)
+        return points[-1][1]
+
+    def sharing(self, processes: int) -> float:
+        """How many processes have to share a core; 1 where each has a device."""
+        return max(1.0, processes / self.cores) if self.cores is not None else 1.0
+
+
+def from_data_sheet(name: str) -> Machine:
+    """A known device under the assumptions of ``constants.yaml``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    sheet, time = device(name), constants()["time"]
+    return Machine(
+        name=name,
+        memory_bytes=sheet.memory_bytes,
+        matmul=((1, time["matmul"] * sheet.flops),),
+        attention=time["attention"] * sheet.flops,
+        memory_bandwidth=time["memory_bandwidth"] * sheet.memory_bandwidth,
+        node_link=time["node_link"] * sheet.node_bandwidth,
+        network=time["network"] * time["network_efficiency"],
+        collective_latency=time["collective_latency"],
+        host_link=time["host_link"],
+        decode_overhead=time["decode_overhead"],
+        overlap=time["overlap"],
+    )
+
+
+def processor(cores: int, memory_bytes: float) -> Machine:
+    """Processes on a machine's cores, under the assumptions of ``constants.yaml``; memory is that of all of them."""
+    own = constants()["processor"]
+    return Machine(
+        name="cpu",
+        memory_bytes=memory_bytes,
+        matmul=((1, own["matmul"] / 50), (64, own["matmul"] / 2), (512, own["matmul"])),
+        attention=own["attention"],
+        memory_bandwidth=own["memory_bandwidth"],
+        node_link=own["link"],
+        network=own["link"],
+        collective_latency=own["collective_latency"],
+        host_link=own["memory_bandwidth"],
+        decode_overhead=own["decode_overhead"],
+        overlap=0.0,
+        cores=cores,
+        source="assumptions about processors",
+    )
+
+
+def from_measurements(
+    *,
+    name: str,
+    memory_bytes: float,
+    matmul: tuple[tuple[int, float], ...],
+    attention: float,
+    memory_bandwidth: float,
+    node_link: float,
+    network: float,
+    collective_latency: float,
+    host_link: float,
+    cores: int | None,
+    source: str,
+) -> Machine:
+    """What was measured on one node; the network between nodes, which one node cannot see, and overlap stay assumed."""
+    own = constants()
+    return Machine(
+        name=name,
+        memory_bytes=memory_bytes,
+        matmul=matmul,
+        attention=attention,
+        memory_bandwidth=memory_bandwidth,
+        node_link=node_link,
+        network=network if cores is None else node_link,
+        collective_latency=collective_latency,
+        host_link=host_link,
+        decode_overhead=own["processor" if cores is not None else "time"]["decode_overhead"],
+        overlap=own["time"]["overlap"] if cores is None else 0.0,
+        cores=cores,
+        source=source,
+    )
+
+
+def read_profile(path: Path) -> Machine:
+    """What ``tlt plan --profile`` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, or is no profile; one line per key.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--devices: {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--devices: {path} holds no JSON object")
+    known = {field.name for field in fields(Machine)}
+    optional = {"cores", "source"}
+    problems = [f"{path}: {key}: unknown key; allowed: {', '.join(sorted(known))}" for key in values.keys() - known]
+    problems += [f"{path}: {key}: missing" for key in sorted(known - optional - values.keys())]
+    problems += [
+        f"{path}: {key}: found {values[key]!r}; allowed: a number above 0"
+        for key in sorted(known - optional - {"name", "matmul", "overlap", "decode_overhead"})
+        if key in values and not _positive(values[key])
+    ]
+    if not problems and not _points(values["matmul"]):
+        problems.append(f"{path}: matmul: found {values['matmul']!r}; allowed: [smallest side, rate] pairs, ascending")
+    if problems:
+        raise ConfigError("\n".join(sorted(problems)))
+    return Machine(**{**values, "matmul": tuple((int(n), float(rate)) for n, rate in values["matmul"])})
+
+
+def profile_text(machine: Machine) -> str:
+    """A profile as a file holds it; ``read_profile`` gives an equal machine back."""
+    return json.dumps(asdict(machine), indent=1) + "\n"
+
+
+def find_machine(given: str) -> Machine:
+    """A device's name, ``cpu`` for this machine's processor, or a profile's path.
+
+    Raises:
+        ConfigError: it is neither, or as ``read_profile``.
+    """
+    if given in known_devices():
+        return from_data_sheet(given)
+    if given == CPU:
+        found = describe_environment()
+        return processor(int(found["cores"]), float(found["memory_gib"] or 0.0) * 2**30)
+    path = Path(given)
+    if path.is_file():
+        return read_profile(path)
+    names = ", ".join([*sorted(known_devices()), CPU])
+    raise ConfigError(f"--devices: found {given!r}; allowed: {names}, or a file that `tlt plan --profile` wrote")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _points(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    pairs = [p for p in value if isinstance(p, list) and len(p) == 2 and all(map(_positive, p))]
+    sides = [p[0] for p in pairs]
+    return len(pairs) == len(value) and sides == sorted(set(sides))

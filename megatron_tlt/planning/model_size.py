@@ -1,0 +1,134 @@
+"""The sizes of a model that memory and time follow from, and its parameters by where a layout puts them; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_tlt.config.layouts import Layout, ModelShape
+from megatron_tlt.models.families import FAMILIES, head_dim
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A decoder with RMSNorm, SwiGLU and grouped-query attention; widths are counts of numbers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    """Width of a dense feed-forward layer; of one expert where there are experts."""
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    top_k: int = 0
+    """Experts that a token passes."""
+    dense_ffn: int = 0
+    """Width that a dense layer has, or would have: a drafter's has it."""
+
+    @classmethod
+    def of(cls, sizes: Any) -> ModelSize:
+        """From what ``models.architecture.sizes_of`` gives."""
+        family = FAMILIES[sizes.model_type]
+        experts = int(sizes.num_local_experts) if family.experts else 0
+        return cls(
+            layers=sizes.num_hidden_layers,
+            hidden=sizes.hidden_size,
+            heads=sizes.num_attention_heads,
+            groups=sizes.num_key_value_heads,
+            head_dim=head_dim(sizes),
+            ffn=getattr(sizes, family.experts.width) if family.experts else sizes.intermediate_size,
+            vocab=sizes.vocab_size,
+            tied=bool(sizes.tie_word_embeddings),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_layernorm,
+            experts=experts,
+            top_k=int(sizes.num_experts_per_tok) if experts else 0,
+            dense_ffn=sizes.intermediate_size,
+        )
+
+    @property
+    def shape(self) -> ModelShape:
+        """What a layout divides."""
+        return ModelShape(
+            layers=self.layers,
+            heads=self.heads,
+            kv_groups=self.groups,
+            head_dim=self.head_dim,
+            ffn=None if self.experts else self.ffn,
+            experts=self.experts,
+            moe_ffn=self.ffn if self.experts else None,
+        )
+
+    @property
+    def query(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all keys; values are as wide."""
+        return self.groups * self.head_dim
+
+    @property
+    def layer_attention(self) -> int:
+        """Weights of a layer's attention, which tensor parallelism cuts."""
+        projections = self.query + 2 * self.key
+        return self.hidden * (projections + self.query) + (projections if self.qkv_bias else 0)
+
+    @property
+    def layer_norms(self) -> int:
+        """Weights of a layer that every tensor-parallel rank has: norms, and a router."""
+        return 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.experts * self.hidden
+
+    @property
+    def layer_feed_forward(self) -> int:
+        """Weights of a layer's feed-forward part, all experts."""
+        return 3 * self.hidden * self.ffn * max(1, self.experts)
+
+    @property
+    def vocabulary(self) -> int:
+        """Weights of the embedding, and so of an output layer."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        layer = self.layer_attention + self.layer_norms + self.layer_feed_forward
+        return self.layers * layer + self.hidden + self.vocabulary * (1 if self.tied else 2)
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that a token is multiplied with: of experts only its own; the embedding is looked up."""
+        chosen = self.top_k or 1
+        layer = self.layer_attention + 3 * self.hidden * self.ffn * chosen + self.experts * self.hidden
+        return self.layers * layer + self.vocabulary
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights on one device: those that data parallelism replicates, and experts', which EP spreads first."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def held(model: ModelSize, layout: Layout, layers: int, first: bool, last: bool) -> Held:
+    """What a device of a pipeline stage of ``layers`` layers holds under ``layout``."""
+    tp = layout.tp
+    attention = model.layer_attention // tp + model.layer_norms
+    vocabulary = -(-model.vocab // tp) * model.hidden
+    dense = layers * attention
+    # the last stage has a copy of a tied embedding, unless it is the first one too
+    dense += vocabulary * (first + (last and not (first and model.tied))) + (model.hidden if last else 0)
+    if not model.experts:
+        return Held(dense + layers * model.layer_feed_forward // tp, 0)
+    return Held(dense, layers * model.layer_feed_forward // ((layout.etp or tp) * layout.ep))

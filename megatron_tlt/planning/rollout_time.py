@@ -1,0 +1,104 @@
+"""How long a rollout takes: a roofline for each engine step, and responses that end one after another; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import exp
+from statistics import NormalDist
+
+from megatron_tlt.planning.engine_memory import EngineMemory
+from megatron_tlt.planning.job import Job
+from megatron_tlt.planning.machine import Machine, constants
+
+# Tokens for which a batch's contexts are taken as one length.
+_LONGEST_STRIDE = 256
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Response lengths of a step by a log-normal law cut off at the longest allowed; tokens."""
+
+    mean: float
+    longest: int
+    spread: float
+
+    @classmethod
+    def of(cls, job: Job, mean: float | None) -> Lengths:
+        """``mean`` None: a share of the longest, from ``constants.yaml``."""
+        own = constants()["workload"]
+        return cls(mean or own["mean_fraction"] * job.response_tokens, job.response_tokens, own["spread"])
+
+    def quantiles(self, count: int) -> list[float]:
+        """``count`` lengths at equal steps of probability, ascending; of mean ``mean`` where the cut allows it."""
+        return list(_quantiles(self, count))
+
+
+@cache
+def _quantiles(lengths: Lengths, count: int) -> tuple[float, ...]:
+    law = NormalDist(0.0, lengths.spread)
+    shape = [exp(law.inv_cdf((i + 0.5) / count)) for i in range(count)]
+    low, high = 0.0, float(lengths.longest) * 100
+    for _ in range(60):  # the scale at which the cut-off law has the mean
+        scale = (low + high) / 2
+        total = sum(min(lengths.longest, scale * x) for x in shape)
+        low, high = (scale, high) if total < lengths.mean * count else (low, scale)
+    return tuple(max(1.0, min(lengths.longest, low * x)) for x in shape)
+
+
+def decode_step_seconds(
+    job: Job, machine: Machine, engine: EngineMemory, batch: float, context: float, between_nodes: bool
+) -> float:
+    """One engine step of ``batch`` requests with ``context`` tokens each, without drafts.
+
+    Weights (of experts those that some request chose) and caches are read once; products run beside that.
+    """
+    model, own = job.model, job.engine
+    share = 1.0
+    if model.experts:
+        chosen = 1.0 - (1.0 - model.top_k / model.experts) ** batch
+        expert = model.layers * model.layer_feed_forward
+        share = 1.0 - expert / model.parameters * (1.0 - chosen)
+    read = engine.weights * share + batch * context * engine.cache_token
+    work = 2 * model.multiplied / own.tp * batch
+    seconds = max(read / machine.memory_bandwidth, work / machine.matmul_rate(max(1.0, batch)))
+    if own.tp > 1:
+        link = machine.network if between_nodes else machine.node_link
+        amount = batch * model.hidden * own.itemsize * 2 * (own.tp - 1) / own.tp
+        seconds += 2 * model.layers * (machine.collective_latency + amount / link)
+    return seconds * machine.sharing(job.world) + machine.decode_overhead
+
+
+def rollout_seconds(job: Job, machine: Machine, engine: EngineMemory, cache_tokens: float, lengths: Lengths) -> float:
+    """An engine decodes its share of a step's responses; those that do not fit wait for a place.
+
+    All engines get shares of like lengths, so this is the longest engine's time; speculation is left out.
+    """
+    count = max(1, -(-job.responses // job.engines))
+    waiting = lengths.quantiles(count)
+    # which is long is not known before: they begin in an order that has nothing to do with it
+    waiting = [waiting[(i * 7919) % count] for i in range(count)] if count % 7919 else waiting
+    between_nodes = job.engine.tp > job.devices_per_node
+    running: list[list[float]] = []
+    clock = 0.0
+    prompts = 2 * job.model.multiplied / job.engine.tp * job.prompt_tokens * count
+    clock += prompts / machine.matmul_rate(job.engine.batched_tokens) * machine.sharing(job.world)
+    held = 0.0
+    # vLLM takes on what fits now and puts some back later: on average as many run as can have a mean length
+    most = max(1, min(job.engine.max_sequences, int(cache_tokens / (job.prompt_tokens + lengths.mean))))
+    while waiting or running:
+        while waiting and len(running) < most:
+            running.append([waiting.pop(), 0.0])
+            held += job.prompt_tokens
+        stride = min(min(left for left, _ in running), _LONGEST_STRIDE)
+        context = held / len(running) + stride / 2
+        clock += stride * decode_step_seconds(job, machine, engine, len(running), context, between_nodes)
+        still = []
+        for left, done in running:
+            if left - stride > 1e-9:
+                still.append([left - stride, done + stride])
+                held += stride
+            else:
+                held -= job.prompt_tokens + done
+        running = still
+    return clock

@@ -1,0 +1,67 @@
+"""A plan's figures as plain data, which tables and files show; pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megatron_tlt.planning.cost import StepTime
+from megatron_tlt.planning.job import Job
+from megatron_tlt.planning.layout_search import SearchResult, overrides_of
+from megatron_tlt.planning.machine import Machine
+from megatron_tlt.planning.memory import MemoryPlan
+
+
+def summarize_step(job: Job, machine: Machine, memory: MemoryPlan, seconds: StepTime, moved: int) -> dict[str, Any]:
+    """Memory in bytes by phase and pipeline stage, seconds by phase; ``moved``: bytes that a reshard moves in all."""
+    return {
+        "parameters": job.model.parameters,
+        "actor": str(job.actor.layout),
+        "recompute": str(job.actor.recompute),
+        "engines": f"{job.engines} engines of TP{job.engine.tp}",
+        "processes": job.world,
+        "machine": machine.name,
+        "machine_source": machine.source,
+        "memory": {
+            "capacity": memory.capacity,
+            "margin": memory.margin,
+            "fits": memory.fits,
+            "cache_tokens": max(0, int(memory.cache_tokens)),
+            "longest": memory.longest,
+            "phases": [
+                {"phase": row.phase, "stage": row.stage, "total": row.total, "parts": row.parts}
+                for row in memory.phases
+            ],
+        },
+        "seconds": {**asdict(seconds), "total": seconds.total},
+        "reshard_bytes": moved,
+    }
+
+
+def summarize_search(job: Job, machine: Machine, result: SearchResult) -> dict[str, Any]:
+    """The choices found, the fastest first."""
+    return {
+        "parameters": job.model.parameters,
+        "processes": job.world,
+        "machine": machine.name,
+        "machine_source": machine.source,
+        "layouts": result.layouts,
+        "choices": result.choices,
+        "best": [
+            {
+                "actor": str(found.job.actor.layout),
+                "recompute": " ".join([str(found.job.actor.recompute), *_modules(found.job)]),
+                "max_tokens_per_micro_batch": found.job.actor.max_tokens,
+                "engines": f"{found.job.engines} of TP{found.job.engine.tp}",
+                "seconds": {**asdict(found.seconds), "total": found.total},
+                "margin": found.margin,
+                "config": overrides_of(found.job),
+            }
+            for found in result.best
+        ],
+    }
+
+
+def _modules(job: Job) -> tuple[str, ...]:
+    recompute = job.actor.recompute
+    return recompute.modules if recompute.granularity == "selective" else ()

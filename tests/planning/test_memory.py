@@ -1,0 +1,159 @@
+"""Memory per device and phase: counted like the libraries', and never better for being given more to hold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_tlt.config.layouts import Layout, problems
+from megatron_tlt.models.tiny import TINY_MODELS, family_config
+from megatron_tlt.planning.actor_memory import layer_activations, micro_batches, stage_memory
+from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
+from megatron_tlt.planning.job import DrafterJob, Job, Recompute
+from megatron_tlt.planning.memory import plan_memory
+from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.remedies import remedies
+from tests.helpers.launch import run_torchrun
+from tests.planning.jobs import MOE, SEVEN, job
+
+WORKER = Path(__file__).parent / "workers" / "kept.py"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+TOKENS = 256
+CASES = {
+    "dense": ("qwen2-tied", {}),
+    "selective": ("qwen2-tied", {"recompute_granularity": "selective"}),
+    "full": ("qwen2-tied", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "normed heads": ("qwen3-tied", {}),
+    "experts": ("qwen3-moe", {}),
+}
+
+
+@pytest.mark.distributed
+def test_layers_keep_what_is_counted(tmp_path: Path) -> None:
+    cases = {name: {"family": family, "megatron": megatron} for name, (family, megatron) in CASES.items()}
+    values = {"cases": cases, "sizes": SIZES, "tokens": TOKENS}
+    run_torchrun(WORKER, 1, [json.dumps(values), str(tmp_path / "kept.json")], timeout_s=200)
+    measured = json.loads((tmp_path / "kept.json").read_text())
+    for name, (family, megatron) in CASES.items():
+        kind, own = TINY_MODELS[family]
+        model = ModelSize.of(family_config(kind, **{**own, **SIZES}))
+        recompute = Recompute(megatron.get("recompute_granularity"))
+        actor = job(model, Layout(1), recompute=recompute, bf16=False, fused=False, max_tokens=TOKENS).actor
+        one = layer_activations(model, actor)
+        expected = one.input if recompute.granularity == "full" else one.kept
+        assert measured[name] == pytest.approx(expected, rel=0.04), name
+
+
+def test_states_by_hand() -> None:
+    (stage,) = stage_memory(job(layout=Layout(8, tp=4, sp=True)))
+    weights = stage.held.total
+    assert weights == pytest.approx(SEVEN.parameters / 4, rel=1e-3)
+    assert (stage.weights, stage.gradients) == (2 * weights, 4 * weights)
+    assert stage.optimizer == 12 * weights / 2  # over two data-parallel ranks
+    (wide,) = stage_memory(job(layout=Layout(8, tp=4, sp=True), bf16=False, state_bytes=8))
+    assert (wide.weights, wide.optimizer) == (4 * weights, 4 * weights)
+
+
+def test_pipeline_stages_hold_the_micro_batches_that_are_in_flight() -> None:
+    def kept(layout: Layout, **changes: int) -> list[float]:
+        one = job(layout=layout, **changes)
+        return [round(stage.activations / layer_activations(SEVEN, one.actor).kept, 1) for stage in stage_memory(one)]
+
+    first = kept(Layout(8, tp=2, pp=4, sp=True))
+    assert [round(a - b) for a, b in itertools.pairwise(first)] == [7, 7, 7]  # layers of a micro-batch each
+    assert kept(Layout(8, tp=2, pp=4, sp=True), responses=1) == pytest.approx([first[-1]] * 4, abs=0.4)
+    # (2 x 3 + (2 - 1) x 4 + 1) chunks of 7 layers on the first stage: 2104.04473's warm-up, and one more
+    interleaved = kept(Layout(8, tp=2, pp=4, vpp=7, sp=True))
+    assert interleaved[0] == pytest.approx((6 + 6 * 4 + 1) / 7 * 7 + first[0] - 4 * 7, abs=1.5)
+
+
+def test_expert_states_shrink_with_expert_parallelism() -> None:
+    sizes = [stage_memory(job(MOE, Layout(32, tp=4, ep=n, etp=1, sp=True)))[0] for n in (1, 2, 4, 8)]
+    experts = MOE.layers * MOE.layer_feed_forward
+    for n, stage in zip((1, 2, 4, 8), sizes, strict=True):
+        assert stage.held.expert == experts // n
+        # the optimizer's share of them is the same: fewer replicas share fewer weights
+        assert stage.optimizer == pytest.approx(sizes[0].optimizer)
+
+
+layouts = st.builds(
+    lambda tp, pp, dp, cp, vpp: Layout(tp * pp * dp * cp, tp=tp, pp=pp, cp=cp, sp=tp > 1, vpp=vpp if pp > 1 else None),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4, 7]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([None, 2]),
+)
+recomputes = st.sampled_from(
+    [Recompute(), Recompute("selective"), Recompute("selective", modules=("mlp",)), Recompute("full")]
+)
+
+
+def largest(one: Job) -> float:
+    return max(phase.total for phase in plan_memory(one, 80e9, None).phases if phase.phase == "update")
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, recomputes, st.sampled_from([4096, 16384, 32768]))
+def test_more_to_hold_never_takes_less(layout: Layout, recompute: Recompute, tokens: int) -> None:
+    assume(not problems(layout, SEVEN.shape))
+    one = job(layout=layout, recompute=recompute, max_tokens=tokens)
+    plan = plan_memory(one, 80e9, None)
+    assert all(phase.total == sum(phase.parts.values()) for phase in plan.phases)
+    assert plan.fits == (not plan.problems())
+    assert largest(replace(one, actor=replace(one.actor, max_tokens=2 * tokens))) > largest(one)
+    assert largest(replace(one, model=replace(one.model, layers=2 * one.model.layers))) > largest(one)
+    whole = replace(one, actor=replace(one.actor, recompute=Recompute()))
+    assert largest(one) <= largest(whole) * 1.001
+    twice = replace(layout, world=2 * layout.world)  # more data-parallel ranks
+    assert largest(replace(one, actor=replace(one.actor, layout=twice))) <= largest(one)
+
+
+def test_an_engine_and_a_drafter_by_hand() -> None:
+    one = job(drafter=DrafterJob(False, 0, 1, 16384, 1024, 4, 20))
+    engine = engine_memory(one, None)
+    assert engine.weights == pytest.approx(2 * SEVEN.parameters, rel=0.001)
+    assert engine.cache_token == 2 * 29 * 4 * 128 * 2  # keys and values of 28 layers and the head's
+    assert engine_memory(replace(one, engine=replace(one.engine, tp=8)), None).cache_token == 2 * 29 * 128 * 2
+    trained = drafter_memory(one)
+    assert trained is not None
+    head = 2 * 3584**2 + 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
+    assert trained.states == 12 * head + 2 * 2 * 152064 * 3584
+    further = drafter_memory(replace(one, drafter=replace(one.drafter, steps=2)))  # type: ignore[type-var]
+    assert further is not None and further.step > trained.step + 16384**2 / 1024 * 2 * 3584 * 2
+
+
+def test_what_would_fit_is_said_and_fits() -> None:
+    one = job(layout=Layout(8, tp=1), max_tokens=32768)
+    plan = plan_memory(one, 80e9, None)
+    assert not plan.fits and "GB on the devices of pipeline stage 0; allowed: 80.0 GB" in plan.problems()[0]
+    found = remedies(one, lambda changed: plan_memory(changed, 80e9, None))
+    assert found and all(remedy.margin >= 0 for remedy in found)
+    assert any("tensor_model_parallel_size=" in key for remedy in found for key in remedy.overrides)
+    hopeless = remedies(one, lambda changed: plan_memory(changed, 8e9, None))
+    assert hopeless == []
+
+
+def test_micro_batches_hold_the_longest_responses() -> None:
+    assert micro_batches(job(responses=16)) == 8  # of two data-parallel ranks
+    assert micro_batches(job(responses=16, max_tokens=2 * 16384)) == 4
+    assert micro_batches(job(responses=1)) == 1
+
+
+def test_sizes_are_read_from_a_description() -> None:
+    values = SimpleNamespace(**{**family_config("qwen3_moe", num_experts=4, num_experts_per_tok=2).to_dict()})
+    values.num_local_experts = 4
+    assert (ModelSize.of(values).experts, ModelSize.of(values).top_k) == (4, 2)

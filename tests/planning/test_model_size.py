@@ -1,0 +1,65 @@
+"""What devices hold of a model: the reshard's spans, which tests hold against the live library, say the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.config.layouts import Layout
+from megatron_tlt.models.weight_map import WeightMap
+from megatron_tlt.planning.model_size import ModelSize, held
+from megatron_tlt.reshard.actor_layout import actor_side, stage_layers
+from megatron_tlt.reshard.spans import tensor_forms
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+MOE = DENSE | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+CASES = {
+    "one": (DENSE, Layout(1)),
+    "tied": (DENSE | {"tie_word_embeddings": True}, Layout(4, tp=2, pp=2)),
+    "tied, one stage": (DENSE | {"tie_word_embeddings": True}, Layout(2, tp=2)),
+    "TP2xPP4": (DENSE, Layout(8, tp=2, pp=4)),
+    "interleaved": (DENSE, Layout(4, pp=2, vpp=2, tp=2)),
+    "uneven": (DENSE, Layout(4, pp=4, first=1, last=1)),
+    "qwen3": (DENSE | {"model_type": "qwen3", "head_dim": 16}, Layout(4, tp=4)),
+    "EP4": (MOE, Layout(4, ep=4)),
+    "EP2xETP1": (MOE, Layout(8, tp=2, pp=2, ep=2, etp=1, sp=True)),
+    "EP2xTP2": (MOE, Layout(8, tp=2, pp=2, ep=2, sp=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_devices_hold_what_the_reshard_says(name: str) -> None:
+    values, layout = CASES[name]
+    sizes = SimpleNamespace(**values)
+    weights, model = WeightMap(sizes), ModelSize.of(sizes)
+    assert model.parameters == weights.num_parameters
+    side = actor_side(weights, layout)
+    stages = stage_layers(layout, model.layers)
+    forms = tensor_forms(weights, 1)
+    for rank in range(layout.world):
+        stage = rank // (layout.world // layout.pp)
+        counted = held(model, layout, len(stages[stage]), stage == 0, stage == layout.pp - 1)
+        assert counted.total == sum(span.length * forms[span.tensor].entry_bytes for span in side.spans[rank])
+
+
+def test_a_token_passes_its_own_experts_only() -> None:
+    model = ModelSize.of(SimpleNamespace(**MOE))
+    layer = model.layer_attention + 2 * 3 * 32 * 16 + 8 * 32
+    assert model.multiplied == 8 * layer + 64 * 32

@@ -1,0 +1,1 @@
+"""Scripts that tests of the planner start in processes of their own."""
