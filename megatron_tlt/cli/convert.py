@@ -19,19 +19,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("source", type=Path, help="a Hugging Face folder, or a Megatron checkpoint (also a run's)")
     parser.add_argument("target", type=Path, help="the folder to be written; must not exist")
     parser.add_argument("--processes", type=int, default=1, help="share the work (under torchrun: its processes)")
+    parser.add_argument("--nodes", type=int, default=1, help="on which each --processes (slurm/convert.sbatch)")
     parser.add_argument("--side-files", type=Path, help="config and tokenizer, where a Megatron checkpoint has none")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.processes < 1:
-        raise ConfigError(f"--processes: found {arguments.processes}; allowed: at least 1")
+    for option in ("processes", "nodes"):
+        if getattr(arguments, option) < 1:
+            raise ConfigError(f"--{option}: found {getattr(arguments, option)}; allowed: at least 1")
     values = [str(arguments.source), str(arguments.target), str(arguments.side_files or "")]
     if under_torchrun():
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", _WORKER, *values])
-    status = launch(_WORKER, values, LauncherConfig(nproc_per_node=arguments.processes))
+    status = launch(_WORKER, values, LauncherConfig(nnodes=arguments.nodes, nproc_per_node=arguments.processes))
     if status == 0:
         print(f"written: {arguments.target}")
     return status

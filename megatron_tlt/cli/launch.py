@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -19,13 +20,14 @@ import psutil
 
 from megatron_tlt.cli.worker import ERROR_FOLDER, WorkerError, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
-from megatron_tlt.platform.processes import die_with_parent, launch_environment, torchrun_command
+from megatron_tlt.platform.nodes import Nodes
+from megatron_tlt.platform.processes import END_TORCHRUN, end_with_parent, launch_environment, torchrun_command
 
 Progress = Callable[[], tuple[int, int]]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_launches = itertools.count()
 
 
 def under_torchrun() -> bool:
@@ -34,9 +36,14 @@ def under_torchrun() -> bool:
 
 
 class _Child:
-    """torchrun and its workers; each worker has a session of its own, so no signal to a group reaches them all."""
+    """torchrun and its workers; each worker has a session of its own, so no signal to a group reaches them all.
 
-    def __init__(self) -> None:
+    Args:
+        scheduled: a scheduler started this process. It may well send SIGTERM twice, and ends what is late itself.
+    """
+
+    def __init__(self, scheduled: bool) -> None:
+        self._scheduled = scheduled
         self._process: subprocess.Popen[bytes] | None = None
         self.signal: int | None = None
 
@@ -44,7 +51,7 @@ class _Child:
         """Waits for a torchrun that was just started; its status."""
         self._process = process
         if self.signal is not None:  # it came while there was no process to pass it on to
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(END_TORCHRUN)
         return process.wait()
 
     def _workers(self) -> list[psutil.Process]:
@@ -61,10 +68,12 @@ class _Child:
         torchrun itself is left out of the first: it would kill the workers 30 s later, saved or not.
         """
         workers = self._workers()
+        if self._scheduled and signum == self.signal == signal.SIGTERM and workers:
+            return
         if self.signal is not None or not workers:
             self.signal = self.signal or signum
             if self._process is not None:
-                self._process.send_signal(signal.SIGTERM)
+                self._process.send_signal(END_TORCHRUN)
             return
         self.signal = signum
         for worker in workers:
@@ -103,7 +112,7 @@ class _Ended:
     error: WorkerError | None
 
 
-def _status(child: _Child, ended: _Ended, log: Path | None) -> int:
+def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None) -> int:
     where = f"; what it wrote is in {log}" if log else ""
     error = ended.error
     died = ended.death is not None and (error is None or error.exit_status == 1)
@@ -120,7 +129,9 @@ def _status(child: _Child, ended: _Ended, log: Path | None) -> int:
     if child.signal is not None:
         return 128 + child.signal
     if ended.code:
-        print(f"error: a worker process ended without a word (torchrun's status {ended.code}){where}", file=sys.stderr)
+        why = f", or the nodes did not meet or lost each other at {nodes.host}:{nodes.port}" if nodes else ""
+        what = f"a worker process ended without a word{why} (torchrun's status {ended.code}){where}"
+        print(f"error: {what}", file=sys.stderr)
         return 1
     return 0
 
@@ -130,19 +141,21 @@ def _run_once(
     module: str,
     args: Sequence[str],
     launcher: LauncherConfig,
+    nodes: Nodes | None,
     stderr: IO[bytes] | None,
     extra_env: dict[str, str],
 ) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
         failures = Path(folder, "failures.json")
         told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1"}
+        meeting = {"meeting": nodes.torchrun_arguments(module, next(_launches))} if nodes else {}
         process = subprocess.Popen(
-            torchrun_command(module, args, launcher.nproc_per_node),
-            env=launch_environment(launcher.threads_per_process) | told | extra_env,
+            torchrun_command(module, args, launcher.nproc_per_node, **meeting),
+            env=launch_environment(launcher.threads_per_process, nodes) | told | extra_env,
             stderr=stderr,
             # Ctrl-C in a terminal reaches a whole group: the workers are to get it once, from here.
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            preexec_fn=end_with_parent,
         )
         code = child.run(process)
         return _Ended(code, first_death(read_failures(failures), code), read_first_error(Path(folder)))
@@ -211,12 +224,10 @@ def launch(
         0, the failed worker's own exit status, or 128 + signal.
 
     Raises:
-        ConfigError: more than one node, which only torchrun inside srun can start.
+        ConfigError: several nodes, and nothing in the environment says where they meet.
+        RunError: the first node cannot be reached.
     """
-    if launcher.nnodes > 1:
-        raise ConfigError(
-            f"launcher.nnodes: found {launcher.nnodes}; allowed here: 1; torchrun inside srun starts several"
-        )
+    nodes = Nodes.from_environment(launcher.nnodes) if launcher.nnodes > 1 else None
     with contextlib.ExitStack() as stack:
         stderr: IO[bytes] | None = None
         if log is not None:
@@ -224,14 +235,14 @@ def launch(
             stderr = stack.enter_context(log.open("ab"))
             stderr.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {module}\n".encode())
             stderr.flush()
-        child = _Child()
+        child = _Child(scheduled="TLT_JOB" in os.environ)
         stack.callback(child.end_all)
         stack.enter_context(_signals_to(child))
         restarts = _Restarts(launcher.max_restarts, progress, stderr) if progress is not None else None
         while True:
-            ended = _run_once(child, module, args, launcher, stderr, extra_env or {})
+            ended = _run_once(child, module, args, launcher, nodes, stderr, extra_env or {})
             if child.signal is not None or restarts is None or not restarts.allow(ended):
-                return _status(child, ended, log)
+                return _status(child, ended, log, nodes)
             child.end_all()
             if child.signal is not None:  # asked to stop between the two
                 return 128 + child.signal

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.cli.launch import launch, under_torchrun
+from megatron_tlt.cli.worker import LOG_FOLDER
 from megatron_tlt.config.loader import compare_resolved, dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.source import read_yaml
@@ -19,11 +20,12 @@ from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.nodes import node_index, node_name
 
 RESOLVED = "config.resolved.yaml"
 # What a run writes. --fresh removes these and nothing else, so that a mistyped run.dir costs no one their files.
 _RUN_FILES = (RESOLVED, "metrics.jsonl", "lengths.jsonl", "timeline.json", "report.html", "summary.json")
-_RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs")
+_RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs", "slurm")
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
@@ -48,6 +50,8 @@ def clear_run(folder: Path) -> None:
 def write_resolved(config: TltConfig) -> Path:
     """Writes the resolved config into the run's folder; a run that is there already must be the same one.
 
+    Of several nodes the first writes it, and each other one a file of its own, which is returned there.
+
     Raises:
         ConfigError: the folder holds a run of another config; one line per key.
         RunError: the folder cannot be written.
@@ -63,8 +67,10 @@ def write_resolved(config: TltConfig) -> Path:
                     for line in changed
                 )
             )
+    if config.launcher.nnodes > 1 and node_index():
+        path = config.run.dir / "logs" / f"config.node{node_index()}.yaml"
     try:
-        config.run.dir.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, dump_resolved(config))
     except OSError as error:
         raise RunError(f"run.dir: cannot write {path}: {error.strerror}") from error
@@ -96,7 +102,9 @@ def start(module: str, config: TltConfig, resolved: Path, *, show: bool, resumes
     if under_torchrun():
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", module, str(resolved)])
-    log = None if show else config.run.dir / "logs" / "workers.log"
+    folder = os.environ.get(LOG_FOLDER)
+    file = Path(folder, f"{node_name()}.log") if folder else config.run.dir / "logs" / "workers.log"
+    log = None if show else file
     newest = functools.partial(progress, config.run.dir) if resumes else None
     return launch(module, [str(resolved)], config.launcher, log=log, progress=newest)
 

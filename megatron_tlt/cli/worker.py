@@ -20,6 +20,9 @@ from megatron_tlt.platform import lost_ranks
 from megatron_tlt.platform.processes import die_with_parent
 
 ERROR_FOLDER = "TLT_ERROR_FILE"
+LOG_FOLDER = "TLT_LOG_DIR"
+"""Where this is set, each rank writes to a file of its own there; rank 0's standard output stays where it is."""
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -65,16 +68,38 @@ def read_first_error(folder: Path) -> WorkerError | None:
     return min(errors, key=lambda e: (bool(e.traceback), e.time), default=None)
 
 
+def _log_to_own_file() -> None:
+    folder, rank = os.environ.get(LOG_FOLDER), os.environ.get("RANK")
+    if not folder or rank is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with Path(folder, f"rank{int(rank):05d}.log").open("ab") as log:
+        os.dup2(log.fileno(), 2)
+        if int(rank):
+            os.dup2(log.fileno(), 1)
+
+
+def _mark_stopped() -> None:
+    """For the job script: the run was told to stop, and what it did is saved."""
+    folder = os.environ.get(LOG_FOLDER)
+    if folder and os.environ.get("RANK") == "0":
+        with contextlib.suppress(OSError):
+            Path(folder, STOPPED).touch()
+
+
 def run_guarded(main: Callable[[], None]) -> int:
     """Runs one rank's work, leaves its error for the process that launched it, gives back the exit status."""
     # The launcher of this process is torchrun: without it nobody could end the run together.
     die_with_parent(signal.SIGKILL)
     lost_ranks.how_to_end = _end_with
     try:
+        _log_to_own_file()
         main()
     except TltError as error:
         _end_if_ranks_are_lost(error)
         write_error(error, error.exit_status)
+        if error.exit_status > 128:
+            _mark_stopped()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import RanksLost
+from megatron_tlt.platform.nodes import node_name
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,7 +62,7 @@ def _nodes() -> int:
 
 
 def _node() -> str:
-    return f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
+    return f"node {os.environ.get('GROUP_RANK', '0')}, {node_name()}"
 
 
 def _end_plainly(error: RanksLost) -> None:

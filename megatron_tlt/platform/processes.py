@@ -1,4 +1,4 @@
-"""Starting the processes of a one-node launch, and ending with the process that started them."""
+"""Starting a launch's processes on this node, and ending with the process that started them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from megatron_tlt.platform.nodes import Nodes
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+END_TORCHRUN = signal.SIGINT
+"""What ends torchrun and, 30 s later at the latest, its workers; SIGTERM it leaves to them."""
 
 
-def torchrun_command(module: str, args: Sequence[str], nproc: int) -> list[str]:
-    """The command of a launch of ``nproc`` processes. The kernel picks the rendezvous' port, so none can be in use."""
+# The kernel picks the port, so none can be in use.
+_ONE_NODE = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
+
+
+def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequence[str] = _ONE_NODE) -> list[str]:
+    """The command of a launch of ``nproc`` processes here; of several nodes, ``meeting`` is how they meet."""
     return [
         sys.executable,
         "-m",
         "megatron_tlt.platform.torchrun",
-        "--nnodes=1",
+        *meeting,
         f"--nproc-per-node={nproc}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",
         "--max-restarts=0",
         "-m",
         module,
@@ -31,11 +36,11 @@ def torchrun_command(module: str, args: Sequence[str], nproc: int) -> list[str]:
     ]
 
 
-def launch_environment(threads: int) -> dict[str, str]:
+def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, str]:
     """What the processes of a launch find in their environment: this one's, with ``threads`` for each of them."""
     return {
         # A host name that resolves to an address nobody listens on makes gloo hang; one node needs no other interface.
-        "GLOO_SOCKET_IFNAME": "lo",
+        **(nodes.environment if nodes else {"GLOO_SOCKET_IFNAME": "lo"}),
         # glibc hands every freed tensor back to the kernel and faults it in again: on a CPU a third of a training step.
         "MALLOC_TRIM_THRESHOLD_": str(2**31),
         "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -50,6 +55,12 @@ def die_with_parent(signum: int) -> None:
     """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """For torchrun, before it is: where the launcher is killed the workers have 30 s to save."""
+    signal.signal(END_TORCHRUN, signal.default_int_handler)  # a shell ignores it for what runs in the background
+    die_with_parent(END_TORCHRUN)
 
 
 def name_thread(name: str) -> None:

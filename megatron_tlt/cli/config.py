@@ -1,0 +1,48 @@
+"""``tlt config CONFIG [key.path=value ...]``: what a config comes to, for people and for job scripts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megatron_tlt.cli import runs
+from megatron_tlt.config.loader import dump_resolved, load_config
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.files import atomic_write_text
+
+FINISHED = "finished"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("config", help="print the resolved config, or some of its values")
+    runs.add_config_arguments(parser)
+    parser.add_argument(
+        "--get",
+        metavar="KEY",
+        action="append",
+        help=f"print this key's value alone, a line each (repeatable); '{FINISHED}': whether its run is, yes or no",
+    )
+    parser.add_argument("--keep", metavar="NAME", help="also write the resolved config there, in the run's folder")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides, check_libraries=False)
+    values = [_value(config, key) for key in arguments.get or ()]
+    if arguments.keep:
+        atomic_write_text(config.run.dir / arguments.keep, dump_resolved(config))
+    sys.stdout.write("".join(f"{value}\n" for value in values) if arguments.get else dump_resolved(config))
+    return 0
+
+
+def _value(config: TltConfig, key: str) -> str:
+    if key == FINISHED:
+        return "yes" if runs.is_finished(config) else "no"
+    value: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise ConfigError(f"--get: no key {key!r} in the config; allowed: a key.path of it, or {FINISHED!r}")
+        value = value[part]
+    return str(value)

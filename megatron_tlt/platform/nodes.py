@@ -1,0 +1,124 @@
+"""This node among the nodes of a launch, as whoever starts one launcher per node says it: ``slurm/node.sh``.
+
+| variable | what |
+|---|---|
+| ``TLT_RENDEZVOUS`` | ``host:port`` on the first node, where all nodes meet; the next few ports are used too |
+| ``TLT_NODE_RANK`` | this node's index; 0 holds the rendezvous |
+| ``TLT_JOB`` | one name for this start on all nodes, another for the next start |
+| ``TLT_NODE_NAME`` | what messages call this node (default: its host name) |
+| ``TLT_INTERFACE`` | the network interface to use (default: the one on the way to the first node) |
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from megatron_tlt.errors import ConfigError, RunError
+
+_HOW = "slurm/train.sbatch starts one launcher per node, and slurm/node.sh says how to do so by hand"
+_JOIN_TIMEOUT_S = 300
+_DISCARD_PORT = 9
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """``address`` and ``interface`` are this node's, on the way to ``host``."""
+
+    count: int
+    index: int
+    host: str
+    port: int
+    job: str
+    address: str
+    interface: str
+
+    @classmethod
+    def from_environment(cls, count: int, environ: Mapping[str, str] = os.environ) -> Nodes:
+        """What the environment says of a launch of ``count`` nodes.
+
+        Raises:
+            ConfigError: a variable is absent or wrong.
+            RunError: the first node's name has no address, or nothing leads there.
+        """
+        given = environ.get("TLT_RENDEZVOUS")
+        if given is None:
+            raise ConfigError(f"launcher.nnodes: found {count}; allowed here: 1; {_HOW}")
+        host, _, port = given.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+            raise ConfigError(f"TLT_RENDEZVOUS: found {given!r}; allowed: host:port, the port below 65535")
+        index = environ.get("TLT_NODE_RANK", "")
+        if not index.isdecimal() or int(index) >= count:
+            raise ConfigError(f"TLT_NODE_RANK: found {index!r}; allowed: 0 to {count - 1} (launcher.nnodes = {count})")
+        address, interface = own_address(host, environ.get("TLT_INTERFACE"))
+        return cls(count, int(index), host, int(port), environ.get("TLT_JOB", "tlt"), address, interface)
+
+    def torchrun_arguments(self, module: str, launch: int) -> list[str]:
+        """torchrun's arguments that let the nodes meet.
+
+        Args:
+            module: what runs, on all nodes the same: one that is started with another does not meet them.
+            launch: how many launches the job had before; each meets at a port of its own, as a node may be slow to
+                leave the one before.
+        """
+        return [
+            f"--nnodes={self.count}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.host}:{self.port + launch}",
+            f"--rdzv-id={self.job}-{module}",
+            f"--rdzv-conf=is_host={int(self.index == 0)},join_timeout={_JOIN_TIMEOUT_S}",
+            f"--local-addr={self.address}",
+        ]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the workers: gloo and NCCL use the interface, and vLLM need not look for an address."""
+        return {
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": self.interface,
+            "VLLM_HOST_IP": self.address,
+        }
+
+
+def node_index(environ: Mapping[str, str] = os.environ) -> int:
+    """This node's index; 0 where there is one node."""
+    index = environ.get("TLT_NODE_RANK", "0")
+    return int(index) if index.isdecimal() else 0
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What messages call this node: Slurm's name of it where there is one."""
+    return environ.get("TLT_NODE_NAME") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def own_address(host: str, interface: str | None = None) -> tuple[str, str]:
+    """This machine's IPv4 address and interface: ``interface`` if given, else those on the way to ``host``.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no IPv4 address.
+        RunError: ``host`` has no address, or nothing leads there.
+    """
+    found = {
+        name: [item.address for item in items if item.family == socket.AF_INET]
+        for name, items in psutil.net_if_addrs().items()
+    }
+    if interface:
+        if not found.get(interface):
+            having = ", ".join(sorted(name for name, addresses in found.items() if addresses))
+            raise ConfigError(f"TLT_INTERFACE: found {interface!r}; allowed: one with an IPv4 address: {having}")
+        return found[interface][0], interface
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, _DISCARD_PORT))  # sends nothing: only asks which way it would go
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise RunError(f"the first node, {host}, cannot be reached from {node_name()}: {error}") from error
+    for name, addresses in found.items():
+        if address in addresses:
+            return address, name
+    # 127.0.0.2 and the like belong to lo without being listed
+    return address, "lo"
