@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv with the tools for tests, then runs the linter, the formatter's check, the type checker and the tests.
+# Sets up .venv with the tools for tests, then runs the linters, the formatter's check, the type checker and the tests.
 #
 #   bash tests/run.sh [--setup-only] [arguments of pytest ...]
 set -uo pipefail
@@ -7,6 +7,8 @@ set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # shellcheck source=tools/setup_env.sh
 source "$root/tools/setup_env.sh"
+# shellcheck source=tests/system_packages.sh
+source "$root/tests/system_packages.sh"
 
 arguments=()
 setup_only=false
@@ -15,6 +17,7 @@ for argument in "$@"; do
 done
 
 setup_env dev || exit $?
+system_packages
 if $setup_only; then exit 0; fi
 
 cd "$root" || exit 2
@@ -37,6 +40,7 @@ check() { # name, command ...
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
+check "shellcheck" shellcheck -x launch/*.sh slurm/*.sh slurm/*.sbatch tests/*.sh tools/*.sh tools/bench/*.sh .ci/run
 if ((${#arguments[@]})); then
     check "pytest" python -m pytest "${arguments[@]}"
 else

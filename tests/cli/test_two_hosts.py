@@ -1,0 +1,76 @@
+"""Two hosts with one cable between them: slurm/node.sh by hand on each, as srun runs it, and the cable pulled out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import steps
+from tests.helpers.hosts import Hosts, hosts
+from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slowness
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+COLLECTIVE_S = 20
+# The collectives' limit, the question who is still there, and torchrun, which looks for its rendezvous for a minute.
+BOUND_S = COLLECTIVE_S + 100
+
+
+def start(network: Hosts, index: int, arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
+    """The same command on every host: only the number of the host differs."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            network.command(index, ["bash", "slurm/node.sh", *arguments]),
+            cwd=REPOSITORY,
+            env={**environment, "TLT_NODE_RANK": str(index), "TLT_NODE_NAME": f"host{index}"},
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def test_two_hosts_train_together_and_a_cut_ends_both_with_what_was_lost(two_nodes: Path, environment: Path) -> None:
+    folder = two_nodes.parent / "two-hosts"
+    folder.mkdir()
+    logs = [folder / f"host{index}.log" for index in range(2)]
+    arguments = ["train", str(two_nodes), f"run.dir={folder / 'run'}", "trainer.steps=1000"]
+    arguments += [f"launcher.collective_timeout_s={COLLECTIVE_S}", "launcher.max_restarts=0"]
+    mark = uuid.uuid4().hex
+    with hosts(2) as network:
+        given = {
+            **os.environ,
+            MARK: mark,
+            "TLT_VENV": str(environment),
+            "TLT_RENDEZVOUS": f"{network.address(0)}:{free_port()}",
+            "TLT_JOB": "by-hand",
+        }
+        processes = [start(network, index, arguments, given, logs[index]) for index in range(2)]
+        try:
+            deadline = time.monotonic() + 400 * slowness()
+            while steps(folder / "run") < 1:
+                story = "\n\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+                assert time.monotonic() < deadline and all(p.poll() is None for p in processes), story
+                time.sleep(0.05)
+            network.link(1, "down")
+            cut = time.monotonic()
+            statuses = [process.wait(BOUND_S * slowness()) for process in processes]
+            seconds = time.monotonic() - cut
+        finally:
+            kill_marked(mark)
+            for process in processes:
+                process.wait()
+    said = [log.read_text(errors="replace") for log in logs]
+    errors = [[line for line in text.splitlines() if line.startswith("error: ")] for text in said]
+    assert statuses == [1, 1], said
+    assert seconds < BOUND_S * slowness()
+    assert errors[0] and "rank 0 (node 0" in errors[0][0] and "lost its connection to rank 1 (node 1" in errors[0][0], (
+        said
+    )
+    assert errors[1] and "lost its connection to the node of rank 0" in errors[1][0], said
+    assert network.address(0) in errors[1][0]
