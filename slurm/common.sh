@@ -65,6 +65,10 @@ stop() {
 on_nodes() { # nodes, tlt command ...
     local nodes="$1"
     shift
+    if [[ "$told" == yes ]]; then # while something else was done
+        status=143
+        return "$status"
+    fi
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --input=none \
         ${container[@]+"${container[@]}"} bash "$TLT_ROOT/slurm/node.sh" "$@" &
     step=$! caught=yes

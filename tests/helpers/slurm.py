@@ -33,7 +33,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 # A requeued job waits until its old credential has expired: 120 s unless told.
-AuthInfo=socket=%(folder)s/munge.socket,cred_expire=2
+AuthInfo=socket=%(folder)s/munge.socket,cred_expire=6
 StateSaveLocation=%(folder)s/state
 SlurmdSpoolDir=%(folder)s/spool-%%n
 SlurmctldPidFile=%(folder)s/slurmctld.pid
