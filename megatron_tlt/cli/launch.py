@@ -28,6 +28,7 @@ Progress = Callable[[], tuple[int, int]]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _launches = itertools.count()
+_MEETING_ENDS_S = 10
 
 
 def under_torchrun() -> bool:
@@ -47,12 +48,22 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self.signal: int | None = None
 
-    def run(self, process: subprocess.Popen[bytes]) -> int:
-        """Waits for a torchrun that was just started; its status."""
+    def run(self, process: subprocess.Popen[bytes], failed: Callable[[], bool]) -> int:
+        """Waits for a torchrun that was just started; its status.
+
+        One that ``failed`` and has no workers any more may look for the first node for minutes: it is not waited for.
+        """
         self._process = process
         if self.signal is not None:  # it came while there was no process to pass it on to
             process.send_signal(END_TORCHRUN)
-        return process.wait()
+        left = _MEETING_ENDS_S
+        while left:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(1)
+            left = left - 1 if not self._workers() and failed() else _MEETING_ENDS_S
+        process.kill()
+        process.wait()
+        return 1
 
     def _workers(self) -> list[psutil.Process]:
         if self._process is None:
@@ -157,7 +168,7 @@ def _run_once(
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        code = child.run(process)
+        code = child.run(process, lambda: read_first_error(Path(folder)) is not None)
         return _Ended(code, first_death(read_failures(failures), code), read_first_error(Path(folder)))
 
 

@@ -117,5 +117,6 @@ def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:
 
     if (recipe_folder(config) / "recipe.json").is_file():
         return 0
-    print("Building the model of model.recipe (once; it is cached).", flush=True)
+    if node_index() == 0:
+        print("Building the model of model.recipe (once; it is cached).", flush=True)
     return start("megatron_tlt.cli.workers.supervised", config, resolved, show=show)

@@ -12,6 +12,7 @@ from megatron_tlt.config.model import require_model_folder
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.nodes import node_index
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     status = runs.ensure_model(config, resolved, show=arguments.traceback)
     if status == 0:
         status = runs.start("megatron_tlt.cli.workers.train", config, resolved, show=arguments.traceback, resumes=True)
-    if status == 0:
+    if status == 0 and node_index() == 0:
         for name in ("summary.json", "report.html"):
             if (config.run.dir / name).is_file():
                 print(f"{name}: {config.run.dir / name}")

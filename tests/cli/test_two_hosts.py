@@ -17,8 +17,8 @@ from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slown
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COLLECTIVE_S = 20
-# The collectives' limit, the question who is still there, and torchrun, which looks for its rendezvous for a minute.
-BOUND_S = COLLECTIVE_S + 100
+# The collectives' limit, the question who is still there, and what torchrun is given to end by itself.
+BOUND_S = COLLECTIVE_S + 40
 
 
 def start(network: Hosts, index: int, arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
