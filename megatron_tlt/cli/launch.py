@@ -68,10 +68,13 @@ class _Child:
     def _workers(self) -> list[psutil.Process]:
         if self._process is None:
             return []
-        try:
-            return list(psutil.Process(self._process.pid).children())
-        except psutil.NoSuchProcess:
-            return []
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for worker in psutil.Process(self._process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if worker.status() != psutil.STATUS_ZOMBIE:  # torchrun may be too busy to ask how it ended
+                        found.append(worker)
+        return found
 
     def pass_on(self, signum: int, _frame: FrameType | None = None) -> None:
         """The first signal goes to the workers, which save and leave in their own time; the second ends everything.
