@@ -90,6 +90,7 @@ class ExperienceCollector:
         tensor_parallel_size: ranks per engine.
         chooser: of the strategy in force, if it is chosen.
         should_stop: asked after every engine step; True ends the rollout early.
+        as_asked: what is asked in place of a request, named ``problem-sample``: a measurement fixes lengths so.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ExperienceCollector:
         timeline: Timeline,
         chooser: AdaptiveSpeculation | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        as_asked: Callable[[Request], Request] = lambda request: request,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -115,6 +117,7 @@ class ExperienceCollector:
         self._lane = EngineLane(timeline)
         self._chooser = chooser
         self._should_stop = should_stop
+        self._as_asked = as_asked
 
     def collect(
         self,
@@ -204,7 +207,7 @@ class ExperienceCollector:
             for sample in range(samples):
                 name = f"{index}-{sample}"
                 seed = request_seed(*seed_parts, problem.uid, index, sample)
-                requests.append(Request(name, prompt, sampling, seed, problem.uid))
+                requests.append(self._as_asked(Request(name, prompt, sampling, seed, problem.uid)))
                 keys[name] = (index, sample)
         return requests, keys
 

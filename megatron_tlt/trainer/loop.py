@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from megatron_tlt.platform.device import (
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
-from megatron_tlt.rollout.types import SamplingSpec
+from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
@@ -69,9 +69,14 @@ class StopFlag:
 
 
 class Run:
-    """One rank of a run."""
+    """One rank of a run.
 
-    def __init__(self, config: TltConfig) -> None:
+    Args:
+        config: of the run.
+        as_asked: what the engine is asked in place of a request; a measurement fixes lengths so.
+    """
+
+    def __init__(self, config: TltConfig, as_asked: Callable[[Request], Request] = lambda request: request) -> None:
         self._config = config
         self._stop = StopFlag()
         prepare()
@@ -82,31 +87,31 @@ class Run:
         self._timeline = Timeline(rank(), self._folder)
         source = model_folder(config)
         self._side_files = side_files_of(source)
-        self._tokenizer = load_tokenizer(self._side_files)
-        self._policy = Policy(source, config.actor, config.run.seed, total_steps=config.trainer.steps)
+        self.tokenizer = load_tokenizer(self._side_files)
+        self.policy = Policy(source, config.actor, config.run.seed, total_steps=config.trainer.steps)
         needs_reference = config.algorithm.kl_coefficient > 0
         self._reference = Policy(source, config.actor, config.run.seed, trainable=False) if needs_reference else None
         if self._reference:
             self._reference.memory.offload()
         # the first reshard brings the weights
         rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
-        self._drafting = (
-            Drafting(config, self._side_files, self._folder, self._policy) if config.drafter is not None else None
+        self.drafting = (
+            Drafting(config, self._side_files, self._folder, self.policy) if config.drafter is not None else None
         )
         speculation = config.speculation
-        if self._drafting is not None:
-            speculation = speculation.model_copy(update={"path": self._drafting.first_folder})
-        self._engine = VllmEngine(self._side_files, rollout, speculation, config.run.seed)
-        if self._drafting is not None:
-            self._drafting.attach(self._engine)
-        self._bubble = (
-            self._drafting.bubble(self._engine, self._timeline) if self._drafting and config.spot is not None else None
+        if self.drafting is not None:
+            speculation = speculation.model_copy(update={"path": self.drafting.first_folder})
+        self.engine = VllmEngine(self._side_files, rollout, speculation, config.run.seed)
+        if self.drafting is not None:
+            self.drafting.attach(self.engine)
+        self.bubble = (
+            self.drafting.bubble(self.engine, self._timeline) if self.drafting and config.spot is not None else None
         )
-        self._speculating = Speculating(config, self._engine.token_drafters)
+        self._speculating = Speculating(config, self.engine.token_drafters)
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
         self._collector = ExperienceCollector(
-            self._engine,
-            self._tokenizer,
+            self.engine,
+            self.tokenizer,
             self._pool,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
@@ -114,28 +119,29 @@ class Run:
             timeline=self._timeline,
             chooser=self._speculating.chooser,
             should_stop=self._stop,
+            as_asked=as_asked,
         )
-        self._step = TrainingStep(
+        self.step = TrainingStep(
             config,
-            self._policy,
+            self.policy,
             self._reference,
-            self._engine,
+            self.engine,
             self._collector,
             build_sources(config.tasks, "train", config.run.seed),
-            policy_sync(config, self._policy, self._engine),
+            policy_sync(config, self.policy, self.engine),
             self._timeline,
-            training_sampling(config.rollout, self._tokenizer.eos_id),
-            self._drafting,
+            training_sampling(config.rollout, self.tokenizer.eos_id),
+            self.drafting,
             self._speculating,
-            self._bubble,
+            self.bubble,
         )
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
             [
-                RngState(self._policy.layout),
+                RngState(self.policy.layout),
                 self._speculating,
-                *([self._drafting] if self._drafting is not None else []),
+                *([self.drafting] if self.drafting is not None else []),
             ],
             side_files=self._side_files,
             in_background=config.trainer.async_save,
@@ -150,7 +156,7 @@ class Run:
             temperature=temperature,
             top_k=rollout.sampling.top_k if temperature == rollout.sampling.temperature else -1,
             max_tokens=rollout.max_response_tokens,
-            stop_token_ids=(self._tokenizer.eos_id,),
+            stop_token_ids=(self.tokenizer.eos_id,),
         )
 
     def train(self) -> None:
@@ -160,50 +166,50 @@ class Run:
             Interrupted: a signal asked to stop; everything up to the last whole step is saved.
         """
         config = self._config
-        self._state = self._checkpoints.resume(self._policy)
+        self._state = self._checkpoints.resume(self.policy)
         self._saved_step = self._state.step or None
-        if self._drafting is not None:
-            self._drafting.take_newest_over()
+        if self.drafting is not None:
+            self.drafting.take_newest_over()
         with (
             RunRecord(self._folder, config, self._state.step, self._timeline) as record,
             Progress(
                 rank(), config.trainer.steps, done_steps=self._state.step, enabled=config.observe.progress
             ) as progress,
-            self._pool,
-            self._coordinated(),
+            self.serving(),
         ):
             try:
                 self._loop(record, progress)
             except StopRequested:
-                self._step.take_device_back()
+                self.step.take_device_back()
                 self._save()
                 self._checkpoints.finish()
                 record.finish_partial()
                 raise Interrupted(self._stop.signum or signal.SIGTERM, self._state.step) from None
             with self._timeline.span("export"):
-                save_hf_folder(self._policy, self._side_files, self._folder / "hf")
-                if self._drafting is not None:
-                    self._drafting.write(self._folder / "drafter" / "newest")
-            record.finish(self._state, self._policy.layout)
-        self._engine.shutdown()
+                save_hf_folder(self.policy, self._side_files, self._folder / "hf")
+                if self.drafting is not None:
+                    self.drafting.write(self._folder / "drafter" / "newest")
+            record.finish(self._state, self.policy.layout)
+        self.engine.shutdown()
 
     @contextlib.contextmanager
-    def _coordinated(self) -> Iterator[None]:
-        """The spot trainer's coordinator, while the run lasts."""
-        if self._bubble is None:
-            yield
-            return
-        with Coordination(self._config) as coordination, contextlib.closing(self._bubble):
-            self._bubble.attach(coordination.client, coordination.refused)
-            yield
+    def serving(self) -> Iterator[None]:
+        """What steps need beside this process, while they go on: verifiers, and the spot trainer's coordinator."""
+        with self._pool:
+            if self.bubble is None:
+                yield
+                return
+            with Coordination(self._config) as coordination, contextlib.closing(self.bubble):
+                self.bubble.attach(coordination.client, coordination.refused)
+                yield
 
     def evaluate_newest(self) -> None:
         """Evaluates the newest checkpoint (the initial model where there is none) and prints the result."""
-        state = self._checkpoints.resume(self._policy)
+        state = self._checkpoints.resume(self.policy)
         with Progress(rank(), 1, enabled=self._config.observe.progress) as progress, self._pool:
-            self._step.reshard(state.step, StepResult(), progress.start)
+            self.step.reshard(state.step, StepResult(), progress.start)
             progress.message(self._line(state.step, self.evaluate(progress)))
-        self._engine.shutdown()
+        self.engine.shutdown()
 
     @staticmethod
     def _line(step: int, evaluation: Evaluation) -> str:
@@ -216,19 +222,19 @@ class Run:
     def _loop(self, record: RunRecord, progress: Progress) -> None:
         config = self._config
         self._timeline.begin_step(self._state.step)
-        self._step.reshard(self._state.step, StepResult(), progress.start)
+        self.step.reshard(self._state.step, StepResult(), progress.start)
         self._evaluate(record, progress)
         while self._state.step < config.trainer.steps:
             step = self._state.step
             self._timeline.begin_step(step + 1)
-            result = self._step.run(step, progress.start, progress.advance, self._updated)
+            result = self.step.run(step, progress.start, progress.advance, self._updated)
             every = config.evaluation.every
             evaluated = None
             with self._phase("evaluate", result):
                 if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
                     evaluated = self._evaluate(record, progress)
             record.step(self._state.step, result, evaluated, progress)
-        self._step.take_device_back()
+        self.step.take_device_back()
         self._save()
         self._checkpoints.finish()
 
@@ -252,7 +258,7 @@ class Run:
 
     def _save(self) -> None:
         if self._state.step and self._saved_step != self._state.step:
-            self._checkpoints.save(self._policy, self._state)
+            self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
 
     def _evaluate(self, record: RunRecord, progress: Progress) -> Evaluation:
