@@ -1,0 +1,48 @@
+"""Lengths of a real policy's responses (``tools/record_lengths.py``), replayed at any number of responses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from importlib import resources
+
+from megatron_tlt.bench.rollout_cases import of_length
+from megatron_tlt.rollout.types import Request
+
+
+class RecordedLengths:
+    """Gives the requests of a rollout the lengths that one recorded rollout had.
+
+    Fewer responses than were recorded keep the rollout's law: they are taken in equal steps through its lengths from
+    the longest on, and dealt out by ``seed``. ``longest`` scales the recording, whose longest response gets that many
+    tokens; 0 leaves lengths as they were.
+    """
+
+    def __init__(self, problems: int, samples: int, longest: int, seed: int) -> None:
+        file = resources.files("megatron_tlt.bench").joinpath("lengths", "quickstart.json")
+        self._rollouts: list[list[list[int]]] = json.loads(file.read_text("utf-8"))["rollouts"]
+        self._problems, self._samples, self._seed = problems, samples, seed
+        self._scale = longest / max(max(map(max, rollout)) for rollout in self._rollouts) if longest else 1.0
+        self._now = self.of(0)
+
+    def of(self, rollout: int) -> list[list[int]]:
+        """Tokens of each problem's samples in a rollout (from 0; the recording is repeated)."""
+        problems = self._rollouts[rollout % len(self._rollouts)]
+        recorded = sorted(itertools.chain.from_iterable(problems), reverse=True)
+        count = self._problems * self._samples
+        chosen = [recorded[i * len(recorded) // count] for i in range(count)]
+        random.Random(f"{self._seed}/{rollout}").shuffle(chosen)
+        lengths = [max(1, round(self._scale * length)) for length in chosen]
+        return [lengths[first : first + self._samples] for first in range(0, count, self._samples)]
+
+    def begin(self, rollout: int) -> Sequence[Sequence[int]]:
+        """Requests are of this rollout from now on."""
+        self._now = self.of(rollout)
+        return self._now
+
+    def __call__(self, request: Request) -> Request:
+        """A request named ``problem-sample``, with a response of exactly the length that is its turn."""
+        problem, sample = map(int, request.request_id.split("-"))
+        return of_length(request, self._now[problem][sample])
