@@ -26,6 +26,7 @@ _NAMES = (
     "rollout",
     "simulate",
     "speculation",
+    "spot",
     "suffix",
     "tuner",
 )

@@ -15,15 +15,15 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.processes import launch_environment, torchrun_command
 
 
-def measure_in_worker(what: str, name: str, given: Mapping[str, Any], timeout_s: float) -> Any:
-    """What one rank of ``workers/<name>.py`` found: it is given plain data, a folder to work in, and a file to write.
+def measure_in_worker(what: str, name: str, given: Mapping[str, Any], timeout_s: float, processes: int = 1) -> Any:
+    """What ``workers/<name>.py`` found: its ranks are given plain data, a folder to work in, and a file to write.
 
     Raises:
         RunError: as ``run_worker``.
     """
     with tempfile.TemporaryDirectory() as work:
         out = Path(work, "out.json")
-        run_worker(what, name, [json.dumps(given), work, str(out)], 1, timeout_s)
+        run_worker(what, name, [json.dumps(given), work, str(out)], processes, timeout_s)
         return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +54,14 @@ def prepare_quickstart(config_file: str, folder: Path, requests: int, warm_probl
 
 def train_head(quickstart: Quickstart, kind: Kind, steps: int, work: Path) -> Path:
     """The folder of a head of this kind, trained for so many steps on the pairs."""
-    model = drafter_from_target(quickstart.folder, kind, seed=1)
-    states = TargetStates(quickstart.folder, taps_of(model.config), torch.device("cpu"))
-    plan = WarmupPlan(steps=steps)
+    drafter = DrafterConfig(kind=kind, lr=1e-3)
+    return warm_head(quickstart.folder, quickstart.pairs, drafter, WarmupPlan(steps=steps), work / kind)
+
+
+def warm_head(target: Path, pairs: Sequence[Pair], drafter: DrafterConfig, plan: WarmupPlan, folder: Path) -> Path:
+    """The folder of a head that was made from the target's last layer and trained on the pairs."""
+    model = drafter_from_target(target, drafter.kind, seed=1)
+    states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
     with Progress(0, plan.steps, enabled=False) as progress:
-        warm_up(model, DrafterConfig(kind=kind, lr=1e-3), quickstart.pairs, states, work / kind, plan, progress)
-    return work / kind / "drafter"
+        warm_up(model, drafter, pairs, states, folder, plan, progress)
+    return folder / "drafter"

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from megatron_tlt.bench.chain_model import write_chain_model
 from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
 from megatron_tlt.bench.workers.stock_engine import StockEngine
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.models.hf_folder import SafetensorsFolder
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.observe.summary import describe_lengths
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
@@ -151,36 +150,6 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request]
     speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=most, adaptive=adaptive)
     target = Target(folder, prepared.config.rollout, speculation, {}, statics, given)
     return target, prepared.pool, folder
-
-
-def write_chain_model(folder: Path, num_layers: int, vocab_size: int) -> Path:
-    """A model of full size whose every greedy token is certain: the one that follows its last in a fixed chain.
-
-    The output layer looks for the embedding of a token's predecessor, and layers add little to what they get. A batch
-    of another size, which rounds otherwise, still decodes what was recorded, at the precision that models are rolled
-    out in. The work of a step is that of any model of its shape.
-    """
-    write_tiny_model(
-        "qwen2-untied",
-        folder,
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=num_layers,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        vocab_size=vocab_size,
-        max_position_embeddings=4096,
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.01)
-        embeddings = model.get_input_embeddings().weight
-        embeddings.normal_(generator=torch.Generator().manual_seed(1))
-        model.get_output_embeddings().weight.copy_(embeddings.roll(1, 0) / embeddings.shape[1])
-    model.save_pretrained(folder)
-    return folder
 
 
 def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:

@@ -1,0 +1,214 @@
+"""Whole RL steps at recorded lengths: no speculation, with a drafter trained in the step, trained in its bubbles."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.workers import measure_in_worker
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.models.recipe import model_folder
+from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
+from megatron_tlt.observe.environment import describe_environment
+
+ARMS = ("off", "SD", "SD + spot")
+PHASES = ("rollout", "reward", "log_probs", "update", "drafter", "reshard")
+# A step of the quickstart as its config has it, and one of few responses, whose rollout is most of it as in the field.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "quickstart": {
+        "prompts": 48,
+        "group": 8,
+        "longest": 0,
+        "drafts": 3,
+        "tuner": "beg_mab",
+        "entries": 16,
+        "unroll": 3,
+        "micro_batch": 512,
+        "lr": 1e-3,
+        "warm_problems": 384,
+        "warm_steps": 200,
+    },
+    "large": {
+        "prompts": 4,
+        "group": 2,
+        "longest": 512,
+        "drafts": 7,
+        "tuner": "none",
+        "entries": 4,
+        "unroll": 1,
+        "micro_batch": 560,
+        "lr": 3e-3,
+        "warm_problems": 64,
+        "warm_steps": 100,
+    },
+}
+_GIVEN = (
+    *("arms", "rounds", "pairs", "session_steps", "warm_entries"),
+    *("layers", "hidden", "vocab", "certainty", "seed"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--targets", nargs="+", choices=sorted(DEFAULTS), default=["quickstart", "large"])
+    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
+    parser.add_argument("--ranks", type=int, help="of the timed rows (default: as many as cores)")
+    parser.add_argument("--more-ranks", type=int, nargs="*", default=[4, 8], help="for quickstart's behaviour, untimed")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="of the timed rows")
+    parser.add_argument("--rounds", type=int, default=12, help="RL steps of each arm, in turns")
+    parser.add_argument("--settle", type=int, default=2, help="of these, the first that do not count")
+    parser.add_argument("--pairs", type=int, default=10, help="rollouts with and without training in the bubble")
+    parser.add_argument("--more-rounds", type=int, default=6, help="RL steps of each row of behaviour")
+    for name, text in (
+        ("prompts", "problems of a step"),
+        ("group", "responses to each"),
+        ("longest", "tokens of the longest response; 0 as recorded"),
+        ("drafts", "draft tokens per step at most (K)"),
+        ("entries", "responses per rank of a drafter's step"),
+        ("unroll", "drafts trained behind one another"),
+        ("micro-batch", "tokens of a drafter's micro-batch, which the longest response has to fit in"),
+        ("warm-problems", "responses that the head begins with"),
+        ("warm-steps", "steps of the head's before the first rollout"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=f"{text} (default: by target)")
+    parser.add_argument("--tuner", choices=("none", "beg_mab", "solver"), help="of the strategy (default: by target)")
+    parser.add_argument("--lr", type=float, help="of the drafters (default: by target)")
+    parser.add_argument("--session-steps", type=int, default=20, help="drafter steps behind an update, without spot")
+    parser.add_argument("--warm-entries", type=int, default=8, help="responses in one of the head's first steps")
+    parser.add_argument("--layers", type=int, default=26, help="of the large target; 26 make 103 million weights")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the large target, a multiple of 64")
+    parser.add_argument("--vocab", type=int, default=512, help="of the large target")
+    parser.add_argument(
+        "--certainty", type=float, default=0.9, help="probability of the large target's likeliest token"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one target at one number of ranks")
+
+
+def _measured(arguments: argparse.Namespace, target: str, ranks: int, **changed: Any) -> dict[str, Any]:
+    asked = vars(arguments)
+    given = {name: asked[name] for name in _GIVEN} | {"target": target, "config": str(arguments.config)}
+    given |= {name: value if asked[name] is None else asked[name] for name, value in DEFAULTS[target].items()}
+    if target == "quickstart":
+        given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))
+    given |= changed
+    given["prompts"] = max(given["prompts"], ranks)
+    what = f"spot, {target}, {ranks} ranks"
+    found: dict[str, Any] = measure_in_worker(what, "spot", given, arguments.timeout, ranks)
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile: a value that was measured.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("a percentile of nothing")
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def summarize(found: Mapping[str, Any], settle: int) -> dict[str, dict[str, Any]]:
+    """A row per arm: medians over the rounds that count; shares of idle time, and latencies, of all that had a session.
+
+    ``seconds`` are the counted rounds' steps in order, ``rollout`` their rollouts.
+    """
+    arms: dict[str, dict[str, Any]] = {}
+    for arm in dict.fromkeys(row["arm"] for row in found["steps"]):
+        rounds = sorted((row for row in found["steps"] if row["arm"] == arm), key=lambda row: int(row["round"]))
+        counted = rounds[settle:]
+        medians = {
+            phase: statistics.median(row.get(f"time/{phase}", 0.0) for row in counted) for phase in (*PHASES, "total")
+        }
+        arms[arm] = {
+            "step_s": medians.pop("total"),
+            **{f"{phase}_s": seconds for phase, seconds in medians.items()},
+            "seconds": [row["time/total"] for row in counted],
+            "rollout": [row["time/rollout"] for row in counted],
+            "acceptance_first": rounds[0]["speculation/acceptance_length"],
+            "acceptance_last": rounds[-1]["speculation/acceptance_length"],
+            "drafter_steps": statistics.median(row.get("drafter/steps", 0.0) for row in counted),
+        }
+        if arm == "SD + spot":
+            arms[arm] |= _of_bubbles([*counted, *found["pairs"]])
+    return arms
+
+
+def _of_bubbles(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    trained = [row for row in rows if row["spot/sessions"]]
+    latencies = [row["spot/preempt_ms"] for row in trained]
+    idle_s = sum(row["spot/idle_s"] for row in rows)
+    return {
+        "idle_s": idle_s / len(rows),
+        "idle_share_used": sum(row["spot/used_s"] for row in rows) / idle_s if idle_s else 0.0,
+        "bubbles": len(rows),
+        "with_sessions": len(trained),
+        "preempt_ms_p50": percentile(latencies, 0.5) if trained else None,
+        "preempt_ms_p99": percentile(latencies, 0.99) if trained else None,
+        "failed": sum(row["spot/failed"] + row["spot/cut_off"] for row in rows),
+    }
+
+
+def judge(result: BenchmarkResult, target: str, arms: Mapping[str, Mapping[str, Any]], pairs: Sequence[Any]) -> None:
+    """The targets of one target model, on as many ranks as there are cores."""
+    spot = arms["SD + spot"]
+    result.target(f"{target}: share of idle time that trains", spot["idle_share_used"], ">=", 0.80)
+    if pairs:
+        slower = slow_down(pairs)["ratio"]
+        result.target(f"{target}: rollout with training in the bubble over without", slower, "<=", 1.01)
+    if "off" in arms:
+        faster = ratio_of_medians(arms["off"]["seconds"], spot["seconds"])["ratio"]
+        result.target(f"{target}: whole step, off over SD + spot", faster, ">=", 1.7)
+
+
+def slow_down(pairs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of rollouts with training in the bubble over the same ones without."""
+    return ratio_of_medians([pair["with"] for pair in pairs], [pair["without"] for pair in pairs])
+
+
+def _rows(target: str, ranks: int, found: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    about = {
+        "target": target,
+        "weights": found["weights"],
+        "ranks": ranks,
+        "for": "timing" if found["pinned"] else "behaviour",
+    }
+    rows = []
+    for arm, measured in arms.items():
+        row = {**about, "arm": arm, **measured}
+        if "off" in arms:
+            row["step_over_off"] = ratio_of_medians(arms["off"]["seconds"], measured["seconds"])
+            row["rollout_over_off"] = ratio_of_medians(arms["off"]["rollout"], measured["rollout"])
+        if arm == "SD + spot" and found["pairs"]:
+            row["slow_down"] = slow_down(found["pairs"])
+        rows.append(row)
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per target, number of ranks and arm; targets are of the rows whose ranks have a core each.
+
+    Raises:
+        ConfigError: the quickstart's model is not there yet.
+        RunError: a target's processes failed.
+    """
+    environment = describe_environment()
+    result = BenchmarkResult(environment=environment, name="spot")
+    ranks = arguments.ranks or max(2, environment["cores"])
+    for target in arguments.targets:
+        found = _measured(arguments, target, ranks)
+        arms = summarize(found, arguments.settle)
+        result.rows += _rows(target, ranks, found, arms)
+        if found["pinned"] and "SD + spot" in arms:
+            judge(result, target, arms, found["pairs"])
+    if "quickstart" in arguments.targets:
+        for more in arguments.more_ranks:
+            few = {"arms": ["SD + spot"], "rounds": arguments.more_rounds, "pairs": 0}
+            found = _measured(arguments, "quickstart", more, **few)
+            result.rows += _rows("quickstart", more, found, summarize(found, arguments.settle))
+    return result

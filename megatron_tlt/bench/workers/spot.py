@@ -1,0 +1,266 @@
+"""One rank of `tlt bench spot`: whole runs that differ in speculation alone, step by step in turns, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.chain_model import chain_responses, write_chain_model
+from megatron_tlt.bench.recorded_lengths import RecordedLengths
+from megatron_tlt.bench.rollout_cases import of_length
+from megatron_tlt.bench.workers.quickstart import warm_head
+from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.tokenizer import encode_prompt, load_tokenizer
+from megatron_tlt.data.tokenizer_training import train_tokenizer
+from megatron_tlt.drafter import Pair, WarmupPlan
+from megatron_tlt.models.hf_folder import SafetensorsFolder
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, world_size
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.processes import die_with_parent
+from megatron_tlt.rollout.types import Request
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.trainer.experience import one_request_each, training_sampling
+from megatron_tlt.trainer.loop import Run
+from megatron_tlt.trainer.step import StepResult
+
+_PROMPT = 48
+
+
+def pin_to_core(count: int) -> None:
+    """Gives each of a machine's ``count`` ranks a core of its own, as each has its own GPU in production.
+
+    Where there are fewer cores, nothing is done.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if count > len(allowed):
+        return
+    core = allowed[int(os.environ["LOCAL_RANK"])]
+    for thread in os.listdir("/proc/self/task"):  # libraries have started some
+        os.sched_setaffinity(int(thread), {core})
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to train: its launch config, what all arms change in it, and responses that heads begin with."""
+
+    config: Path
+    folder: Path
+    overrides: Mapping[str, Any]
+    pairs: Callable[[], Sequence[Pair]]
+
+
+def quickstart(given: Mapping[str, Any], work: Path) -> Target:
+    """The recipe's model, which really answers, and learns; its head begins with worked solutions, as it did itself."""
+    config, folder = Path(given["config"]), Path(given["model"])
+
+    def pairs() -> list[Pair]:
+        loaded, tokenizer = load_config(config, ["launcher.nproc_per_node=1"]), load_tokenizer(folder)
+        problems = map(build_sources(loaded.tasks, "train", given["seed"] + 1).problem, range(given["warm_problems"]))
+        longest = loaded.rollout.max_response_tokens
+        return [
+            Pair(tuple(encode_prompt(tokenizer, problem)), tuple(tokenizer.encode(problem.solution or "")[:longest]))
+            for problem in problems
+        ]
+
+    return Target(config, folder, {"model.recipe": "null", "model.path": folder}, pairs)
+
+
+def large(given: Mapping[str, Any], work: Path) -> Target:
+    """A chain of tokens: its rewards are all 0, so the update, with all of its work, leaves it as it is."""
+    file, folder, longest = work / "large.yaml", work / "large", given["longest"]
+    if rank() == 0:
+        train_tokenizer([], given["vocab"], folder)
+        write_chain_model(folder, given["layers"], given["vocab"], given["certainty"], given["hidden"])
+        responses = given["prompts"] * given["group"]
+        vllm = {"dtype": "bfloat16", "max_num_seqs": responses, "num_gpu_blocks_override": 8 * responses}
+        config = {
+            "run": {"name": "large"},
+            "model": {"path": str(folder)},
+            "tasks": [{"name": "gcd", "params": {"sizes": {"min": 9, "max": 19}}}],
+            "actor": {
+                "transformer_impl": "local",
+                "max_tokens_per_micro_batch": longest + _PROMPT,
+                "megatron": {"bf16": True},
+                "optimizer": {"lr": 1e-6},
+            },
+            "rollout": {"max_prompt_tokens": _PROMPT, "max_response_tokens": longest, "vllm": vllm},
+        }
+        file.write_text(json.dumps(config), encoding="utf-8")
+
+    def pairs() -> list[Pair]:
+        count, vocab, certainty = given["warm_problems"], given["vocab"], given["certainty"]
+        return [Pair(r[:8], r[8:]) for r in chain_responses(count, 64, vocab, certainty, given["seed"])]
+
+    barrier()
+    return Target(file, folder, {}, pairs)
+
+
+def first_head(target: Target, given: Mapping[str, Any], work: Path) -> Path:
+    """The head that all arms begin with, made by the first rank."""
+    folder = work / "head"
+    if rank() == 0:
+        drafter = DrafterConfig(lr=given["lr"], unroll_steps=given["unroll"])
+        warm_head(
+            target.folder, target.pairs(), drafter, WarmupPlan(given["warm_steps"], given["warm_entries"]), folder
+        )
+        _tell("a first head")
+    barrier()
+    return folder / "drafter"
+
+
+def arm_config(target: Target, head: Path, arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
+    """What an arm's run differs in from the others', on top of what they share."""
+    off = {"speculation.enabled": "false"}
+    trained = {
+        "speculation.drafter": "eagle",
+        "speculation.num_speculative_tokens": given["drafts"],
+        "drafter.path": head,
+        "drafter.lr": given["lr"],
+        "drafter.unroll_steps": given["unroll"],
+        "drafter.session_steps": given["session_steps"],
+        "drafter.entries_per_step": given["entries"],
+        "drafter.max_tokens_per_micro_batch": given["micro_batch"],
+    }
+    if given["tuner"] != "none":
+        trained["speculation.adaptive.tuner"] = given["tuner"]
+    spot = {
+        "spot.min_replicas": min(2, max(1, world_size() - 1)),
+        "spot.min_entries": 1,
+        "spot.session_timeout_s": 60,
+    }
+    own = {"off": off, "SD": trained, "SD + spot": {**trained, **spot}}[arm]
+    overrides = {
+        **target.overrides,
+        **own,
+        "launcher.nproc_per_node": world_size(),
+        "run.dir": work / arm.replace(" ", ""),
+        "run.seed": given["seed"],
+        "run.deterministic": "false",
+        "trainer.prompts_per_step": given["prompts"],
+        "algorithm.group_size": given["group"],
+        "reshard.verify_every": 0,
+    }
+    return load_config(target.config, [f"{key}={value}" for key, value in overrides.items()])
+
+
+def _ignore(*_: object) -> None:
+    """Nobody is shown the progress."""
+
+
+class Bench:
+    """All arms of one target on this rank."""
+
+    def __init__(self, given: Mapping[str, Any], work: Path) -> None:
+        self._given = given
+        target = {"quickstart": quickstart, "large": large}[given["target"]](given, work)
+        head = first_head(target, given, work)
+        self._lengths = RecordedLengths(given["prompts"], given["group"], given["longest"], given["seed"])
+        self._configs = {arm: arm_config(target, head, arm, given, work) for arm in given["arms"]}
+        self._runs = {arm: Run(config, self._lengths) for arm, config in self._configs.items()}
+        tensors = SafetensorsFolder(target.folder)
+        self.weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
+
+    def run(self) -> dict[str, Any]:
+        """Steps of all arms in turns, then rollouts of the last one with and without training in the bubble."""
+        with ExitStack() as stack:
+            for run in self._runs.values():
+                stack.enter_context(run.serving())
+                run.step.reshard(0, StepResult(), _ignore)
+            rows = list(itertools.chain.from_iterable(map(self._round, range(self._given["rounds"]))))
+            pairs = [self._pair(number) for number in range(self._given["pairs"])] if "SD + spot" in self._runs else []
+        return {"steps": rows, "pairs": pairs, "weights": self.weights}
+
+    def _round(self, number: int) -> list[dict[str, Any]]:
+        self._lengths.begin(number)
+        arms = list(self._runs)
+        turn = number % len(arms)
+        rows = []
+        for arm in arms[turn:] + arms[:turn]:
+            barrier()
+            metrics = self._runs[arm].step.run(number, _ignore, _ignore, _ignore).metrics
+            everyone = all_gather_data(metrics, dict[str, float])
+            times = {name: max(row[name] for row in everyone) for name in metrics if name.startswith("time/")}
+            rows.append({"arm": arm, "round": number, **metrics, **times})
+            _tell(f"step {number + 1}, {arm}: {times['time/total']:.2f} s")
+        return rows
+
+    def _pair(self, number: int) -> dict[str, Any]:
+        """The same rollout with training in its bubble and without, on the same weights; which comes first changes."""
+        rollout = self._given["rounds"] + number
+        requests = self._requests(rollout)
+        found: dict[str, Any] = {}
+        for arm in ("with", "without") if number % 2 else ("without", "with"):
+            found |= self._rollout(rollout, requests, trains=arm == "with")
+        _tell(f"rollout {number + 1}: {found['with']:.2f} s with training, {found['without']:.2f} s without")
+        return found
+
+    def _requests(self, rollout: int) -> list[Request]:
+        """This rank's share of a rollout, as the trainer deals it out."""
+        run, config = self._runs["SD + spot"], self._configs["SD + spot"]
+        count, lengths = config.trainer.prompts_per_step, self._lengths.begin(rollout)
+        problems = build_sources(config.tasks, "train", config.run.seed)
+        mine = range(rank(), count, world_size())
+        asked = one_request_each(
+            [problems.problem(rollout * count + index) for index in mine for _ in lengths[index]],
+            run.tokenizer,
+            training_sampling(config.rollout, run.tokenizer.eos_id),
+            "pair",
+            rollout,
+        )
+        wanted = [length for index in mine for length in lengths[index]]
+        return [of_length(request, length) for request, length in zip(asked, wanted, strict=True)]
+
+    def _rollout(self, rollout: int, requests: Sequence[Request], *, trains: bool) -> dict[str, Any]:
+        run = self._runs["SD + spot"]
+        assert run.bubble is not None and run.drafting is not None
+        barrier()
+        if trains:
+            run.bubble.begin(rollout)
+        began = time.perf_counter()
+        run.engine.generate(requests)
+        seconds = time.perf_counter() - began
+        if trains:
+            run.bubble.until_over(rollout)
+        barrier()
+        slowest = max(all_gather_data(seconds, float))
+        if not trains:
+            return {"without": slowest}
+        # the drafter learns, but no engine gets it: both rollouts draft alike
+        metrics = run.drafting.train(rollout, run.policy)
+        return {"with": slowest, **{name: value for name, value in metrics.items() if name.startswith("spot/")}}
+
+
+def _tell(line: str) -> None:
+    if rank() == 0:
+        print(line, flush=True)
+
+
+def main(given_json: str, work: str, out: str) -> None:
+    die_with_parent(signal.SIGKILL)
+    given = json.loads(given_json)
+    pin_to_core(int(os.environ["LOCAL_WORLD_SIZE"]))
+    prepare()
+    initialize_distributed(600)
+    found = Bench(given, Path(work)).run()
+    cores = all_gather_data(sorted(os.sched_getaffinity(0)), list[int])  # of now: an engine may have moved its rank
+    pinned = len({tuple(own) for own in cores if len(own) == 1}) == world_size()
+    if rank() == 0:
+        atomic_write_text(Path(out), json.dumps({**found, "pinned": pinned}))
+    barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
