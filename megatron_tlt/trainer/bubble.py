@@ -78,8 +78,10 @@ def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, f
     """
     over = max(report.released_at for report in reports)
     idle_s = sum(over - report.released_at for report in reports)
-    used_s = sum(report.used_s for report in reports)
     left = [report.left_at - over for report in reports if report.left_at is not None]
+    # the step in which a rank was told to leave goes on beyond the rollout's end
+    beyond = [max(0.0, (report.left_at or over) - over) for report in reports]
+    used_s = sum(max(0.0, report.used_s - late) for report, late in zip(reports, beyond, strict=True))
     return {
         "spot/idle_s": idle_s,
         "spot/used_s": used_s,

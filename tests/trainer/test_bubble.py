@@ -275,8 +275,8 @@ def test_metrics_of_all_ranks() -> None:
     assert newest_rank([reports[0], replace(reports[1], led=True)]) == 1
     assert bubble_metrics(reports, 2) == {
         "spot/idle_s": 10.0,
-        "spot/used_s": 5.0,
-        "spot/share": 0.5,
+        "spot/used_s": 4.75,  # of 5 s, a quarter of one beyond the end
+        "spot/share": 0.475,
         "spot/sessions": 2.0,
         "spot/steps": 5.0,
         "spot/preempt_ms": 250.0,
