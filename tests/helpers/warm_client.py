@@ -53,19 +53,23 @@ def umask() -> int:
 
 def run(path: str, arguments: list[str]) -> int:
     """The status of the fork; does not come back where it ended by a signal, nor where a real Python takes over."""
+    # what runs in the background of a shell ignores SIGINT, unless it says otherwise
+    ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
     if not inherited():
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(path)
             request = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "umask": umask()}
+            request["ignored"] = ignored
             body = json.dumps(request).encode()
             socket.send_fds(connection, [struct.pack("!I", len(body))], [0, 1, 2])
             for number in PASSED_ON:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, lambda number, _: connection.sendall(bytes([number])))
+                signal.signal(number, lambda number, _: connection.sendall(bytes([number])))
             connection.sendall(body)
             answer = receive(connection, 1)
             if answer != NO:
                 return _wait(connection)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -34,7 +34,7 @@ import psutil
 
 from megatron_tlt.platform.processes import die_with_parent
 from tests.helpers.launch import MARK
-from tests.helpers.warm_client import NO, YES, receive
+from tests.helpers.warm_client import NO, PASSED_ON, YES, receive
 
 END = b"e"
 #: Read while modules are imported: a fork whose environment has others is refused, and a real Python takes its place.
@@ -76,6 +76,7 @@ class Job:
     env: dict[str, str]
     cwd: str
     umask: int
+    ignored: list[int]
     streams: list[int] = field(default_factory=list)
 
 
@@ -230,6 +231,9 @@ def become(job: Job, stand_in: str, base_path: list[str], set_by_imports: dict[s
     for number, stream in enumerate(job.streams):
         os.dup2(stream, number)
         os.close(stream)
+    for number in PASSED_ON:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in job.ignored else usual)
     os.chdir(job.cwd)
     os.umask(job.umask)
     os.environ.clear()

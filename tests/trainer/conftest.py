@@ -101,7 +101,7 @@ def uninterrupted(runs: Runs) -> Path:
     return runs.folder / "uninterrupted"
 
 
-FAULT_STEPS = 5
+FAULT_STEPS = 10
 # two of four problems are the first rank's, and each takes its engine several rounds: the two others wait
 GREEDY = (
     "launcher.nproc_per_node=3",

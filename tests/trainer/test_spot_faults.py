@@ -47,6 +47,7 @@ class Faulty:
     reports_while_held: int = 0
     directives_while_held: int = 0
     held_from: float = 0.0
+    forged_in: int = 0
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + 240 * slowness()
@@ -78,9 +79,17 @@ class Faulty:
                 continue
         raise LookupError(f"no rank {rank}")
 
-    def in_session(self, wire: Wire, rl_step: int) -> None:
-        """Returns in the middle of a step that both waiting ranks train."""
-        self.until(lambda: sum(step >= 1 for step in wire.training(rl_step).values()) == 2, f"no session in {rl_step}")
+    def in_session(self, wire: Wire, rl_step: int, last: int | None = None) -> int:
+        """Returns in the middle of a step that both waiting ranks train; the RL step, at most ``last``."""
+        found: list[int] = []
+
+        def trains() -> bool:
+            steps = range(rl_step, (rl_step if last is None else last) + 1)
+            found[:] = [step for step in steps if sum(done >= 1 for done in wire.training(step).values()) == 2]
+            return bool(found)
+
+        self.until(trains, f"no session in step {rl_step}")
+        return found[-1]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +103,7 @@ def faulty(runs: Runs) -> Iterator[Faulty]:
             kill_leader(run)
             with run.wire(2) as wire:
                 hold_coordinator(run, wire, 3)
+                # rollouts did not wait for it: on a quick machine some went by without a session
                 forge(run, wire, 4)
             assert run.process.wait(240 * slowness()) == 0, runs.log("faulty")
             yield run
@@ -132,8 +142,8 @@ def hold_coordinator(run: Faulty, wire: Wire, rl_step: int) -> None:
 
 
 def forge(run: Faulty, wire: Wire, rl_step: int) -> None:
-    """Somebody says that the first rank is done, which would end the rollout for all."""
-    run.in_session(wire, rl_step)
+    """In the first session from ``rl_step`` on, somebody says that the first rank is done: all would be over."""
+    run.forged_in = run.in_session(wire, rl_step, FAULT_STEPS - 1)
     report, frames = next(item for item in reversed(wire.frames) if item[0].rank == 0)
     lie = replace(report, sequence=report.sequence + 10**6, released=True, available=True)
     payload = msgspec.msgpack.encode(lie)
@@ -171,7 +181,7 @@ def test_the_drafter_goes_on_too(faulty: Faulty) -> None:
     versions = [row["drafter/version"] for row in rows_of(faulty.folder)]
     assert versions == sorted(set(versions))
     trained = [row["step"] for row in rows_of(faulty.folder) if row["spot/steps"]]
-    assert {2, 3, 4, 5} <= set(trained), "a fault ended drafter training for good"
+    assert {2, 3, 4, faulty.forged_in + 1} <= set(trained), "a fault ended drafter training for good"
     assert all(row["drafter/failed"] == 0 for row in rows_of(faulty.folder))
 
 
@@ -197,4 +207,5 @@ def test_a_full_disk_costs_checkpoints_of_the_drafter_and_nothing_else(faulty: F
 
 def test_forged_and_repeated_messages_are_dropped_and_counted(faulty: Faulty) -> None:
     counted = [row["spot/refused_messages"] for row in rows_of(faulty.folder)]
-    assert counted == [0.0] * (FAULT_STEPS - 1) + [float(UNSIGNED + FORGED + REPLAYED)]
+    dropped = float(UNSIGNED + FORGED + REPLAYED)
+    assert counted == [0.0] * faulty.forged_in + [dropped] * (FAULT_STEPS - faulty.forged_in)
