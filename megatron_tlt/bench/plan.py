@@ -200,10 +200,6 @@ def _row(name: str, case: Case, machine: Machine, peaks: list[int], seconds: lis
 
 def spearman(a: list[float], b: list[float]) -> float:
     """Rank correlation; equal values share the mean of their ranks."""
-    ranks = [_ranks(values) for values in (a, b)]
-    return statistics.correlation(*ranks)
+    from scipy.stats import spearmanr
 
-
-def _ranks(values: list[float]) -> list[float]:
-    order = sorted(values)
-    return [(order.index(v) + len(order) - 1 - order[::-1].index(v)) / 2 for v in values]
+    return float(spearmanr(a, b).statistic)

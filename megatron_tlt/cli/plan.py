@@ -12,7 +12,7 @@ from megatron_tlt.cli import plan_cluster, runs
 from megatron_tlt.cli.plan_profile import measure_machine
 from megatron_tlt.cli.plan_search import search_layout
 from megatron_tlt.cli.plan_tables import print_reshard, print_step
-from megatron_tlt.cli.planned import DEVICE, PROFILE, machine_of, mean_response, memory_of
+from megatron_tlt.cli.planned import PROFILE, machine_of, mean_response, memory_of
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
@@ -20,6 +20,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.cost import step_time
+from megatron_tlt.planning.devices import DEFAULT_DEVICE
 from megatron_tlt.planning.job import Job, job_of
 from megatron_tlt.planning.machine import CPU, Machine
 from megatron_tlt.planning.remedies import remedies
@@ -62,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--devices",
         metavar="NAME|FILE",
         help=f"a known device, `{CPU}`, or a profile (default: {PROFILE} if it is of the config's kind of device, "
-        f"else {DEVICE}, or {CPU} where actor.transformer_impl is local)",
+        f"else {DEFAULT_DEVICE}, or {CPU} where actor.transformer_impl is local)",
     )
     parser.add_argument(
         "--mean-response", metavar="TOKENS", type=float, help="a response's mean length (default: an assumption)"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.planning.devices import DEFAULT_DEVICE
 from megatron_tlt.planning.job import Job
 from megatron_tlt.planning.machine import CPU, Machine, find_machine
 from megatron_tlt.planning.memory import MemoryPlan, plan_memory
@@ -14,8 +15,6 @@ from megatron_tlt.speculation.graph_pool import GraphPlan
 
 PROFILE = Path("runs/profile.json")
 """Where ``--profile`` writes unless told otherwise, and where a plan for this machine looks."""
-DEVICE = "H100-80GB"
-"""What a plan is for unless it says so."""
 
 
 def machine_of(config: TltConfig, given: str | None) -> Machine:
@@ -29,7 +28,7 @@ def machine_of(config: TltConfig, given: str | None) -> Machine:
     on_cpu = config.actor.transformer_impl == "local"
     if PROFILE.is_file() and (found := find_machine(str(PROFILE))).is_cpu == on_cpu:
         return found
-    return find_machine(CPU if on_cpu else DEVICE)
+    return find_machine(CPU if on_cpu else DEFAULT_DEVICE)
 
 
 def memory_of(config: TltConfig, job: Job, machine: Machine) -> MemoryPlan:

@@ -17,7 +17,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.observe.jsonl import finite
-from megatron_tlt.planning.devices import device, known_devices
+from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
 from megatron_tlt.planning.simulation.acceptance import Draft, chain
 from megatron_tlt.planning.simulation.constants import Constants, documented, of_kind, shipped
 from megatron_tlt.planning.simulation.from_config import scenario_of
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("simulate", help="simulate steps of a config's cluster, policy by policy")
     runs.add_config_arguments(parser)
     parser.add_argument(
-        "--device", default="H100-80GB", metavar="NAME", help=f"one of {', '.join(sorted(known_devices()))}"
+        "--device", default=DEFAULT_DEVICE, metavar="NAME", help=f"one of {', '.join(sorted(known_devices()))}"
     )
     parser.add_argument("--nodes", metavar="N,N,...", help="numbers of nodes, instead of launcher.nnodes")
     parser.add_argument(

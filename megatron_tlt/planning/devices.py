@@ -10,6 +10,9 @@ import yaml
 
 from megatron_tlt.errors import ConfigError
 
+DEFAULT_DEVICE = "H100-80GB"
+"""What a plan or a simulation is for unless it says so."""
+
 
 @dataclass(frozen=True)
 class Device:
