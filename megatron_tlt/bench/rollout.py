@@ -15,6 +15,8 @@ from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 
 TUNERS = ("beg_mab", "solver", "oracle")
+# A step of the quickstart's model is over before budgets would be computed.
+LENGTHS = {"quickstart": "none", "large": "optimal"}
 WHOLE = "whole rollout"
 
 
@@ -27,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved, behind one in which tuners know nothing")
     parser.add_argument("--requests", type=int, default=96, help="in quickstart's whole rollout")
     parser.add_argument("--drafts", type=int, default=7, help="draft tokens at most")
-    parser.add_argument("--threshold", type=int, default=32, help="running batch up to which tuners may speculate")
+    parser.add_argument("--threshold", type=int, default=64, help="running batch up to which tuners may speculate")
+    parser.add_argument(
+        "--lengths", choices=("none", "classes", "optimal"), help="the tuners' budgets by length (default: by target)"
+    )
+    parser.add_argument(
+        "--length-spread", type=float, default=0.25, help="of a problem's lengths over repeats, of their logarithm"
+    )
     parser.add_argument("--warm-problems", type=int, default=384, help="responses that quickstart's head learns from")
     parser.add_argument("--warm-steps", type=int, default=600, help="of that head's training")
     parser.add_argument("--large-requests", type=int, default=64, help="in the large target's whole rollout")
@@ -43,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
     own = set(vars(arguments)) - {"targets", "config", "model", "timeout", "json", "record"}
     given = {key: getattr(arguments, key) for key in own} | {"target": target, "config": str(arguments.config)}
+    lengths = arguments.lengths or LENGTHS[target]
+    given["lengths"] = None if lengths == "none" else lengths
     given["record"] = str(arguments.record.resolve()) if arguments.record else None
     if target == "quickstart":
         given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,15 +31,35 @@ def of_length(request: Request, num_tokens: int) -> Request:
     return replace(request, sampling=sampling)
 
 
-def as_asked(requests: Sequence[Request], arm: str, repeat: int) -> list[Request]:
-    """The requests of one arm in one repeat: other samples each time, as an epoch has them.
+@dataclass(frozen=True)
+class Epochs:
+    """The same problems again and again: other samples each time, whose lengths scatter about the problem's own.
 
-    Drafters without a model know an arm's own earlier responses to a problem, and nothing that others were answered.
+    ``spread`` is the standard deviation of a length's logarithm from one repeat to the next; none exceeds ``longest``.
     """
-    return [
-        replace(request, seed=_hashed(f"{request.seed}/{repeat}", 7), problem_key=f"{arm}/{request.request_id}")
-        for request in requests
-    ]
+
+    spread: float
+    longest: int
+
+    def length(self, request: Request, repeat: int) -> int:
+        """Tokens of the response in this repeat, the same for every arm."""
+        draw = random.Random(f"{request.seed}/{request.request_id}/{repeat}").gauss(0.0, self.spread)
+        return min(self.longest, max(1, round(request.sampling.max_tokens * math.exp(draw))))
+
+    def asked(self, requests: Sequence[Request], arm: str, repeat: int) -> list[Request]:
+        """The requests of one arm in one repeat.
+
+        Drafters without a model know an arm's own earlier responses to a problem, and nothing that others were
+        answered; so does what expects a problem's length.
+        """
+        return [
+            replace(
+                of_length(request, self.length(request, repeat)),
+                seed=_hashed(f"{request.seed}/{repeat}", 7),
+                problem_key=f"{arm}/{request.request_id}",
+            )
+            for request in requests
+        ]
 
 
 def _hashed(text: str, size: int) -> int:

@@ -65,7 +65,9 @@ class AdaptiveConfig(Section):
     Speculation begins once ``patience`` engine steps in a row had at most ``threshold`` requests, and ends above
     ``threshold + hysteresis``. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off,
     ngram-3 and eagle-5; without any, some of each drafter that the engine has. ``options`` are the tuner's own.
-    ``lengths`` gives requests drafts by the length that their responses are expected to have.
+    ``lengths`` gives requests drafts by the length that their responses are expected to have, under all strategies:
+    the long ones all, medium ones half and short ones none (``classes``), or those that end the batch soonest
+    (``optimal``, for which the most of each drafter is strategy enough).
     """
 
     tuner: Literal["static", "beg_mab", "solver"] = "beg_mab"

@@ -6,9 +6,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
 
+from megatron_tlt.errors import RunError
 from megatron_tlt.platform.nodes import Nodes
 
 _PR_SET_PDEATHSIG = 1
@@ -49,6 +53,51 @@ def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, st
         # the n-gram drafter of vLLM would start threads of its own, which then spin beside everything else
         "NUMBA_NUM_THREADS": str(threads),
     }
+
+
+def run_processes(
+    what: str,
+    module: str,
+    arguments: Sequence[str],
+    processes: int,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Runs a module on that many ranks of this machine, one thread each, and waits for them.
+
+    ``environment`` goes over what a launch has. What a rank prints shows how far it is: its lines are shown where
+    standard error is a terminal.
+
+    Raises:
+        RunError: it failed or ran past ``timeout_s``; says ``what``, with the end of its log.
+    """
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as log,
+        subprocess.Popen(
+            torchrun_command(module, arguments, processes),
+            env={**launch_environment(1), **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        overdue = threading.Timer(timeout_s, process.kill)
+        overdue.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if sys.stderr.isatty():
+                print(f"{what}: {line.rstrip()}", file=sys.stderr, flush=True)
+        status = process.wait()
+        in_time = overdue.is_alive()
+        overdue.cancel()
+        log.seek(0)
+        lines = log.read().splitlines()
+    if not in_time:
+        raise RunError(f"{what}: still running after {timeout_s:g} s")
+    if status:
+        # torchrun's own report comes last and says less than the ranks' tracebacks before it
+        ranks = [line for line in lines if line.startswith("[rank")]
+        raise RunError("\n".join([f"{what}: status {status}", *(ranks or lines)[-40:]]))
 
 
 def die_with_parent(signum: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -28,7 +29,7 @@ def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
     if speculation.adaptive is None:
         return [Strategy(drafter, most)]
     if not speculation.adaptive.strategies:
-        return default_strategies(drafter, most)
+        return default_strategies(drafter, most, budgets=speculation.adaptive.lengths == "optimal")
     allowed = {"off", "ngram", "suffix", drafter}
     found = [Strategy.parse(name) for name in speculation.adaptive.strategies]
     for strategy in found:
@@ -40,9 +41,12 @@ def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
     return found
 
 
-def default_strategies(drafter: str, most: int) -> list[Strategy]:
-    """Off, one without a model, and the drafter with every odd number of tokens up to ``most``, and ``most``."""
-    lengths = sorted({*range(1, most + 1, 2), most})
+def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> list[Strategy]:
+    """Off, one without a model, and the drafter with every odd number of tokens up to ``most``, and ``most``.
+
+    Where ``budgets`` say how many of them each request has, with ``most`` alone.
+    """
+    lengths = [most] if budgets else sorted({*range(1, most + 1, 2), most})
     free = [] if drafter in ("ngram", "suffix") else [Strategy("suffix", most)]
     return [OFF, *free, *(Strategy(drafter, length) for length in lengths)]
 
@@ -63,6 +67,8 @@ class AdaptiveSpeculation:
         assert speculation.adaptive is not None
         own = speculation.adaptive
         strategies = strategies_of(speculation)
+        if own.lengths is not None:
+            strategies = [s if s == OFF else replace(s, by_length=True) for s in strategies]
         try:
             tuner = build_tuner(own.tuner, strategies, own.options, seed)
         except ValueError as error:
@@ -71,7 +77,8 @@ class AdaptiveSpeculation:
         self._controller = SpeculationController(tuner, gate, own.hold_steps)
         by_length = own.lengths is not None or any(strategy.by_length for strategy in strategies)
         self._lengths = LengthPolicy(own.lengths or "classes", max_response_tokens) if by_length else None
-        self._always_by_length = own.lengths is not None
+        # drafts that budgets allow in the step to come, and allowed in the one before it: those are verified in it
+        self._offered = (0, 0)
         self._steps: Counter[str] = Counter()
 
     def drafter_changed(self, drafter: str) -> None:
@@ -89,11 +96,14 @@ class AdaptiveSpeculation:
     def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
         """As ``StrategyChooser.next``."""
         strategy = self._controller.next(batch)
-        if self._lengths is None or not (strategy.by_length or (self._always_by_length and strategy != OFF)):
+        if self._lengths is None or not strategy.by_length:
+            self._offered = (0, self._offered[0])
             return strategy, None
         for name, num_tokens in requests.items():
             self._lengths.update(name, num_tokens)
-        return strategy, self._lengths.budgets(requests, strategy.num_tokens)
+        budgets = self._lengths.budgets(requests, strategy.num_tokens)
+        self._offered = (sum(budgets.values()), self._offered[0])
+        return strategy, budgets
 
     def observe(self, step: StepRecord) -> None:
         """As ``StrategyChooser.observe``."""
@@ -106,6 +116,7 @@ class AdaptiveSpeculation:
             num_tokens=step.num_tokens,
             num_draft_tokens=step.num_draft_tokens,
             num_accepted_tokens=step.num_accepted_tokens,
+            num_offered_tokens=self._offered[1],
             had_prefill=step.prefilled,
         )
         if self._controller.observe(seen) and self._lengths is not None:

@@ -75,7 +75,7 @@ class AcceptanceLengths:
     are learnt from all strategies of a drafter, the one in question first. Old steps are discounted over all steps
     (``half_life``), and those of a strategy unused for long count for little. Where the latest steps of a strategy
     contradict the earlier ones by ``drift`` standard deviations, the drafter has changed: all of its strategies drop
-    what is older.
+    what is older. Of a strategy by length it is the gain of requests that may have drafts: the batch ends with them.
     """
 
     def __init__(self, half_life: float = 300.0, drift: float = 3.5) -> None:
@@ -106,7 +106,9 @@ class AcceptanceLengths:
         else:
             accepted = float(step.num_tokens - step.batch)
             drafted = float(step.batch) if accepted else 0.0
-        weight = min(step.batch, _MOST) / step.batch
+        # by length, those that may have none end early anyway: what counts is how the others get on
+        samples = step.num_offered_tokens / strategy.num_tokens if strategy.by_length else float(step.batch)
+        weight = min(samples, _MOST) / samples if samples else 0.0
         drifted = self._is_drift(strategy)
         if drifted:
             self.drifts += 1
@@ -115,7 +117,7 @@ class AcceptanceLengths:
                     self._all[other].decay(0.02)
             everything = self._all[strategy] = _Sums(recent.samples, recent.drafted, recent.accepted)
         for sums in (everything, recent):
-            sums.add(weight * step.batch, weight * drafted, weight * accepted)
+            sums.add(weight * samples, weight * drafted, weight * accepted)
         return drifted
 
     def _is_drift(self, strategy: Strategy) -> bool:

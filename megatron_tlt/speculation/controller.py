@@ -27,6 +27,7 @@ class EngineStep:
     num_tokens: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_offered_tokens: int = 0
     had_prefill: bool = False
 
     @property
@@ -43,6 +44,7 @@ class EngineStep:
             self.num_tokens,
             self.num_draft_tokens,
             self.num_accepted_tokens,
+            self.num_offered_tokens,
         )
 
 

@@ -70,7 +70,8 @@ class StepObservation:
     """An engine step that decoded only (no prompt in it), its drafts made and verified under one strategy.
 
     ``batch`` counts its requests, ``num_tokens`` what they gained together (at least ``batch``), ``duration`` is in
-    seconds. ``tokens / duration`` is the reward r of BEG-MAB (TLT, adaptive rollout engine).
+    seconds. ``tokens / duration`` is the reward r of BEG-MAB (TLT, adaptive rollout engine). ``num_offered_tokens``:
+    drafts that a strategy by length let its requests have, found or not.
     """
 
     strategy: Strategy
@@ -79,3 +80,4 @@ class StepObservation:
     num_tokens: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_offered_tokens: int = 0

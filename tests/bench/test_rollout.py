@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.bench.rollout import summarize
-from megatron_tlt.bench.rollout_cases import ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
 from megatron_tlt.cli import main
 from megatron_tlt.rollout.types import Request, SamplingSpec
 
@@ -54,7 +54,8 @@ def test_a_length_is_all_that_changes() -> None:
 
 def test_no_arm_is_asked_what_another_one_answered() -> None:
     pool = requests(4)
-    one, again, other = as_asked(pool, "ngram-3", 1), as_asked(pool, "ngram-3", 2), as_asked(pool, "eagle-3", 1)
+    asked = Epochs(0.25, 64).asked
+    one, again, other = asked(pool, "ngram-3", 1), asked(pool, "ngram-3", 2), asked(pool, "eagle-3", 1)
     assert [r.seed for r in one] == [r.seed for r in other] != [r.seed for r in again]
     assert [r.problem_key for r in one] == [r.problem_key for r in again]
     assert not {r.problem_key for r in one} & {r.problem_key for r in other}
@@ -79,6 +80,18 @@ def test_the_first_round_is_kept_apart() -> None:
     rows = [{**row, "repeat": repeat, "seconds": 5.0 - repeat} for repeat in range(3)]
     assert summarize(rows)["batch 1"]["off"]["seconds"] == [4.0, 3.0]
     assert summarize(rows)["batch 1"]["off"]["cold"] == 5.0
+
+
+@given(st.integers(1, 64), st.floats(0.0, 1.0), st.integers(0, 9))
+def test_lengths_scatter_alike_for_every_arm(length: int, spread: float, repeat: int) -> None:
+    pool = [of_length(request, length) for request in requests(20)]
+    epochs = Epochs(spread, 64)
+    one, other = ([r.sampling.max_tokens for r in epochs.asked(pool, arm, repeat)] for arm in ("off", "eagle-3"))
+    assert one == other == [epochs.length(request, repeat) for request in pool]
+    assert all(1 <= n <= 64 for n in one)
+    assert spread or one == [length] * 20
+    if 8 < length < 32 and spread > 0.2:
+        assert len(set(one)) > 1
 
 
 @pytest.mark.slow

@@ -1,24 +1,27 @@
-"""Two hosts with one cable between them: slurm/node.sh by hand on each, as srun runs it, and the cable pulled out."""
+"""Two hosts with one cable between them, slurm/node.sh on each as srun runs it: a rank killed, then the cable cut."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import steps
 from tests.helpers.hosts import Hosts, hosts
-from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slowness
+from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slowness, worker_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COLLECTIVE_S = 20
 # The collectives' limit, the question who is still there, and what torchrun is given to end by itself.
 BOUND_S = COLLECTIVE_S + 40
+AGAIN = "all ranks start again from the checkpoint of step"
 
 
 def start(network: Hosts, index: int, arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
@@ -35,12 +38,14 @@ def start(network: Hosts, index: int, arguments: list[str], environment: dict[st
         )
 
 
-def test_two_hosts_train_together_and_a_cut_ends_both_with_what_was_lost(two_nodes: Path, environment: Path) -> None:
+def test_two_hosts_start_again_together_and_a_cut_ends_both_with_what_was_lost(
+    two_nodes: Path, environment: Path
+) -> None:
     folder = two_nodes.parent / "two-hosts"
     folder.mkdir()
-    logs = [folder / f"host{index}.log" for index in range(2)]
-    arguments = ["train", str(two_nodes), f"run.dir={folder / 'run'}", "trainer.steps=1000"]
-    arguments += [f"launcher.collective_timeout_s={COLLECTIVE_S}", "launcher.max_restarts=0"]
+    run, logs = folder / "run", [folder / f"host{index}.log" for index in range(2)]
+    arguments = ["train", str(two_nodes), f"run.dir={run}", "trainer.steps=1000"]
+    arguments += [f"launcher.collective_timeout_s={COLLECTIVE_S}", "launcher.max_restarts=1"]
     mark = uuid.uuid4().hex
     with hosts(2) as network:
         given = {
@@ -51,12 +56,20 @@ def test_two_hosts_train_together_and_a_cut_ends_both_with_what_was_lost(two_nod
             "TLT_JOB": "by-hand",
         }
         processes = [start(network, index, arguments, given, logs[index]) for index in range(2)]
-        try:
+
+        def until(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + 400 * slowness()
-            while steps(folder / "run") < 1:
+            while not condition():
                 story = "\n\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
                 assert time.monotonic() < deadline and all(p.poll() is None for p in processes), story
                 time.sleep(0.05)
+
+        try:
+            until(lambda: steps(run) >= 1 and any((run / "checkpoints").glob("step_*")))
+            os.kill(worker_of(mark, 1), signal.SIGKILL)
+            until(lambda: all(AGAIN in log.read_text(errors="replace") for log in logs))
+            before = steps(run)
+            until(lambda: steps(run) > before)
             network.link(1, "down")
             cut = time.monotonic()
             statuses = [process.wait(BOUND_S * slowness()) for process in processes]

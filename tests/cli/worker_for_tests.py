@@ -23,6 +23,8 @@ def die(folder: Path, rank: int, how: str) -> None:
     starts.write_text(str(int(starts.read_text()) + 1 if starts.exists() else 1))
     first = starts.read_text() == "1"
     if rank == 1 and (first or how != "dies"):
+        while not (other := folder / "starts0").exists() or other.read_text() != starts.read_text():
+            time.sleep(0.05)  # or torchrun would end rank 0 before it says that it started
         done = len(list(folder.glob("step*")))
         for step in range(3 if first else how == "dies-further"):
             (folder / f"step{done + step}").touch()

@@ -91,6 +91,23 @@ def kill_marked(mark: str) -> None:
             continue
 
 
+def worker_of(mark: str, rank: int) -> int:
+    """The process id of a rank of the marked launch.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for process in psutil.process_iter():
+        try:
+            environment, parent = process.environ(), process.parent()
+            ours = environment.get(MARK) == mark and environment.get("RANK") == str(rank)
+            if ours and parent is not None and "megatron_tlt.platform.torchrun" in parent.cmdline():
+                return process.pid
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    raise LookupError(f"no rank {rank}")
+
+
 def run_torchrun(
     script: Path,
     nproc: int,

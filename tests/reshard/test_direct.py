@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,9 @@ def test_a_rank_that_dies_in_mid_transfer_leaves_no_engine_in_use(tmp_path: Path
     ended = [line for line in log.splitlines() if line.startswith("ENDED")]
     assert ended, log
     assert all("versions None" in line for line in ended), ended
-    assert any("with rank 3 broke off" in line and "old and new weights mixed" in line for line in ended), ended
+    # of several transfers that were under way, which one was with the dead rank is not known
+    broke_off = re.compile(r"with rank (\d, )*3 broke off: .*old and new weights mixed")
+    assert any(broke_off.search(line) for line in ended), ended
 
 
 def test_a_tensor_that_nobody_holds_is_named_with_rank_and_layouts(tmp_path: Path) -> None:

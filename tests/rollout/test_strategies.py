@@ -7,7 +7,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -101,16 +101,22 @@ def test_greedy_is_that_of_a_plain_engine_whatever_the_switches(
     drafting.set_strategy(head)
 
 
-@pytest.mark.parametrize("tuner", ["static", "beg_mab", "solver"])
+@pytest.mark.parametrize(
+    ("tuner", "lengths"), [("static", None), ("beg_mab", None), ("beg_mab", "optimal"), ("solver", "classes")]
+)
 def test_greedy_is_that_of_a_plain_engine_under_every_tuner(
-    remembering: VllmEngine, many: list[Request], expected: list[tuple[int, ...]], tuner: str
+    remembering: VllmEngine,
+    many: list[Request],
+    expected: list[tuple[int, ...]],
+    tuner: str,
+    lengths: Literal["classes", "optimal"] | None,
 ) -> None:
     """By measured times, in which no two runs are alike: whatever is chosen, the responses are the same."""
     drafting = remembering
     head = drafting.strategy
     strategies = [head] if tuner == "static" else strategies_of(drafting)
     names = [strategy.name for strategy in strategies]
-    adaptive = AdaptiveConfig(tuner=tuner, strategies=names, threshold=256, patience=1, hold_steps=2)
+    adaptive = AdaptiveConfig(tuner=tuner, strategies=names, lengths=lengths, threshold=256, patience=1, hold_steps=2)
     section = SPECULATION.model_copy(update={"drafter": head.drafter, "adaptive": adaptive})
     chooser = AdaptiveSpeculation(section, 64, seed=1)
     seen: list[StepRecord] = []

@@ -118,6 +118,19 @@ def test_drafts_that_are_seldom_found_are_not_short_chains() -> None:
     assert lengths.predict(Strategy("ngram", 7))[0] == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.parametrize("found", [1.0, 0.5])
+def test_by_length_the_gain_is_that_of_the_requests_that_may_have_drafts(found: float) -> None:
+    lengths, rng, arm = AcceptanceLengths(), random.Random(0), Strategy("suffix", 4, by_length=True)
+    for batch in (64, 4):
+        for _ in range(200):  # 4 of them may have 4 drafts each
+            accepted = [next((n for n in range(4) if rng.random() > 0.8), 4) for _ in range(round(4 * found))]
+            step = StepObservation(arm, batch, 1.0, batch + sum(accepted), 4 * len(accepted), sum(accepted), 16)
+            lengths.observe(step)
+        assert lengths.predict(arm)[0] == pytest.approx(1 + found * chain_moments(0.8, 4)[0], rel=0.1), batch
+    lengths.observe(StepObservation(arm, 8, 1.0, 8))  # none may
+    assert lengths.predict(arm)[0] == pytest.approx(1 + found * chain_moments(0.8, 4)[0], rel=0.1)
+
+
 def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(3)
     strategy, other = Strategy("eagle", 5), Strategy("eagle", 3)

@@ -102,7 +102,8 @@ def uninterrupted(runs: Runs) -> Path:
 
 
 FAULT_STEPS = 10
-# two of four problems are the first rank's, and each takes its engine several rounds: the two others wait
+# two of four problems are the first rank's, and each takes its engine many rounds: the two others wait, and on a quick
+# machine too for longer than it takes them to hear of it
 GREEDY = (
     "launcher.nproc_per_node=3",
     "run.deterministic=false",
@@ -110,7 +111,7 @@ GREEDY = (
     "trainer.prompts_per_step=4",
     "trainer.async_save=false",
     "algorithm.group_size=24",
-    "rollout.vllm.max_num_seqs=8",
+    "rollout.vllm.max_num_seqs=3",
     "rollout.sampling.temperature=0",
 )
 # spot.checkpoint_every and least_steps: of the session's checkpoints there is one as soon as it did what it must

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 import zmq
 
@@ -22,7 +21,7 @@ from megatron_tlt.observe.timeline import read_trace, trace_problems
 from megatron_tlt.spot import newest
 from tests.conftest import mounted
 from tests.helpers.held import held, thread_named
-from tests.helpers.launch import MARK, slowness
+from tests.helpers.launch import slowness, worker_of
 from tests.helpers.wire import Wire
 from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
 
@@ -69,15 +68,7 @@ class Faulty:
         return Wire(int(found[launch]))
 
     def pid(self, rank: int) -> int:
-        for process in psutil.process_iter():
-            try:
-                environment, parent = process.environ(), process.parent()
-                ours = environment.get(MARK) == self.runs.started["faulty"] and environment.get("RANK") == str(rank)
-                if ours and parent is not None and "megatron_tlt.platform.torchrun" in parent.cmdline():
-                    return process.pid
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        raise LookupError(f"no rank {rank}")
+        return worker_of(self.runs.started["faulty"], rank)
 
     def in_session(self, wire: Wire, rl_step: int, last: int | None = None) -> int:
         """Returns in the middle of a step that both waiting ranks train; the RL step, at most ``last``."""

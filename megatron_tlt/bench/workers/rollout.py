@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.bench.chain_model import write_chain_model
-from megatron_tlt.bench.rollout_cases import Case, ReplayDrafter, as_asked, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_cases import Case, Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
 from megatron_tlt.bench.workers.stock_engine import StockEngine
 from megatron_tlt.config.schema import RolloutConfig
@@ -92,12 +92,13 @@ class Target:
         self.table = RateTable()
         self.arms: dict[str, Rollout] = {"off": self._plain.generate}
         strategies = [OFF, *statics]
+        lengths = given["lengths"]
+        # budgets say how many tokens each request gets: what an engine has by default then is off and the most of each
+        names = [] if lengths == "optimal" else [strategy.name for strategy in strategies]
         for strategy in statics:
             self.arms[strategy.name] = self._static(strategy)
         for tuner in ("beg_mab", "solver"):
-            adaptive = AdaptiveConfig(
-                tuner=tuner, strategies=[s.name for s in strategies], threshold=given["threshold"]
-            )
+            adaptive = AdaptiveConfig(tuner=tuner, strategies=names, threshold=given["threshold"], lengths=lengths)
             section = speculation.model_copy(update={"adaptive": adaptive})
             self.arms[tuner] = self._adaptive(AdaptiveSpeculation(section, rollout.max_response_tokens, seed))
         oracle = OracleChooser(strategies, self.table)
@@ -173,11 +174,21 @@ def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Pat
     speculation = SpeculationConfig(drafter="suffix", num_speculative_tokens=most)
     statics = [Strategy("suffix", k) for k in _lengths(most)]
     target = Target(folder, rollout, speculation, drafters, statics, given)
-    recorded.update({response.request_id: response.token_ids for response in target.learn_off(pool)})
+    epochs = epochs_of(given, pool)
+    longest = [max(epochs.length(request, repeat) for repeat in range(given["repeats"] + 1)) for request in pool]
+    asked = [of_length(request, length) for request, length in zip(pool, longest, strict=True)]
+    recorded.update({response.request_id: response.token_ids for response in target.learn_off(asked)})
     return target, pool, folder
 
 
-def measure(target: Target, cases: Sequence[Case], repeats: int, record: Path | None) -> list[dict[str, Any]]:
+def epochs_of(given: Mapping[str, Any], pool: Sequence[Request]) -> Epochs:
+    """The repeats of the pool's problems."""
+    return Epochs(given["length_spread"], max(request.sampling.max_tokens for request in pool))
+
+
+def measure(
+    target: Target, cases: Sequence[Case], epochs: Epochs, repeats: int, record: Path | None
+) -> list[dict[str, Any]]:
     """A row per case, arm and repeat; the first time round, in which tuners know nothing, has repeat 0."""
     rows = []
     names = list(target.arms)
@@ -185,7 +196,7 @@ def measure(target: Target, cases: Sequence[Case], repeats: int, record: Path | 
         for case in cases:
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
-                asked = [as_asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
+                asked = [epochs.asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
                 began = time.perf_counter()
                 responses = [response for requests in asked for response in target.arms[name](requests)]
                 seconds = time.perf_counter() - began
@@ -219,7 +230,8 @@ def main(given_json: str, work: str, out: str) -> None:
     make = {"quickstart": quickstart, "large": large}[given["target"]]
     target, pool, folder = make(given, Path(work))
     cases = make_cases(pool, given["batches"], given["rollouts"])
-    rows = measure(target, cases, given["repeats"], Path(given["record"]) if given["record"] else None)
+    record = Path(given["record"]) if given["record"] else None
+    rows = measure(target, cases, epochs_of(given, pool), given["repeats"], record)
     tensors = SafetensorsFolder(folder)
     weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
     lengths = describe_lengths([request.sampling.max_tokens for request in pool])

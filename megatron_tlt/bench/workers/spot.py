@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_tlt.bench.chain_model import chain_responses, write_chain_model
 from megatron_tlt.bench.recorded_lengths import RecordedLengths
 from megatron_tlt.bench.rollout_cases import of_length
@@ -37,6 +39,8 @@ from megatron_tlt.trainer.loop import Run
 from megatron_tlt.trainer.step import StepResult
 
 _PROMPT = 48
+BUBBLES = ("with", "without", "beside")
+"""What waiting ranks do: train the drafter, nothing, or multiply matrices that are none of this package's business."""
 
 
 def pin_to_core(count: int) -> None:
@@ -164,7 +168,7 @@ class Bench:
     """All arms of one target on this rank."""
 
     def __init__(self, given: Mapping[str, Any], work: Path) -> None:
-        self._given = given
+        self._given, self._work = given, work
         target = {"quickstart": quickstart, "large": large}[given["target"]](given, work)
         head = first_head(target, given, work)
         self._lengths = RecordedLengths(given["prompts"], given["group"], given["longest"], given["seed"])
@@ -198,19 +202,21 @@ class Bench:
         return rows
 
     def _pair(self, number: int) -> dict[str, Any]:
-        """The same rollout with training in its bubble and without, on the same weights; which comes first changes."""
+        """The same rollout in each of ``BUBBLES``, on the same weights; which comes first changes."""
         rollout = self._given["rounds"] + number
         requests = self._requests(rollout)
         found: dict[str, Any] = {}
-        for arm in ("with", "without") if number % 2 else ("without", "with"):
-            found |= self._rollout(rollout, requests, trains=arm == "with")
-        _tell(f"rollout {number + 1}: {found['with']:.2f} s with training, {found['without']:.2f} s without")
+        turn = number % len(BUBBLES)
+        for bubble in BUBBLES[turn:] + BUBBLES[:turn]:
+            found |= self._rollout(rollout, requests, bubble)
+        seconds = ", ".join(f"{found[bubble]:.2f} s {bubble}" for bubble in BUBBLES)
+        _tell(f"rollout {number + 1}: {seconds}")
         return found
 
     def _requests(self, rollout: int) -> list[Request]:
-        """This rank's share of a rollout, as the trainer deals it out."""
+        """This rank's share of a rollout, as the trainer deals it out; of equal lengths, as times are compared."""
         run, config = self._runs["SD + spot"], self._configs["SD + spot"]
-        count, lengths = config.trainer.prompts_per_step, self._lengths.begin(rollout)
+        count, lengths = config.trainer.prompts_per_step, self._lengths.begin(self._given["rounds"])
         problems = build_sources(config.tasks, "train", config.run.seed)
         mine = range(rank(), count, world_size())
         asked = one_request_each(
@@ -223,8 +229,8 @@ class Bench:
         wanted = [length for index in mine for length in lengths[index]]
         return [of_length(request, length) for request, length in zip(asked, wanted, strict=True)]
 
-    def _rollout(self, rollout: int, requests: Sequence[Request], *, trains: bool) -> dict[str, Any]:
-        run = self._runs["SD + spot"]
+    def _rollout(self, rollout: int, requests: Sequence[Request], bubble: str) -> dict[str, Any]:
+        run, trains = self._runs["SD + spot"], bubble == "with"
         assert run.bubble is not None and run.drafting is not None
         barrier()
         if trains:
@@ -234,13 +240,24 @@ class Bench:
         seconds = time.perf_counter() - began
         if trains:
             run.bubble.until_over(rollout)
+        if bubble == "beside":
+            _multiply_until_all_are_here(self._work / f"ended-{rollout}")
         barrier()
         slowest = max(all_gather_data(seconds, float))
         if not trains:
-            return {"without": slowest}
+            return {bubble: slowest}
         # the drafter learns, but no engine gets it: both rollouts draft alike
         metrics = run.drafting.train(rollout, run.policy)
         return {"with": slowest, **{name: value for name, value in metrics.items() if name.startswith("spot/")}}
+
+
+def _multiply_until_all_are_here(folder: Path) -> None:
+    """What any work on the other cores costs a rollout: they share caches and memory, which GPUs do not."""
+    folder.mkdir(exist_ok=True)
+    (folder / str(rank())).touch()
+    a, b = torch.ones(512, 2048), torch.ones(2048, 2048)
+    while len(list(folder.iterdir())) < world_size():
+        torch.mm(a, b)
 
 
 def _tell(line: str) -> None:
