@@ -28,6 +28,7 @@ _METHODS: dict[str, Callable[[CostModel, int, int], Found]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=60, help="small clusters that can hold their step")
+    parser.add_argument("--first-instance", type=int, default=0, help="number of the first; others are other clusters")
     parser.add_argument("--seeds", type=int, default=7, help="runs of each method on 64 devices")
     parser.add_argument("--small-evaluations", type=int, default=4000, help="budget on a small cluster")
     parser.add_argument("--evaluations", type=int, default=3000, help="budget of each method on 64 devices")
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     drawn from. The plan for equal devices has the best layouts of all, evenly shared, in the devices' listed order.
     """
     result = BenchmarkResult(environment=describe_environment(), name="hetero")
-    _small(result, arguments.instances, arguments.small_evaluations)
+    _small(result, arguments.first_instance, arguments.instances, arguments.small_evaluations)
     cluster = mixed_64()
     against: dict[str, list[float]] = {"random": [], "without swaps": []}
     for name in _MODELS:
@@ -58,10 +59,10 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     return result
 
 
-def _small(result: BenchmarkResult, wanted: int, evaluations: int) -> None:
+def _small(result: BenchmarkResult, seed: int, wanted: int, evaluations: int) -> None:
     ratios: list[float] = []
     uniform: list[float] = []
-    seed = none = looked = 0
+    none = looked = 0
     while len(ratios) < wanted:
         cluster, workflow = small_instance(seed)
         exhaustive = Exhaustive(CostModel(cluster, workflow))

@@ -14,25 +14,26 @@ from megatron_tlt.planning.hetero.cluster import (
     NodeSection,
     build_cluster,
 )
-from megatron_tlt.planning.hetero.workflow import ModelSizes, Task, Workflow
+from megatron_tlt.planning.hetero.workflow import Task, Workflow
+from megatron_tlt.planning.model_size import ModelSize
 
 _KINDS = ("A100-80GB", "A100-40GB", "L40S-48GB", "L4-24GB")
-# hidden, feed-forward, layers, heads, KV heads, vocabulary: Qwen2.5's
+# hidden, feed-forward, layers, heads, KV heads, vocabulary, tied embeddings: Qwen2.5's
 _SIZES = {
-    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
-    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064),
-    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
 }
 
 
-def model(name: str) -> ModelSizes:
+def model(name: str) -> ModelSize:
     """One of Qwen2.5's."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    sizes = dict(zip((*keys, "vocab_size"), _SIZES[name], strict=True))
-    return ModelSizes.read(name, SimpleNamespace(**sizes))
+    sizes = dict(zip((*keys, "vocab_size", "tie_word_embeddings"), _SIZES[name], strict=True))
+    return ModelSize.of(SimpleNamespace(model_type="qwen2", **sizes))
 
 
-def step(sizes: ModelSizes, sequences: int, response: float, longest: float, *, asynchronous: bool) -> Workflow:
+def step(sizes: ModelSize, sequences: int, response: float, longest: float, *, asynchronous: bool) -> Workflow:
     """A step of this package with a reference model and a drafter."""
     of = Task("rollout", "generate", sizes, sequences, 512.0, response, longest, weights_from="actor")
     return Workflow(
@@ -48,7 +49,7 @@ def step(sizes: ModelSizes, sequences: int, response: float, longest: float, *, 
                 updates=2,
                 scores_first=True,
             ),
-            replace(of, name="drafter", kind="train", model=sizes.drafter(), after=("rollout",), weights_from=None),
+            replace(of, name="drafter", kind="train", drafter=True, after=("rollout",), weights_from=None),
         ),
         asynchronous,
     )

@@ -113,7 +113,7 @@ def _step(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespa
     memory = memory_of(config, job, machine)
     plan = reshard_plan(config)
     projected = project(plan, bandwidths).total if not machine.is_cpu else plan.moved_bytes / machine.node_link
-    seconds = step_time(job, machine, memory, mean_response(arguments.mean_response, job), projected)
+    seconds = step_time(job, machine, memory, mean_response(arguments.mean_response, config), projected)
     summary = summarize_step(job, machine, memory, seconds, plan.moved_bytes)
     _write_json(arguments, summary)
     print_step(summary)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from pathlib import Path
 
 from rich.console import Console
 
+from megatron_tlt.cli.planned import mean_response
 from megatron_tlt.cli.planned_config import fitting_spot, parent_of, write_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
@@ -19,11 +19,9 @@ from megatron_tlt.planning.hetero.plan import Plan
 from megatron_tlt.planning.hetero.report import PlanReport, describe, print_report
 from megatron_tlt.planning.hetero.search import search
 from megatron_tlt.planning.hetero.uniform import uniform_plan
-from megatron_tlt.planning.hetero.workflow import ModelSizes, Workflow, workflow_of
+from megatron_tlt.planning.hetero.workflow import Workflow, workflow_of
+from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.platform.files import atomic_write_text
-
-_MEAN = 4
-"""The mean response is taken for this part of the longest where nothing else is said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +41,9 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
     """
     if arguments.evaluations < 1:
         raise ConfigError(f"--evaluations: found {arguments.evaluations}; allowed: at least 1")
-    longest = config.rollout.max_response_tokens
-    mean = longest / _MEAN if arguments.mean_response is None else arguments.mean_response
-    if not 0 < mean <= longest:
-        raise ConfigError(f"--mean-response: found {mean}; allowed: 1 to rollout.max_response_tokens, {longest}")
+    mean = mean_response(arguments.mean_response, config)
     cluster = read_cluster(arguments.cluster)
-    sizes, where = sizes_of(config)
-    workflow = workflow_of(config, ModelSizes.read(Path(where).stem, sizes), mean, asynchronous=arguments.asynchronous)
+    workflow = workflow_of(config, ModelSize.of(sizes_of(config)[0]), mean, asynchronous=arguments.asynchronous)
     model, even = CostModel(cluster, workflow), CostModel(cluster, workflow, balanced=False)
     # who takes devices for equal, but shares by speed
     equal = uniform_plan(even).plan

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 from pathlib import Path
 
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import RunError
 from megatron_tlt.planning.machine import read_profile
-from megatron_tlt.platform.processes import launch_environment, torchrun_command
+from megatron_tlt.platform.processes import run_processes
 
 _WORKER = "megatron_tlt.cli.workers.profile"
 _TIMEOUT_S = 600
@@ -22,29 +19,16 @@ def measure_machine(config: TltConfig, path: Path) -> int:
         RunError: a process failed, or it took too long; with the end of its log.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    launcher = config.launcher
-    command = torchrun_command(_WORKER, [str(path)], launcher.nproc_per_node)
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        try:
-            done = subprocess.run(
-                command,
-                env=launch_environment(1),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RunError(f"--profile: still measuring after {_TIMEOUT_S} s") from error
-        log.seek(0)
-        lines = log.read().splitlines()
-    if done.returncode:
-        raise RunError("\n".join([f"--profile: status {done.returncode}", *lines[-20:]]))
+    processes = config.launcher.nproc_per_node
+    run_processes("--profile", _WORKER, [str(path)], processes, _TIMEOUT_S)
     machine = read_profile(path)
     print(f"{path}: {machine.name}")
     for side, rate in machine.matmul:
         print(f"  products with a smallest side of {side}: {rate / 1e9:.1f} GFLOP/s")
     print(f"  attention {machine.attention / 1e9:.1f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:.1f} GB/s")
-    latency = f"{machine.collective_latency * 1e6:.0f} us when small"
-    print(f"  all-reduce {machine.node_link / 1e9:.2f} GB/s per process, {latency}")
+    print(f"  all-reduce {machine.node_link / 1e9:.2f} GB/s per process")
+    for ranks, seconds in machine.collective_latency:
+        print(f"  a small one among {ranks}: {seconds * 1e6:.0f} us")
+    if machine.sharing(processes) > 1:
+        print(f"  all of it as with a core of its own; {processes} processes share {machine.cores} cores")
     return 0

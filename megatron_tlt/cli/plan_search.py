@@ -27,7 +27,7 @@ def search_layout(config: TltConfig, arguments: argparse.Namespace) -> int:
         ConfigError: nothing fits; or a config file that would be written over its parent.
     """
     job, machine = job_of(config), machine_of(config, arguments.devices)
-    mean = mean_response(arguments.mean_response, job)
+    mean = mean_response(arguments.mean_response, config)
     result = find_layouts(config, job, machine, mean)
     if not result.best:
         smallest = memory_of(config, job, machine).capacity / 1e9
@@ -44,7 +44,7 @@ def search_layout(config: TltConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def find_layouts(config: TltConfig, job: Job, machine: Machine, mean: float | None) -> SearchResult:
+def find_layouts(config: TltConfig, job: Job, machine: Machine, mean: float) -> SearchResult:
     graphs = graphs_of(config, job, machine)
     capacity = machine.memory_bytes / (job.devices_per_node if machine.is_cpu else 1)
 

@@ -8,7 +8,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE
 from megatron_tlt.planning.job import Job
-from megatron_tlt.planning.machine import CPU, Machine, find_machine
+from megatron_tlt.planning.machine import CPU, Machine, constants, find_machine
 from megatron_tlt.planning.memory import MemoryPlan, plan_memory
 from megatron_tlt.rollout.vllm_graphs import pool_of
 from megatron_tlt.speculation.graph_pool import GraphPlan
@@ -44,7 +44,15 @@ def graphs_of(config: TltConfig, job: Job, machine: Machine) -> GraphPlan | None
     return pool_of(config.speculation, job.engine.max_sequences, job.engine.batched_tokens)
 
 
-def mean_response(given: float | None, job: Job) -> float | None:
-    if given is not None and not 0 < given <= job.response_tokens:
-        raise ConfigError(f"--mean-response: found {given:g}; allowed: above 0, at most {job.response_tokens}")
+def mean_response(given: float | None, config: TltConfig) -> float:
+    """Tokens of a response on average: what ``--mean-response`` says, else a part of the longest (``constants.yaml``).
+
+    Raises:
+        ConfigError: it is not above 0, or above the longest that the config allows.
+    """
+    longest = config.rollout.max_response_tokens
+    if given is None:
+        return constants()["workload"]["mean_fraction"] * longest
+    if not 0 < given <= longest:
+        raise ConfigError(f"--mean-response: found {given:g}; allowed: above 0, at most {longest}")
     return given

@@ -18,6 +18,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.observe.jsonl import finite
 from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
+from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import Draft, chain
 from megatron_tlt.planning.simulation.constants import Constants, documented, of_kind, shipped
 from megatron_tlt.planning.simulation.from_config import scenario_of
@@ -68,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)
     arms, note = _arms(config)
-    sizes, _ = sizes_of(config)
-    scenario = scenario_of(config, sizes, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
+    model = ModelSize.of(sizes_of(config)[0])
+    scenario = scenario_of(config, model, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
     seeds = range(arguments.first_seed, arguments.first_seed + _seeds(arguments, scenario))
     for count in nodes:
         scenario.on(count).check()
@@ -221,7 +222,7 @@ def _print(
     fitted = ", ".join(f"{name} {getattr(scenario.constants, name):.4g}" for name in of_kind("fitted"))
     console.print(
         f"computed, not measured; of the constants {fitted} were fitted to TLT's 7B runs, the sources of the others "
-        "stand in planning/simulation/constants.yaml",
+        "stand in planning/simulation/constants.yaml and planning/constants.yaml",
         highlight=False,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_tlt.planning.actor_memory import layer_activations, stage_memory
+from megatron_tlt.planning.actor_memory import StageMemory, layer_activations, stage_memory
 from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
 from megatron_tlt.planning.job import Job, Recompute
 from megatron_tlt.planning.machine import Machine, constants
@@ -108,25 +108,32 @@ def _products(job: Job, tokens: float) -> list[tuple[float, float, float]]:
 
 
 def _layer_traffic(job: Job, machine: Machine, tokens: float) -> float:
-    """Seconds of a forward pass's collectives in a layer: two over TP, keys and values over CP, two over EP."""
+    """Seconds of a forward pass's collectives in a layer: two over TP (with sequence parallelism a gather and a scatter
+    each), keys and values over CP, two over EP."""
     model, actor, layout = job.model, job.actor, job.actor.layout
     size, per_node = actor.itemsize, job.devices_per_node
     rate = machine.node_link if layout.tp <= per_node else machine.network
     seconds = 0.0
     if layout.tp > 1:
-        amount = 2 * (layout.tp - 1) / layout.tp * tokens * model.hidden * size
-        seconds += 2 * (amount / rate + machine.collective_latency)
+        parts = 1 + _scatters(machine) if layout.sp else 2
+        amount = parts * (layout.tp - 1) / layout.tp * tokens * model.hidden * size
+        seconds += 2 * (amount / rate + (2 if layout.sp else 1) * machine.latency(layout.tp))
     if layout.cp > 1:
         rate = machine.node_link if layout.tp * layout.cp <= per_node else machine.network
         amount = 2 * model.key / layout.tp * tokens * (layout.cp - 1) * size
-        seconds += amount / rate + machine.collective_latency
+        seconds += amount / rate + machine.latency(layout.cp)
     if layout.ep > 1:
         expert_tensor = layout.etp or layout.tp
         rate = machine.node_link if expert_tensor * layout.ep <= per_node else machine.network
         amount = tokens * model.top_k * expert_tensor / layout.tp / expert_tensor
         amount *= model.hidden * size * (layout.ep - 1) / layout.ep
-        seconds += 2 * (amount / rate + machine.collective_latency)
+        seconds += 2 * (amount / rate + machine.latency(layout.ep))
     return seconds
+
+
+def _scatters(machine: Machine) -> int:
+    """Parts of a tensor that a reduce-scatter moves: gloo reduces all of it everywhere."""
+    return 2 if machine.is_cpu else 1
 
 
 def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *, forward_only: bool) -> float:
@@ -143,7 +150,8 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
     # backward, collectives run again for gradients, and once more where the layer is computed again
     per_layer = one.forward + one.moved_seconds
     if not forward_only:
-        per_layer += one.backward + one.moved_seconds + one.again
+        # sequence parallelism gathers a product's input once more, for its weights' gradient
+        per_layer += one.backward + (1.5 if layout.sp else 1) * one.moved_seconds + one.again
         per_layer += one.moved_seconds if actor.recompute.granularity == "full" else 0.0
     own = each / layout.cp
     vocabulary = model.vocab / layout.tp
@@ -153,6 +161,11 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
     head = head * (1 if forward_only else 3) + passes * 4 * own * vocabulary / machine.memory_bandwidth
     stages = [len(layers) * per_layer for layers in stage_layers(layout, model.layers)]
     stages[-1] += head
+    if not forward_only:
+        stages = [
+            seconds + _accumulation(job, machine, stage)
+            for seconds, stage in zip(stages, stage_memory(job), strict=True)
+        ]
     between = own * model.hidden * actor.itemsize / (layout.tp if layout.sp else 1)
     link = machine.node_link if job.world <= job.devices_per_node else machine.network
     hop = (1 if forward_only else 2) * between / link if layout.pp > 1 else 0.0
@@ -163,20 +176,28 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
     return (count + (layout.pp - 1) / (layout.vpp or 1)) * (max(stages) + hop * (layout.vpp or 1))
 
 
+def _accumulation(job: Job, machine: Machine, stage: StageMemory) -> float:
+    """Seconds of adding a micro-batch's gradients to a stage's; unless fused, they are written first and read again."""
+    actor = job.actor
+    touched = 2 * actor.gradient_bytes + (0 if actor.fused else 2 * actor.itemsize)
+    return stage.held.total * touched / machine.memory_bandwidth
+
+
 def optimizer_seconds(job: Job, machine: Machine) -> float:
-    """Gradients summed, weights stepped and gathered, once."""
+    """Gradients summed, weights stepped and gathered, gradients cleared, once."""
     actor, layout = job.actor, job.actor.layout
     stages = stage_memory(job)
     weights = max(stage.held.total for stage in stages)
     replicas = layout.dp * layout.cp
-    seconds = weights * (actor.state_bytes + actor.gradient_bytes) * 2 / replicas / machine.memory_bandwidth
-    seconds *= machine.sharing(job.world)
+    passes = constants()["time"]["fused_step_passes" if actor.fused else "step_passes"]
+    stepped = weights * (actor.state_bytes + actor.gradient_bytes) * passes / replicas
+    seconds = (stepped + weights * (actor.gradient_bytes + actor.itemsize)) / machine.memory_bandwidth
     if replicas > 1:
         spans = layout.tp * replicas > job.devices_per_node
         rate = machine.network if spans else machine.node_link
-        amount = weights * (actor.gradient_bytes + actor.itemsize) * (replicas - 1) / replicas
+        amount = weights * (_scatters(machine) * actor.gradient_bytes + actor.itemsize) * (replicas - 1) / replicas
         seconds += amount / rate * (1.0 - machine.overlap if actor.overlap else 1.0)
-    return seconds
+    return seconds * machine.sharing(job.world)
 
 
 def update_seconds(job: Job, machine: Machine, work: Workload) -> float:
@@ -185,16 +206,14 @@ def update_seconds(job: Job, machine: Machine, work: Workload) -> float:
     return job.mini_batches * (one + optimizer_seconds(job, machine))
 
 
-def step_time(
-    job: Job, machine: Machine, memory: MemoryPlan, mean_response: float | None, reshard: float | None
-) -> StepTime:
+def step_time(job: Job, machine: Machine, memory: MemoryPlan, mean_response: float, reshard: float | None) -> StepTime:
     """A whole step.
 
     Args:
         job: what runs.
         machine: on what.
         memory: of the same job: what the KV cache holds.
-        mean_response: tokens; None: the assumption of ``constants.yaml``.
+        mean_response: tokens.
         reshard: seconds, where a plan of it says them; else an engine's weights over the slower link.
     """
     lengths = Lengths.of(job, mean_response)
@@ -227,9 +246,8 @@ def _drafter_seconds(job: Job, machine: Machine, work: Workload) -> float:
     if drafter is None or memory is None or job.spot:
         return 0.0
     model = job.model
-    layer = 2 * model.hidden**2 + 2 * model.hidden * (model.query + model.key) + 3 * model.hidden * model.dense_ffn
     # layer forward and backward per draft; the head forward, again, and backward, and the target's forward
-    per_token = drafter.steps * (6 * layer + 10 * model.vocabulary)
+    per_token = drafter.steps * (6 * model.draft_layer(drafter.taps) + 10 * model.vocabulary)
     tokens = drafter.session_steps * drafter.entries_per_step * work.tokens
     rate = machine.matmul_rate(min(drafter.chunk_tokens, model.hidden))
     return tokens * per_token / rate * machine.sharing(job.world)

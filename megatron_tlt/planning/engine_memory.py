@@ -62,7 +62,7 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
     workspace = engine.batched_tokens * dimensions.activation_bytes + logits + constants()["memory"]["engine"]
     # keys and values; a head that several ranks share is on each of them
     heads = max(model.groups / engine.tp, 1)
-    drafter = 0.0 if job.drafter is None else _head_parameters(job) / engine.tp * engine.itemsize
+    drafter = 0.0 if job.drafter is None else model.draft_head(job.drafter.taps) / engine.tp * engine.itemsize
     layers = model.layers + (job.drafter is not None)
     return EngineMemory(
         weights=weights * engine.itemsize,
@@ -81,26 +81,13 @@ def _graphs(plan: GraphPlan, model: ModelDimensions) -> float:
     return layers * constants()["memory"]["graph_layer"] + largest * model.activation_bytes
 
 
-def _head_parameters(job: Job) -> float:
-    """Of the draft head: a layer over the target's features and the embedding."""
-    model, drafter = job.model, job.drafter
-    assert drafter is not None
-    layer = 3 * model.hidden * model.dense_ffn
-    attention = model.hidden * 2 * (model.query + model.key)
-    if not drafter.eagle3:
-        return 2 * model.hidden**2 + attention + layer
-    # attention reads embedding and features side by side; its own output head
-    wide = model.hidden * (model.query + 2 * model.key)
-    return drafter.taps * model.hidden**2 + attention + wide + layer + model.vocabulary
-
-
 def drafter_memory(job: Job) -> DrafterMemory | None:
     """The trainer's; the drafter is whole on each rank, in float32, and computes in the policy's dtype."""
     drafter, model, itemsize = job.drafter, job.model, job.actor.itemsize
     if drafter is None:
         return None
-    parameters = _head_parameters(job)
-    shared = model.vocabulary * (1 if model.tied else 2) * itemsize
+    parameters = model.draft_head(drafter.taps)
+    shared = model.embeddings * itemsize
     tokens = drafter.max_tokens
     width = model.hidden * (drafter.taps + 1 if drafter.eagle3 else 1)
     # a head's chunk of the loss, of which nothing outlives it

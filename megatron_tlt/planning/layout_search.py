@@ -110,7 +110,7 @@ def search(
     job: Job,
     machine: Machine,
     plan: Callable[[Job], MemoryPlan],
-    mean_response: float | None = None,
+    mean_response: float,
     *,
     keep: int = 5,
     prune: bool = True,
@@ -134,7 +134,7 @@ class _Search:
         job: Job,
         machine: Machine,
         plan: Callable[[Job], MemoryPlan],
-        mean_response: float | None,
+        mean_response: float,
         keep: int,
         prune: bool,
     ) -> None:

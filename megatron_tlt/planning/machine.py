@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import resources
@@ -18,15 +19,23 @@ from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.devices import device, known_devices
 
 CPU = "cpu"
+_POINTS = {"matmul": "smallest side, rate", "collective_latency": "ranks, seconds"}
+
+
+@cache
+def documented() -> dict[str, dict[str, dict[str, Any]]]:
+    """``constants.yaml``: value and source by section and name."""
+    text = resources.files("megatron_tlt.planning").joinpath("constants.yaml").read_text(encoding="utf-8")
+    loaded: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(text)
+    return loaded
 
 
 @cache
 def constants() -> dict[str, dict[str, float]]:
     """The values of ``constants.yaml`` by section and name."""
-    text = resources.files("megatron_tlt.planning").joinpath("constants.yaml").read_text(encoding="utf-8")
     return {
         section: {name: float(entry["value"]) for name, entry in entries.items()}
-        for section, entries in yaml.safe_load(text).items()
+        for section, entries in documented().items()
     }
 
 
@@ -35,8 +44,10 @@ class Machine:
     """What devices reach in practice; rates are per device, in bytes or operations per second.
 
     ``matmul`` maps a matrix's smallest side to the rate that products of that size reach; sides between are
-    interpolated. ``cores``: of a machine whose processes compute on shared processor cores, how many there are; a step
-    then takes the work of all processes over the cores, and nobody's waiting costs anything.
+    interpolated. ``collective_latency``, likewise: a number of ranks, and the seconds of a small all-reduce among them.
+    ``cores``: of a machine whose processes compute on shared processor cores, how many there are; a step then takes the
+    work of all processes over the cores, that of moving data too, and nobody's waiting costs anything. Its rates are
+    those of a process with a core of its own.
     """
 
     name: str
@@ -46,7 +57,7 @@ class Machine:
     memory_bandwidth: float
     node_link: float
     network: float
-    collective_latency: float
+    collective_latency: tuple[tuple[int, float], ...]
     host_link: float
     decode_overhead: float
     overlap: float
@@ -59,14 +70,11 @@ class Machine:
 
     def matmul_rate(self, smallest_side: float) -> float:
         """Operations per second of a matrix product, by its smallest side (log-linear between what is known)."""
-        points = self.matmul
-        if smallest_side <= points[0][0]:
-            return points[0][1]
-        for (low, slow), (high, fast) in itertools.pairwise(points):
-            if smallest_side <= high:
-                share = math.log(smallest_side / low) / math.log(high / low)
-                return slow + share * (fast - slow)
-        return points[-1][1]
+        return _between(self.matmul, smallest_side)
+
+    def latency(self, ranks: int) -> float:
+        """Seconds of a collective among so many, beside what its bytes take (log-linear between what is known)."""
+        return _between(self.collective_latency, ranks)
 
     def sharing(self, processes: int) -> float:
         """How many processes have to share a core; 1 where each has a device."""
@@ -88,7 +96,7 @@ def from_data_sheet(name: str) -> Machine:
         memory_bandwidth=time["memory_bandwidth"] * sheet.memory_bandwidth,
         node_link=time["node_link"] * sheet.node_bandwidth,
         network=time["network"] * time["network_efficiency"],
-        collective_latency=time["collective_latency"],
+        collective_latency=((8, time["collective_latency"]),),
         host_link=time["host_link"],
         decode_overhead=time["decode_overhead"],
         overlap=time["overlap"],
@@ -106,7 +114,7 @@ def processor(cores: int, memory_bytes: float) -> Machine:
         memory_bandwidth=own["memory_bandwidth"],
         node_link=own["link"],
         network=own["link"],
-        collective_latency=own["collective_latency"],
+        collective_latency=((2, own["collective_latency"]), (8, 4 * own["collective_latency"])),
         host_link=own["memory_bandwidth"],
         decode_overhead=own["decode_overhead"],
         overlap=0.0,
@@ -124,7 +132,7 @@ def from_measurements(
     memory_bandwidth: float,
     node_link: float,
     network: float,
-    collective_latency: float,
+    collective_latency: tuple[tuple[int, float], ...],
     host_link: float,
     cores: int | None,
     source: str,
@@ -157,23 +165,26 @@ def read_profile(path: Path) -> Machine:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--devices: {path} cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read as a profile: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--devices: {path} holds no JSON object")
+        raise ConfigError(f"{path}: holds no JSON object; allowed: a profile that `tlt plan --profile` wrote")
     known = {field.name for field in fields(Machine)}
     optional = {"cores", "source"}
     problems = [f"{path}: {key}: unknown key; allowed: {', '.join(sorted(known))}" for key in values.keys() - known]
     problems += [f"{path}: {key}: missing" for key in sorted(known - optional - values.keys())]
     problems += [
         f"{path}: {key}: found {values[key]!r}; allowed: a number above 0"
-        for key in sorted(known - optional - {"name", "matmul", "overlap", "decode_overhead"})
+        for key in sorted(known - optional - {"name", *_POINTS, "overlap", "decode_overhead"})
         if key in values and not _positive(values[key])
     ]
-    if not problems and not _points(values["matmul"]):
-        problems.append(f"{path}: matmul: found {values['matmul']!r}; allowed: [smallest side, rate] pairs, ascending")
+    problems += [
+        f"{path}: {key}: found {values[key]!r}; allowed: [{what}] pairs, ascending"
+        for key, what in _POINTS.items()
+        if key in values and not _points(values[key])
+    ]
     if problems:
         raise ConfigError("\n".join(sorted(problems)))
-    return Machine(**{**values, "matmul": tuple((int(n), float(rate)) for n, rate in values["matmul"])})
+    return Machine(**values | {key: tuple((int(n), float(value)) for n, value in values[key]) for key in _POINTS})
 
 
 def profile_text(machine: Machine) -> str:
@@ -197,6 +208,16 @@ def find_machine(given: str) -> Machine:
         return read_profile(path)
     names = ", ".join([*sorted(known_devices()), CPU])
     raise ConfigError(f"--devices: found {given!r}; allowed: {names}, or a file that `tlt plan --profile` wrote")
+
+
+def _between(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Log-linear between points; the first or the last one's value beyond them."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (low, left), (high, right) in itertools.pairwise(points):
+        if at <= high:
+            return left + math.log(at / low) / math.log(high / low) * (right - left)
+    return points[-1][1]
 
 
 def _positive(value: Any) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_tlt.config.layouts import Layout, ModelShape
 from megatron_tlt.models.families import FAMILIES, head_dim
+
+Count = TypeVar("Count", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -91,22 +96,62 @@ class ModelSize:
         return 3 * self.hidden * self.ffn * max(1, self.experts)
 
     @property
+    def layer(self) -> int:
+        """All weights of a layer."""
+        return self.layer_attention + self.layer_norms + self.layer_feed_forward
+
+    @property
+    def active_layer(self) -> int:
+        """Weights of a layer that a token is multiplied with: of experts only its own."""
+        chosen = self.top_k or 1
+        return self.layer_attention + 3 * self.hidden * self.ffn * chosen + self.experts * self.hidden
+
+    @property
     def vocabulary(self) -> int:
         """Weights of the embedding, and so of an output layer."""
         return self.vocab * self.hidden
 
     @property
+    def embeddings(self) -> int:
+        """Weights of embedding and output layer, which may be one."""
+        return self.vocabulary * (1 if self.tied else 2)
+
+    @property
     def parameters(self) -> int:
         """All weights."""
-        layer = self.layer_attention + self.layer_norms + self.layer_feed_forward
-        return self.layers * layer + self.hidden + self.vocabulary * (1 if self.tied else 2)
+        return self.layers * self.layer + self.hidden + self.embeddings
 
     @property
     def multiplied(self) -> int:
-        """Weights that a token is multiplied with: of experts only its own; the embedding is looked up."""
-        chosen = self.top_k or 1
-        layer = self.layer_attention + 3 * self.hidden * self.ffn * chosen + self.experts * self.hidden
+        """Weights that a token is multiplied with; the embedding is looked up."""
+        return self.layers * self.active_layer + self.vocabulary
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a token has in the KV cache, all layers."""
+        return 2 * self.layers * self.key
+
+    def touched(self, tokens: Count) -> Count:
+        """Weights that one pass over so many tokens reads: of experts those that any of them chooses, each alike."""
+        chosen = 1.0 - (1.0 - (self.top_k or 1) / (self.experts or 1)) ** tokens
+        layer = self.layer_attention + self.layer_norms + self.layer_feed_forward * chosen
         return self.layers * layer + self.vocabulary
+
+    def draft_layer(self, taps: int = 0) -> int:
+        """Weights of a draft head's one layer over this model's hidden states, with what joins its inputs.
+
+        Args:
+            taps: hidden states that an EAGLE-3 head sees; its attention takes embedding and features side by side.
+                0: an EAGLE head, which joins embedding and last hidden state.
+        """
+        layer = 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.dense_ffn
+        if not taps:
+            return 2 * self.hidden**2 + layer
+        return taps * self.hidden**2 + layer + self.hidden * (self.query + 2 * self.key)
+
+    def draft_head(self, taps: int = 0) -> int:
+        """Weights that a draft head learns; an EAGLE-3 head has its own output layer."""
+        return self.draft_layer(taps) + (self.vocabulary if taps else 0)
 
 
 @dataclass(frozen=True)

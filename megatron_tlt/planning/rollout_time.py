@@ -24,10 +24,8 @@ class Lengths:
     spread: float
 
     @classmethod
-    def of(cls, job: Job, mean: float | None) -> Lengths:
-        """``mean`` None: a share of the longest, from ``constants.yaml``."""
-        own = constants()["workload"]
-        return cls(mean or own["mean_fraction"] * job.response_tokens, job.response_tokens, own["spread"])
+    def of(cls, job: Job, mean: float) -> Lengths:
+        return cls(mean, job.response_tokens, constants()["workload"]["spread"])
 
     def quantiles(self, count: int) -> list[float]:
         """``count`` lengths at equal steps of probability, ascending; of mean ``mean`` where the cut allows it."""
@@ -51,21 +49,17 @@ def decode_step_seconds(
 ) -> float:
     """One engine step of ``batch`` requests with ``context`` tokens each, without drafts.
 
-    Weights (of experts those that some request chose) and caches are read once; products run beside that.
+    Weights (of experts those that some request chose) and caches are read once; products run beside that, so the larger
+    of the two counts. `planning.simulation.engine` adds them up, as drafts need the cost of each further token.
     """
     model, own = job.model, job.engine
-    share = 1.0
-    if model.experts:
-        chosen = 1.0 - (1.0 - model.top_k / model.experts) ** batch
-        expert = model.layers * model.layer_feed_forward
-        share = 1.0 - expert / model.parameters * (1.0 - chosen)
-    read = engine.weights * share + batch * context * engine.cache_token
+    read = model.touched(batch) / own.tp * own.itemsize + batch * context * engine.cache_token
     work = 2 * model.multiplied / own.tp * batch
     seconds = max(read / machine.memory_bandwidth, work / machine.matmul_rate(max(1.0, batch)))
     if own.tp > 1:
         link = machine.network if between_nodes else machine.node_link
         amount = batch * model.hidden * own.itemsize * 2 * (own.tp - 1) / own.tp
-        seconds += 2 * model.layers * (machine.collective_latency + amount / link)
+        seconds += 2 * model.layers * (machine.latency(own.tp) + amount / link)
     return seconds * machine.sharing(job.world) + machine.decode_overhead
 
 

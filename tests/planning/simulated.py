@@ -11,23 +11,16 @@ import numpy as np
 from megatron_tlt.planning.devices import device
 from megatron_tlt.planning.simulation.acceptance import OFF, Draft, chain
 from megatron_tlt.planning.simulation.constants import shipped
-from megatron_tlt.planning.simulation.engine import EngineModel, ModelSizes
+from megatron_tlt.planning.simulation.engine import EngineModel
 from megatron_tlt.planning.simulation.lengths import LongTail
 from megatron_tlt.planning.simulation.rollout import Limits, Speculation
 from megatron_tlt.planning.simulation.scenario import Scenario, Spot
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import Strategy
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
+from tests.planning.jobs import SEVEN
 
-MODEL = ModelSizes(
-    layers=28,
-    hidden=3584,
-    query_width=3584,
-    key_value_width=512,
-    vocab=152064,
-    attention=2 * 3584 * 4096,
-    mlp=3 * 3584 * 18944,
-)
+MODEL = SEVEN
 ARMS = (OFF, chain(1), chain(3), chain(6))
 
 

@@ -29,7 +29,7 @@ BARE = replace(
     memory_bandwidth=1e30,
     node_link=1e30,
     network=1e30,
-    collective_latency=0.0,
+    collective_latency=((8, 0.0),),
 )
 
 
@@ -72,15 +72,51 @@ def test_what_moves_takes_time_by_the_link_it_goes_over() -> None:
     assert layer_time(job(layout=Layout(8)), H100, 16384, 8192).moved_seconds == 0
     experts = layer_time(job(MOE, Layout(8, ep=8)), H100, 16384, 8192)
     amount = 2 * 16384 * 8 * 2048 * 2 * 7 / 8
-    assert experts.moved_seconds == pytest.approx(amount / H100.node_link + 2 * H100.collective_latency)
+    assert experts.moved_seconds == pytest.approx(amount / H100.node_link + 2 * H100.latency(8))
+    # sequence parallelism waits for a gather and a scatter where there was one sum; the bytes are the same
+    waits = replace(BARE, collective_latency=((2, 1.0), (8, 3.0)))
+    moved = [layer_time(job(layout=Layout(8, tp=8, sp=sp)), waits, 16384, 8192).moved_seconds for sp in (False, True)]
+    assert moved == pytest.approx([2 * 3.0, 4 * 3.0])
     hidden = job(layout=Layout(16), overlap=True)
     assert optimizer_seconds(hidden, H100) < optimizer_seconds(job(layout=Layout(16)), H100)
+
+
+def test_a_step_touches_state_as_often_as_its_optimizer_does_and_clears_gradients() -> None:
+    slow = replace(BARE, memory_bandwidth=1e9)
+    weights, cleared = SEVEN.parameters / 1e9, 4 + 2
+    fused = optimizer_seconds(job(layout=Layout(1)), slow)
+    assert fused == pytest.approx(weights * (2 * (12 + 4) + cleared), rel=1e-3)
+    one = job(layout=Layout(1))
+    plain = optimizer_seconds(replace(one, actor=replace(one.actor, fused=False)), slow)
+    assert plain == pytest.approx(weights * (9 * (12 + 4) + cleared), rel=1e-3)
+    # each of eight ranks has an eighth of the state, and all gradients
+    assert optimizer_seconds(job(layout=Layout(8)), slow) == pytest.approx(weights * (2 * 16 / 8 + cleared), rel=1e-3)
+
+
+def test_gloo_reduces_everything_everywhere() -> None:
+    linked = replace(BARE, node_link=1e9)
+    amount = SEVEN.parameters * 7 / 8 / 1e9
+    assert optimizer_seconds(job(layout=Layout(8)), linked) == pytest.approx(amount * (4 + 2), rel=1e-3)
+    on_cores = optimizer_seconds(job(layout=Layout(8)), replace(linked, cores=2))
+    assert on_cores == pytest.approx(4 * amount * (2 * 4 + 2), rel=1e-3)
+
+
+def test_gradients_of_each_micro_batch_are_added_up() -> None:
+    slow, work = replace(BARE, memory_bandwidth=1e9), Workload(4, 16384.0 * 0.95, 8192.0)
+
+    def seconds(gradient_bytes: int, sequences: int) -> float:
+        one = job(layout=Layout(1), responses=sequences, gradient_bytes=gradient_bytes)
+        return pass_seconds(one, slow, work, sequences, forward_only=False)
+
+    for sequences in (1, 4):
+        more = seconds(8, sequences) - seconds(4, sequences)
+        assert more == pytest.approx(sequences * 2 * 4 * SEVEN.parameters / 1e9, rel=1e-3)
 
 
 def test_a_decode_step_reads_weights_and_caches() -> None:
     one, machine = job(), replace(H100, decode_overhead=0.0)
     engine = engine_memory(one, None)
-    read = engine.weights + 8 * 1000 * engine.cache_token
+    read = one.model.touched(8.0) / one.engine.tp * 2 + 8 * 1000 * engine.cache_token
     assert decode_step_seconds(one, machine, engine, 8, 1000, False) == pytest.approx(read / machine.memory_bandwidth)
     few, many = (decode_step_seconds(job(MOE), machine, engine_memory(job(MOE), None), n, 1, False) for n in (1, 64))
     assert many > 5 * few  # experts that nobody chose are not read
@@ -115,7 +151,7 @@ def test_more_work_takes_longer(device: str, layout: Layout) -> None:
     machine = processor(2, 24e9) if device == "cpu" else find_machine(device)
 
     def total(one: Job) -> float:
-        return step_time(one, machine, plan_memory(one, 1e12, None), None, None).total
+        return step_time(one, machine, plan_memory(one, 1e12, None), 3584.0, None).total
 
     one = job(layout=layout, responses=64)
     assert total(replace(one, responses=256)) > total(one) > 0
@@ -129,11 +165,15 @@ def test_a_profile_is_read_back_and_a_wrong_one_is_named(tmp_path: Path) -> None
     path.write_text(profile_text(machine))
     assert read_profile(path) == find_machine(str(path)) == machine
     values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, "attention": -1, "speed": 3, "matmul": [[64, 1], [8, 2]]}))
+    path.write_text(
+        json.dumps({**values, "attention": -1, "speed": 3, "matmul": [[64, 1], [8, 2]], "collective_latency": 1})
+    )
     with pytest.raises(ConfigError) as caught:
         read_profile(path)
     lines = str(caught.value)
     assert "attention: found -1; allowed: a number above 0" in lines and "speed: unknown key" in lines
+    assert "matmul: found [[64, 1], [8, 2]]; allowed: [smallest side, rate] pairs, ascending" in lines
+    assert "collective_latency: found 1; allowed: [ranks, seconds] pairs, ascending" in lines
     with pytest.raises(ConfigError, match="'H1000'; allowed: A100-40GB"):
         find_machine("H1000")
 
@@ -142,3 +182,5 @@ def test_products_between_measured_sizes_are_interpolated() -> None:
     machine = replace(H100, matmul=((64, 1e9), (1024, 3e9)))
     assert machine.matmul_rate(8) == 1e9 and machine.matmul_rate(4096) == 3e9
     assert machine.matmul_rate(256) == pytest.approx(2e9)
+    waiting = replace(H100, collective_latency=((2, 1e-3), (8, 3e-3)))
+    assert [waiting.latency(ranks) for ranks in (1, 2, 4, 8, 64)] == pytest.approx([1e-3, 1e-3, 2e-3, 3e-3, 3e-3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from megatron_tlt.cli import main
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.planning.devices import device
 from megatron_tlt.planning.hetero.cluster import read_cluster
+from megatron_tlt.planning.machine import constants, from_data_sheet, profile_text
 from tests.helpers.launch import REPOSITORY
 
 EXAMPLE = REPOSITORY / "launch" / "clusters" / "a100-l40s-l4.yaml"
@@ -58,6 +61,47 @@ def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, 
     assert str(caught.value).startswith(str(file))
 
 
+def profiled(folder: Path, device: str, cores: int | None = None) -> None:
+    """A profile of the device on which nothing reaches what is assumed."""
+    machine = replace(from_data_sheet(device), matmul=((64, 1e12), (8192, 2e13)), memory_bandwidth=2e11, node_link=1e10)
+    (folder / "measured.json").write_text(profile_text(replace(machine, cores=cores)))
+
+
+def test_what_is_reached_is_assumed_as_in_other_plans_or_measured(tmp_path: Path) -> None:
+    sheet, time = device("L4-24GB"), constants()["time"]
+    assumed = read_cluster(equal_nodes(tmp_path, "L4-24GB", 2))
+    assert assumed.devices[0].flops == time["matmul"] * sheet.flops
+    assert assumed.devices[0].memory_bandwidth == time["memory_bandwidth"] * sheet.memory_bandwidth
+    assert assumed.devices[0].node_bandwidth == time["node_link"] * sheet.node_bandwidth
+    assert assumed.bandwidth[0][1] == pytest.approx(time["network_efficiency"] * 50e9)
+    assert assumed.host_bandwidth == time["host_link"]
+    profiled(tmp_path, "L4-24GB")
+    file = equal_nodes(tmp_path, "L4-24GB", 2)
+    file.write_text(file.read_text() + "profiles: {L4-24GB: measured.json}\nefficiency: {compute: 0.1}\n")
+    found = read_cluster(file)
+    one = found.devices[0]
+    assert (one.name, one.flops, one.memory_bandwidth, one.node_bandwidth) == ("L4-24GB", 2e13, 2e11, 1e10)
+    assert one.memory_bytes == assumed.devices[0].memory_bytes and found.bandwidth == assumed.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("profiles", "cores", "message"),
+    [
+        ("{L4: measured.json}", None, r"profiles: found 'L4'; allowed: A100-40GB, .*L4-24GB"),
+        ("{L4-24GB: none.json}", None, r"profiles.L4-24GB: .*none.json: cannot be read as a profile"),
+        ("{L4-24GB: measured.json}", 2, r"profiles.L4-24GB: measured.json is of a processor; allowed: a profile of a"),
+    ],
+)
+def test_a_profile_that_is_none_of_a_device_is_named(
+    tmp_path: Path, profiles: str, cores: int | None, message: str
+) -> None:
+    profiled(tmp_path, "L4-24GB", cores)
+    file = equal_nodes(tmp_path, "L4-24GB", 1)
+    file.write_text(f"{file.read_text()}profiles: {profiles}\n")
+    with pytest.raises(ConfigError, match=message):
+        read_cluster(file)
+
+
 def equal_nodes(folder: Path, device: str, nodes: int) -> Path:
     file = folder / "equal.yaml"
     file.write_text(
@@ -83,6 +127,16 @@ def test_what_runs_today_is_written_as_a_launch_config(tmp_path: Path, capsys: p
     engine = config.rollout.tensor_parallel_size
     assert (f"TP{engine}" in layouts["rollout"].split("x")) == (engine > 1)
     assert config.trainer.prompts_per_step == 128
+
+
+def test_a_mean_response_is_checked_and_assumed_as_in_other_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(LARGE), "--cluster", str(equal_nodes(tmp_path, "H100-80GB", 2)), "--evaluations", "40"]
+    assert main([*command, "--mean-response", "0"]) == 2
+    assert "--mean-response: found 0; allowed: above 0, at most 32768" in capsys.readouterr().err
+    assert main(command) == 0
+    assert "responses of 8192 tokens on average" in capsys.readouterr().out
 
 
 def test_memory_that_is_short_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

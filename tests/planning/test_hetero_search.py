@@ -97,7 +97,31 @@ def test_random_plans_and_their_changes_are_whole_and_never_below_the_optimum(se
         assert price.seconds >= best * (1 - 1e-12)
         change = rng.choice((space.change_task, space.swap_groups, space.resized))
         space.recall.learn(plan, price.tasks, INFEASIBLE)
-        plan = space.regrouped(plan, rng) if rng.random() < 0.3 else change(plan, price.tasks, rng)
+        plan = space.regrouped(plan, rng) if rng.random() < 0.3 else change(plan, price.tasks, rng) or plan
+
+
+def test_a_swap_is_made_where_what_is_known_of_the_tasks_makes_the_step_shorter() -> None:
+    cluster, workflow = mixed_64(), step(model("Qwen2.5-7B"), 2048, 2048.0, 8192.0, asynchronous=True)
+    cost, space, rng = CostModel(cluster, workflow), Space(cluster, workflow), Random(0)
+
+    def drawn_one() -> tuple[Plan, float, tuple[float, ...]]:
+        plan = space.plan((0, 1, 1, 1), (32, 32), rng)
+        price = cost(plan)
+        space.recall.learn(plan, price.tasks, INFEASIBLE)
+        return plan, price.seconds, price.tasks
+
+    plan, before, tasks = next(one for one in iter(drawn_one, None) if one[1] < INFEASIBLE)
+    space = Space(cluster, workflow)
+    space.recall.learn(plan, tasks, INFEASIBLE)
+    assert all(space.swap_groups(plan, tasks, rng) is None for _ in range(20)), "nothing faster is known"
+    for _ in range(300):
+        drawn_one()
+    evaluated = cost.evaluations
+    swapped = next(other for _ in range(20) if (other := space.swap_groups(plan, tasks, rng)) is not None)
+    assert cost.evaluations == evaluated
+    check_whole(swapped, cluster, workflow)
+    assert [len(group) for group in swapped.groups] == [32, 32] and swapped.groups != plan.groups
+    assert cost(swapped).seconds < before
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +159,7 @@ def test_a_plan_that_fits_leaves_memory_on_every_device(seed: int) -> None:
     for task, own in zip(report.tasks, workflow.tasks, strict=bool(report.tasks)):
         assert sum(replica.share for replica in task.replicas) == own.units
         for replica in task.replicas:
-            assert sum(stage.layers for stage in replica.stages) == own.model.layers
+            assert sum(stage.layers for stage in replica.stages) == own.layers
             assert all(0 < stage.needed_bytes <= stage.usable_bytes for stage in replica.stages)
 
 

@@ -19,6 +19,7 @@ from tests.planning.jobs import MOE, SEVEN, job
 
 DENSE = ModelSize(4, 2048, 16, 4, 128, 8192, 32000, dense_ffn=8192)
 EXPERTS = ModelSize(4, 1024, 16, 4, 64, 512, 32000, experts=8, top_k=2, dense_ffn=4096)
+MEAN = 1000.0
 
 jobs = st.builds(
     lambda model, world, nodes, prompt, response, responses, layers, trained: replace(
@@ -50,14 +51,14 @@ def test_pruning_keeps_the_best(one: Job, device: str, capacity: float) -> None:
     def plan(choice: Job) -> MemoryPlan:
         return plan_memory(choice, capacity, None, on_gpu=not machine.is_cpu)
 
-    pruned = search(one, machine, plan, keep=1)
-    whole = search(one, machine, plan, keep=1, prune=False)
+    pruned = search(one, machine, plan, MEAN, keep=1)
+    whole = search(one, machine, plan, MEAN, keep=1, prune=False)
     assert pruned.layouts == whole.layouts and pruned.choices <= whole.choices
     assert [found.total for found in pruned.best] == pytest.approx([found.total for found in whole.best])
     for found in pruned.best:
         memory = plan(found.job)
         assert memory.fits and memory.margin == found.margin
-        assert step_time(found.job, machine, memory, None, None).total == pytest.approx(found.total)
+        assert step_time(found.job, machine, memory, MEAN, None).total == pytest.approx(found.total)
 
 
 def test_the_space_is_every_layout_that_the_libraries_take() -> None:
@@ -95,7 +96,7 @@ def test_less_memory_never_gives_a_faster_step() -> None:
     machine, times = from_data_sheet("H100-80GB"), []
     for capacity in (80e9, 40e9, 24e9):
         found = search(
-            replace(job(SEVEN, Layout(8)), responses=64), machine, lambda j, c=capacity: plan_memory(j, c, None)
+            replace(job(SEVEN, Layout(8)), responses=64), machine, lambda j, c=capacity: plan_memory(j, c, None), MEAN
         )
         times.append(found.best[0].total if found.best else float("inf"))
     assert times == sorted(times) and times[0] < float("inf")

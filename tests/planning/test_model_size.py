@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_tlt.config.layouts import Layout
@@ -63,3 +64,22 @@ def test_a_token_passes_its_own_experts_only() -> None:
     model = ModelSize.of(SimpleNamespace(**MOE))
     layer = model.layer_attention + 2 * 3 * 32 * 16 + 8 * 32
     assert model.multiplied == 8 * layer + 64 * 32
+    assert model.touched(1.0) == model.multiplied + 8 * (2 * 32 + 2 * 8)  # norms multiply nothing, and are read
+    # of 8 experts, two tokens that choose 2 each leave (6/8)^2 alone
+    experts = 3 * 32 * 16 * 8
+    assert model.touched(2.0) == model.touched(1.0) + 8 * experts * (0.75 - 0.75**2)
+    assert np.array_equal(model.touched(np.array([1.0, 2.0])), [model.touched(1.0), model.touched(2.0)])
+
+
+def test_tied_embeddings_are_read_whole_and_counted_once() -> None:
+    tied, untied = (ModelSize.of(SimpleNamespace(**DENSE | {"tie_word_embeddings": one})) for one in (True, False))
+    assert untied.parameters - tied.parameters == tied.vocabulary == tied.embeddings == 64 * 32
+    assert tied.touched(4.0) == untied.touched(4.0) == tied.parameters - tied.hidden
+
+
+def test_a_draft_head_is_one_layer_and_what_joins_its_inputs() -> None:
+    model = ModelSize.of(SimpleNamespace(**DENSE))
+    layer = 2 * 32 * (32 + 16) + 3 * 32 * 48
+    assert model.draft_head() == model.draft_layer() == layer + 2 * 32**2
+    assert model.draft_layer(taps=3) == layer + 3 * 32**2 + 32 * (32 + 2 * 16)
+    assert model.draft_head(taps=3) == model.draft_layer(taps=3) + 64 * 32

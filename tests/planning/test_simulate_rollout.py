@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from megatron_tlt.planning.devices import device
 from megatron_tlt.planning.simulation.acceptance import OFF, Alignment, chain, tokens_per_round
 from megatron_tlt.planning.simulation.constants import shipped
-from megatron_tlt.planning.simulation.engine import EngineModel, ModelSizes
+from megatron_tlt.planning.simulation.engine import EngineModel
 from megatron_tlt.planning.simulation.rollout import Limits, Speculation, simulate_rollout
+from tests.planning.jobs import MOE
 from tests.planning.simulated import ARMS, MODEL, FreeDrafts, engine, random_lengths, step_by_step
 
 
@@ -133,13 +134,13 @@ def test_steps_cost_what_the_data_sheet_says() -> None:
     """One token of a 7B model on one device: its weights once, at four fifths of 3.35 TB/s, and the fixed overhead."""
     constants = shipped()
     one = EngineModel(MODEL, device("H100-80GB"), 1, constants)
-    weights = 2 * (28 * (MODEL.attention + MODEL.mlp) + 152064 * 3584)
+    weights = 2 * (28 * MODEL.layer + 152064 * 3584)
     assert MODEL.parameters == pytest.approx(7.6e9, rel=0.01)
     moved = weights / (3350e9 * constants.memory_efficiency)
-    computed = weights / (989e12 * constants.compute_efficiency)
+    computed = 2 * MODEL.multiplied / (989e12 * constants.compute_efficiency)
     assert float(one.plain(1, 0)) == pytest.approx(moved + computed + constants.step_overhead_s, rel=1e-9)
     # 57 KB of cache for each token of context
-    assert MODEL.kv_bytes == 57344
+    assert 2 * MODEL.cached == 57344
     assert float(one.plain(1, 1e6) - one.plain(1, 0)) > 57344e6 / 3350e9
     # two devices halve what is moved, and pay for all-reduces
     assert 0.5 < float(engine(2).plain(1, 0) / one.plain(1, 0)) < 0.8
@@ -148,11 +149,11 @@ def test_steps_cost_what_the_data_sheet_says() -> None:
 
 
 def test_experts_are_read_as_far_as_tokens_reach_them() -> None:
-    sparse = ModelSizes(48, 2048, 4096, 512, 151936, 2 * 2048 * 4608, 3 * 2048 * 768, 128, 8)
-    assert sparse.parameters == pytest.approx(30.5e9, rel=0.02)
-    assert sparse.active == pytest.approx(3.3e9, rel=0.15)
-    few, many = (float(sparse.touched(tokens)) for tokens in (1, 1e6))
-    assert few == pytest.approx(sparse.active) and many == pytest.approx(sparse.parameters, rel=0.02)
+    assert MOE.parameters == pytest.approx(30.5e9, rel=0.02)
+    assert MOE.multiplied == pytest.approx(3.3e9, rel=0.15)
+    few, many = (MOE.touched(tokens) for tokens in (1.0, 1e6))
+    norms = MOE.layers * (2 * MOE.hidden + 2 * MOE.head_dim)
+    assert few == pytest.approx(MOE.multiplied + norms) and many == pytest.approx(MOE.parameters, rel=0.02)
 
 
 def test_training_aligns_the_drafter_and_updates_undo_it() -> None:

@@ -44,6 +44,7 @@ def main(given: str, out: str) -> None:
             seconds.append(time.perf_counter() - began)
     peaks = all_gather_data(sampler.peak - before, int)
     if rank() == 0:
+        print(f"{min(seconds[1:]):.2f} s a step", flush=True)
         atomic_write_text(Path(out), json.dumps({"peaks": peaks, "seconds": seconds[1:]}))
     barrier()
 

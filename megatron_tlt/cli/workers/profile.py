@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.machine import constants, from_measurements, profile_text
+from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, current_device, initialize_distributed, rank, world_size
 from megatron_tlt.platform.files import atomic_write_text
 
@@ -23,29 +25,71 @@ _LONG = {"cpu": 1024, "cuda": 8192}
 _COPIED = {"cpu": 1 << 27, "cuda": 1 << 30}
 _REDUCED = {"cpu": 1 << 24, "cuda": 1 << 28}
 _ATTENDED = {"cpu": (1, 4, 512, 64), "cuda": (1, 16, 8192, 128)}
-_REPEATS = 5
+_COLD_BYTES = 1 << 26
+"""Of matrices that products take in turn on a CPU: as weights in training, they are not in a cache."""
+_REPEATS, _CALLS, _STRETCH_S = 5, 20, 0.4
+
+
+def processor_cores() -> int | None:
+    """Cores that the ranks share; None where each has a GPU."""
+    return None if torch.cuda.is_available() else int(describe_environment()["cores"])
+
+
+def sharing() -> float:
+    """Processes to a core, at least 1."""
+    return max(1.0, world_size() / (processor_cores() or world_size()))
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Median over some repeats, behind one that is not counted."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        began = time.perf_counter()
+    """Of one call, behind one that is not counted.
+
+    On a GPU the median of some; on a CPU the mean over a stretch in which all ranks do the same, as they take turns on
+    the cores, over how many share one.
+    """
+    work()
+    if torch.cuda.is_available():
+        return statistics.median(_timed(work) for _ in range(_REPEATS))
+    barrier()
+    began, calls = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < _STRETCH_S:
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        calls += 1
+    return _mean_over_ranks(passed / calls) / sharing()
+
+
+def collective_seconds(work: Callable[[], object]) -> float:
+    """As ``seconds_of``, of a call that ranks wait in for one another: each makes as many."""
+    work()
+    if torch.cuda.is_available():
+        return statistics.median(_timed(work) for _ in range(_REPEATS))
+    barrier()
+    began = time.perf_counter()
+    for _ in range(_CALLS):
+        work()
+    return _mean_over_ranks((time.perf_counter() - began) / _CALLS) / sharing()
+
+
+def _timed(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _mean_over_ranks(seconds: float) -> float:
+    return statistics.mean(all_gather_data(seconds, float))
 
 
 def matmul_rates(kind: str, dtype: torch.dtype) -> list[tuple[int, float]]:
     """Operations per second by the smallest side; a rate is not below that of a smaller side."""
     long, device = _LONG[kind], current_device().torch_device
-    other = torch.ones(long, long, dtype=dtype, device=device)
+    many = _COLD_BYTES // (long * long * dtype.itemsize) if kind == "cpu" else 1
+    others = itertools.cycle([torch.ones(long, long, dtype=dtype, device=device) for _ in range(many)])
     rates: list[tuple[int, float]] = []
     for side in _SIDES[kind]:
         rows = torch.ones(side, long, dtype=dtype, device=device)
-        rate = 2 * side * long * long / seconds_of(lambda rows=rows: rows @ other)  # type: ignore[misc]
+        rate = 2 * side * long * long / seconds_of(lambda rows=rows: rows @ next(others))  # type: ignore[misc]
         rates.append((side, max([rate, *(known for _, known in rates)])))
     return rates
 
@@ -71,18 +115,30 @@ def host_rate(kind: str) -> float:
         return copy_rate(kind)
     source = torch.ones(_COPIED[kind], dtype=torch.uint8, device=current_device().torch_device)
     target = torch.empty(_COPIED[kind], dtype=torch.uint8, pin_memory=True)
-    barrier()
+    barrier()  # all devices at it
     return _COPIED[kind] / seconds_of(lambda: target.copy_(source))
 
 
-def link(kind: str) -> tuple[float, float]:
-    """Bytes per second that a rank moves in an all-reduce, (2 (n - 1) / n of its tensor), and a small one's seconds."""
-    ranks, device = world_size(), current_device().torch_device
-    large = torch.ones(_REDUCED[kind] // 4, device=device)
-    small = torch.ones(16, device=device)
-    barrier()
-    seconds, latency = (seconds_of(lambda t=t: dist.all_reduce(t)) for t in (large, small))  # type: ignore[misc]
-    return 2 * (ranks - 1) / ranks * _REDUCED[kind] / seconds, latency
+def link_rate(kind: str) -> float:
+    """Bytes per second that a rank moves in an all-reduce among all, 2 (n - 1) / n of its tensor; alone, in a copy."""
+    ranks = world_size()
+    if ranks == 1:
+        return copy_rate(kind)
+    large = torch.ones(_REDUCED[kind] // 4, device=current_device().torch_device)
+    return 2 * (ranks - 1) / ranks * _REDUCED[kind] / collective_seconds(lambda: dist.all_reduce(large))
+
+
+def latencies() -> list[tuple[int, float]]:
+    """Seconds of a small all-reduce by the number of ranks in it, all groups of that size at once."""
+    ranks, found = world_size(), []
+    small = torch.ones(16, device=current_device().torch_device)
+    for size in sorted({*(2**power for power in range(1, ranks.bit_length())), ranks}):
+        # who is left over by groups of that size has a smaller one, and is counted with it
+        groups = [list(range(start, min(start + size, ranks))) for start in range(0, ranks, size)]
+        made = [dist.new_group(members) for members in groups]
+        own = made[rank() // size]
+        found.append((size, collective_seconds(lambda own=own: dist.all_reduce(small, group=own))))  # type: ignore[misc]
+    return found
 
 
 def main(out: str) -> None:
@@ -90,30 +146,22 @@ def main(out: str) -> None:
     initialize_distributed(300)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
-    moved, latency = link(kind)
-    to_host = host_rate(kind)
-    barrier()
+    environment = describe_environment()
+    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else environment["memory_gib"] * 2**30
+    machine = from_measurements(
+        name=str(environment["gpu_names"][0] if kind == "cuda" else environment["cpu"]),
+        memory_bytes=float(memory),
+        matmul=tuple(matmul_rates(kind, dtype)),
+        attention=attention_rate(kind, dtype),
+        memory_bandwidth=copy_rate(kind),
+        node_link=link_rate(kind),
+        collective_latency=tuple(latencies()),
+        host_link=host_rate(kind),
+        cores=processor_cores(),
+        source=f"measured by {world_size()} processes",
+        network=constants()["time"]["network"] * constants()["time"]["network_efficiency"],
+    )
     if rank() == 0:
-        # alone: what a core or device reaches by itself
-        environment = describe_environment()
-        rates = matmul_rates(kind, dtype)
-        cores = int(environment["cores"]) if kind == "cpu" else None
-        memory = (
-            torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else environment["memory_gib"] * 2**30
-        )
-        machine = from_measurements(
-            name=str(environment["gpu_names"][0] if kind == "cuda" else environment["cpu"]),
-            memory_bytes=float(memory),
-            matmul=tuple(rates),
-            attention=attention_rate(kind, dtype),
-            memory_bandwidth=copy_rate(kind),
-            node_link=moved,
-            collective_latency=latency,
-            host_link=to_host,
-            cores=cores,
-            source=f"measured by {world_size()} processes",
-            network=constants()["time"]["network"] * constants()["time"]["network_efficiency"],
-        )
         atomic_write_text(Path(out), profile_text(machine))
     barrier()
 

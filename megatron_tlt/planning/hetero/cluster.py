@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -17,6 +17,7 @@ from megatron_tlt.config.section import Fraction, NonNegativeFloat, PositiveInt,
 from megatron_tlt.config.source import read_yaml
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import Device, known_devices
+from megatron_tlt.planning.machine import constants, read_profile
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -57,13 +58,19 @@ class LinkSection(Section):
     bandwidth: Positive
 
 
-class EfficiencySection(Section):
-    """What of the data sheets' figures is reached; assumptions until measured."""
+def _assumed(name: str, section: str = "time") -> Any:
+    return Field(default_factory=lambda: constants()[section][name])
 
-    compute: Fraction = 0.4
-    memory: Fraction = 0.7
-    network: Fraction = 0.8
-    usable_memory: Fraction = 0.9
+
+class EfficiencySection(Section):
+    """What of the data sheets' figures is reached; what is not said is as ``constants.yaml`` has it for all plans."""
+
+    compute: Fraction = _assumed("matmul")
+    memory: Fraction = _assumed("memory_bandwidth")
+    node_link: Fraction = _assumed("node_link")
+    network: Fraction = _assumed("network_efficiency")
+    """Of links between nodes."""
+    usable_memory: Fraction = _assumed("usable", "memory")
 
 
 class ClusterSection(Section):
@@ -73,8 +80,14 @@ class ClusterSection(Section):
     nodes: list[NodeSection] = Field(min_length=1)
     links: list[LinkSection] = Field(default_factory=list)
     node_latency_us: NonNegativeFloat = 5.0
-    host_bandwidth: Positive = 25.0
-    efficiency: EfficiencySection = EfficiencySection()
+    host_bandwidth: Positive = Field(default_factory=lambda: constants()["time"]["host_link"] / 1e9)
+    """GB/s that are reached between a device and its host's memory."""
+    efficiency: EfficiencySection = Field(default_factory=EfficiencySection)
+    profiles: dict[str, Path] = Field(default_factory=dict)
+    """By a device's name, what ``tlt plan --profile`` measured there: its rates go before the data sheet's part.
+
+    Paths are relative to the file's folder.
+    """
 
 
 @dataclass(frozen=True)
@@ -130,21 +143,21 @@ def read_cluster(path: Path | str) -> Cluster:
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in violations.lines(ClusterSection, error))) from None
     try:
-        return build_cluster(section)
+        return build_cluster(section, path.parent)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
-def build_cluster(section: ClusterSection) -> Cluster:
-    """Raises ConfigError where a device is unknown, a name is taken, or two nodes have no link."""
-    known = known_devices() | {
-        own.name: Device(
-            own.name, own.memory * 1e9, own.tflops * 1e12, own.memory_bandwidth * 1e9, own.node_bandwidth * 1e9
-        )
-        for own in section.devices
-    }
-    problems, names, devices, node_of = [], [], [], []
-    reached = section.efficiency
+def build_cluster(section: ClusterSection, folder: Path = Path()) -> Cluster:
+    """A section's cluster; ``folder`` is what profiles lie relative to.
+
+    Raises:
+        ConfigError: a device is unknown, a name is taken, two nodes have no link, or a profile is none of a device.
+    """
+    problems: list[str] = []
+    known = _reached(section, folder, problems)
+    names: list[str] = []
+    devices, node_of = [], []
     for index, entry in enumerate(section.nodes):
         for name in [entry.name] if entry.count == 1 else [f"{entry.name}-{n}" for n in range(entry.count)]:
             if name in names:
@@ -155,21 +168,49 @@ def build_cluster(section: ClusterSection) -> Cluster:
                     allowed = ", ".join(sorted(known))
                     problems.append(f"nodes.{index}.devices.{held}.device: found {one.device!r}; allowed: {allowed}")
                     continue
-                sheet = known[one.device]
-                device = Device(
-                    sheet.name,
-                    sheet.memory_bytes * reached.usable_memory,
-                    sheet.flops * reached.compute,
-                    sheet.memory_bandwidth * reached.memory,
-                    sheet.node_bandwidth * reached.network,
-                )
-                devices += [device] * one.count
+                devices += [known[one.device]] * one.count
                 node_of += [len(names) - 1] * one.count
     latency, bandwidth = _links(section, names, problems)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    host = section.host_bandwidth * 1e9 * reached.network
-    return Cluster(tuple(devices), tuple(node_of), tuple(names), latency, bandwidth, host)
+    return Cluster(tuple(devices), tuple(node_of), tuple(names), latency, bandwidth, section.host_bandwidth * 1e9)
+
+
+def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict[str, Device]:
+    """Every device that a node may name with what it reaches: its data sheet's part of it, or what was measured."""
+    share = section.efficiency
+    sheets = known_devices() | {
+        own.name: Device(
+            own.name, own.memory * 1e9, own.tflops * 1e12, own.memory_bandwidth * 1e9, own.node_bandwidth * 1e9
+        )
+        for own in section.devices
+    }
+    known = {
+        name: Device(
+            name,
+            sheet.memory_bytes * share.usable_memory,
+            sheet.flops * share.compute,
+            sheet.memory_bandwidth * share.memory,
+            sheet.node_bandwidth * share.node_link,
+        )
+        for name, sheet in sheets.items()
+    }
+    for name, path in section.profiles.items():
+        if name not in known:
+            problems.append(f"profiles: found {name!r}; allowed: {', '.join(sorted(known))}")
+            continue
+        try:
+            machine = read_profile(folder / path)
+        except ConfigError as error:
+            problems += [f"profiles.{name}: {line}" for line in str(error).splitlines()]
+            continue
+        if machine.is_cpu:
+            problems.append(f"profiles.{name}: {path} is of a processor; allowed: a profile of a device")
+        # the largest products' rate: micro-batches have thousands of tokens
+        flops = machine.matmul[-1][1]
+        memory = machine.memory_bytes * share.usable_memory
+        known[name] = Device(name, memory, flops, machine.memory_bandwidth, machine.node_link)
+    return known
 
 
 Matrix = tuple[tuple[float, ...], ...]

@@ -123,7 +123,7 @@ class CostModel:
 
     def weights_seconds(self, index: int, layout: Layout, used: set[int], nodes: frozenset[int]) -> float:
         """As ``weights``, for classes that receive and nodes that send."""
-        amount = WEIGHT_BYTES * self.workflow.tasks[index].model.parameters / (layout.tp * layout.pp)
+        amount = WEIGHT_BYTES * self.workflow.tasks[index].parameters / (layout.tp * layout.pp)
         return max(min(amount / rate + wait for rate, wait in self._ways(one, nodes)) for one in used)
 
     def _ways(self, receiver: int, nodes: frozenset[int]) -> list[tuple[float, float]]:
@@ -152,9 +152,9 @@ class CostModel:
             work = max(curve(share) for curve, share in zip(curves, shares, strict=True))
         if task.kind == "generate":
             return TaskCost(0.0, work, shares=tuple(shares))
-        model, slowest = task.model, [self.cluster.classes[one][0] for row in devices for stage in row for one in stage]
-        trained = (model.parameters - 2 * model.embedding * model.frozen_embeddings) / (tp * pp)
-        kept = WEIGHT_BYTES * model.parameters / (tp * pp)
+        slowest = [self.cluster.classes[one][0] for row in devices for stage in row for one in stage]
+        trained = task.trained / (tp * pp)
+        kept = WEIGHT_BYTES * task.parameters / (tp * pp)
         host = self.cluster.host_bandwidth
         if task.kind == "score":
             return TaskCost(0.0, work, swap=kept / host if shared else 0.0, shares=tuple(shares))
@@ -205,7 +205,7 @@ class CostModel:
 
     def _pipeline(self, task: Task, layout: Layout, stages: tuple[Stage, ...]) -> Replica:
         """Training or scoring: (micro-batches + stages - 1) times the slowest stage, for each update."""
-        layers, pp = task.model.layers, layout.pp
+        layers, pp = task.layers, layout.pp
         lines = [self._stage_line(task, layout, stages, stage) for stage in range(pp)]
         caps = []
         for stage, members in enumerate(stages):
@@ -233,12 +233,12 @@ class CostModel:
         tokens = task.micro_batch_tokens
         train = task.kind == "train"
         passes = (_TRAIN_PASSES if train else 1) + task.scores_first
-        ends = (2 if train and model.frozen_embeddings else _TRAIN_HEAD_PASSES if train else 1) + task.scores_first
-        work = 2 * model.active_layer + 2 * task.context * model.hidden
-        each = passes * (tokens * work / flops + WEIGHT_BYTES * model.layer / memory) / tp
+        ends = (2 if train and task.drafter else _TRAIN_HEAD_PASSES if train else 1) + task.scores_first
+        work = 2 * task.active_layer + 2 * task.context * model.hidden
+        each = passes * (tokens * work / flops + WEIGHT_BYTES * task.layer / memory) / tp
         fixed = ends * WEIGHT_BYTES * embeddings(task, stage, pp) / (tp * memory)
         if stage == pp - 1:
-            fixed += ends * tokens * 2 * model.embedding / (tp * flops)
+            fixed += ends * tokens * 2 * model.vocabulary / (tp * flops)
         hidden = tokens * model.hidden * WEIGHT_BYTES
         if tp > 1:
             rate, wait = self._collective(stages[stage])
@@ -259,15 +259,14 @@ class CostModel:
         if free < needed:
             return Replica(None, shortage=min(1.0, 0.01 + (needed - free) / (needed + fixed + each * model.layers)))
         running = min(task.concurrent, math.floor(free / (kv_share(task, layout) * task.context)))
-        active = model.layers * model.active_layer + model.embedding
-        step = WEIGHT_BYTES * (model.layers * model.layer + model.embedding) / (tp * memory)
-        token = 2 * active / (tp * flops) + kv_share(task, layout) * task.context / memory
+        step = WEIGHT_BYTES * (model.layers * model.layer + model.vocabulary) / (tp * memory)
+        token = 2 * model.multiplied / (tp * flops) + kv_share(task, layout) * task.context / memory
         if tp > 1:
             rate, wait = self._collective(stages[0])
             reduces = 2 * model.layers * 2
             step += reduces * (tp - 1) * wait
             token += reduces * (tp - 1) / tp * model.hidden * WEIGHT_BYTES / rate
-        sequence = task.response * token + task.prompt * 2 * active / (tp * flops)
+        sequence = task.response * token + task.prompt * 2 * model.multiplied / (tp * flops)
         waves = task.response / max(1, running) * step
         return Replica(Curve(task.longest * step, sequence, 0.0, sequence + waves), (model.layers,))
 
@@ -319,7 +318,7 @@ class CostModel:
             for row in placement.grid:
                 stages = tuple(tuple(sorted([self.cluster.class_of[d] for d in stage])) for stage in row)
                 replica = self.replica(index, placement.layout, stages)
-                split = replica.layers or even_split(task.model.layers, placement.layout.pp)
+                split = replica.layers or even_split(task.layers, placement.layout.pp)
                 if replica.curve is not None:
                     continue
                 for stage, (members, layers) in enumerate(zip(row, split, strict=True)):

@@ -13,9 +13,11 @@ _ACTIVATION = 34.0
 _LOGIT_TOKENS, _LOGIT_BYTES = 4096, 6
 
 
-def embeddings(task: Task, stage: int, stages: int) -> float:
-    """Parameters of embedding and head on a stage."""
-    return task.model.embedding * ((stage == 0) + (stage == stages - 1))
+def embeddings(task: Task, stage: int, stages: int) -> int:
+    """Weights of embedding and output layer on a stage; the last of several has a copy where they are one."""
+    if stages == 1:
+        return task.model.embeddings
+    return task.model.vocabulary * ((stage == 0) + (stage == stages - 1))
 
 
 def _per_parameter(task: Task, layout: Layout, frozen: bool) -> float:
@@ -31,14 +33,14 @@ def memory_line(task: Task, layout: Layout, stage: int) -> tuple[float, float]:
     is on top: ``kv_room``.
     """
     model, (tp, pp, _) = task.model, layout
-    fixed = embeddings(task, stage, pp) * _per_parameter(task, layout, model.frozen_embeddings) / tp
-    each = model.layer * _per_parameter(task, layout, False) / tp
+    fixed = embeddings(task, stage, pp) * _per_parameter(task, layout, task.drafter) / tp
+    each = task.layer * _per_parameter(task, layout, False) / tp
     if task.kind == "generate":
-        return fixed + task.concurrent * (model.hidden * _ACTIVATION + 4 * model.embedding / model.hidden) / tp, each
+        return fixed + task.concurrent * (model.hidden * _ACTIVATION + 4 * model.vocab) / tp, each
     tokens = max(float(task.micro_batch_tokens), task.prompt + task.longest)
     fixed += tokens * model.hidden * _ACTIVATION / tp
     if stage == pp - 1:
-        fixed += min(tokens, _LOGIT_TOKENS) * model.embedding / model.hidden * _LOGIT_BYTES / tp
+        fixed += min(tokens, _LOGIT_TOKENS) * model.vocab * _LOGIT_BYTES / tp
     if task.kind == "train":
         each += (pp - stage) * tokens * model.hidden * WEIGHT_BYTES / tp
     return fixed, each
@@ -46,4 +48,4 @@ def memory_line(task: Task, layout: Layout, stage: int) -> tuple[float, float]:
 
 def kv_share(task: Task, layout: Layout) -> float:
     """Bytes of KV cache for one token on each device of an engine; KV heads that are too few are repeated."""
-    return task.model.kv_bytes / min(layout.tp, task.model.kv_heads)
+    return WEIGHT_BYTES * task.model.cached / min(layout.tp, task.model.groups)

@@ -75,9 +75,9 @@ def layouts(task: Task, size: int) -> Iterator[Layout]:
     engines have none, as in this package.
     """
     model = task.model
-    deepest = 1 if task.kind == "generate" else model.layers
+    deepest = 1 if task.kind == "generate" else task.layers
     for tp in (
-        t for t in range(1, size + 1) if model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+        t for t in range(1, size + 1) if model.heads % t == 0 and (model.groups % t == 0 or t % model.groups == 0)
     ):
         for pp in range(1, min(deepest, size // tp) + 1):
             for dp in range(1, min(task.units, size // (tp * pp)) + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -48,15 +49,22 @@ class Recall:
 
     def best(self, task: int, devices: Sequence[int]) -> Placement | None:
         """The fastest known placement of a task whose devices, by class, are among these."""
-        entries = self._sorted[task]
-        if entries is None:
-            entries = self._sorted[task] = sorted(one for known in self._by_size[task].values() for one in known)
         free = defaultdict(list)
         for device in devices:
             free[self._class_of[device]].append(device)
-        have = [len(free[kind]) for kind in range(self._classes)]
-        for known in entries:
-            if all(map(le, known.counts, have)):
-                order = [free[kind].pop() for kind in known.order]
-                return Placement(known.layout, (*order, *sorted(device for rest in free.values() for device in rest)))
-        return None
+        known = self._fastest(task, [len(free[kind]) for kind in range(self._classes)])
+        if known is None:
+            return None
+        order = [free[kind].pop() for kind in known.order]
+        return Placement(known.layout, (*order, *sorted(device for rest in free.values() for device in rest)))
+
+    def seconds(self, task: int, counts: Sequence[int]) -> float:
+        """Of a task's fastest known placement among so many devices of each class; infinite where none is known."""
+        known = self._fastest(task, counts)
+        return math.inf if known is None else known.seconds
+
+    def _fastest(self, task: int, counts: Sequence[int]) -> _Known | None:
+        entries = self._sorted[task]
+        if entries is None:
+            entries = self._sorted[task] = sorted(one for known in self._by_size[task].values() for one in known)
+        return next((known for known in entries if all(map(le, known.counts, counts))), None)

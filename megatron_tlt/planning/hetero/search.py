@@ -22,6 +22,11 @@ _HALVING = 0.5
 """Of the budget, for the rungs before the last grouping is left."""
 _TURN, _CHALLENGERS = 0.05, 4
 """Of the budget, for each turn of the best grouping and of those next to it afterwards; plans that these begin with."""
+_STILL, _SWAPS = 5, 0.5
+"""Evaluations of an arm without a better plan from which on it tries swaps, and for which part of its changes.
+
+A swap keeps parents from having groups in common, and so from passing on their placements: one is only made where the
+step should become shorter by what is known of the tasks."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class _Arm:
     seeds: list[Plan] = field(default_factory=list)
     """Plans that the population begins with."""
     drawn: int = 0
+    still: int = 0
+    """Evaluations since the best plan became better."""
     population: list[_Member] = field(default_factory=list)
 
     @property
@@ -95,6 +102,7 @@ class _Arm:
         """So many evaluations, or as many as are left."""
         for _ in range(min(steps, budget.left)):
             member = budget(self._next())
+            self.still = 0 if member.seconds < self.best else self.still + 1
             self.space.recall.learn(member.plan, member.price.tasks, INFEASIBLE)
             self._keep(member)
 
@@ -106,11 +114,12 @@ class _Arm:
             return self.space.plan(self.grouping, self.sizes, self.rng, known_too=True)
         (price, plan), mate = self._parent(), self._parent()
         plan = self.space.cross(plan, price.tasks, mate.plan, mate.price.tasks)
+        swaps = self.swaps and len(self.sizes) > 1 and self.still >= _STILL
         for _ in range(self.rng.choice((1, 1, 2, 3))):
-            if self.swaps and len(self.sizes) > 1 and self.rng.random() < 0.35:
-                plan = self.space.swap_groups(plan, price.tasks, self.rng)
-            else:
-                plan = self.space.change_task(plan, price.tasks, self.rng)
+            swapped = None
+            if swaps and self.rng.random() < _SWAPS:
+                swapped = self.space.swap_groups(plan, price.tasks, self.rng)
+            plan = swapped or self.space.change_task(plan, price.tasks, self.rng)
         return plan
 
     def _parent(self) -> _Member:
@@ -194,7 +203,7 @@ def search(cost: CostModel, evaluations: int, seed: int = 0, *, swaps: bool = Tr
 
     Args:
         cost: of the cluster and the workflow to plan for.
-        swaps: whether devices are exchanged between groups; without, a plan's groups stay as they were drawn.
+        swaps: whether arms that stand still exchange devices between groups; without, a plan's groups stay as drawn.
     """
     rng, budget = random.Random(seed), _Budget(cost, evaluations)
     space = Space(cost.cluster, cost.workflow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -14,6 +14,10 @@ from megatron_tlt.planning.hetero.workflow import Workflow
 
 Grouping = tuple[int, ...]
 """Group of each task, numbered in the order in which they first appear."""
+Groups = tuple[tuple[int, ...], ...]
+"""Devices of each group."""
+_SWAPS_DRAWN = 32
+"""Of which the best is made."""
 
 
 def groupings(tasks: int, most: int) -> Iterator[Grouping]:
@@ -155,29 +159,52 @@ class Space:
             changed[a], changed[b] = changed[b], changed[a]
         return tuple(changed)
 
-    def swap_groups(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Plan:
+    def swap_groups(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Plan | None:
         """Devices of one class of a group against as many of another class of another group.
 
-        Tasks keep their order, with the others in the places of those that left, or are adapted.
+        Of some such swaps, the one behind which the step is shortest by what is known of each task, at no evaluation;
+        none where that is not shorter than the plan's. Tasks take the best placements known for their new devices.
         """
         if len(plan.groups) < 2:
-            return plan
+            return None
+        now, best = self.workflow.step_seconds(tuple(seconds), plan.group_of), None
+        for swap in (self._swap(plan, seconds, rng) for _ in range(_SWAPS_DRAWN)):
+            if swap is not None and (then := self._expected(plan, seconds, swap)) < now:
+                now, best = then, swap
+        if best is None:
+            return None
+        placements = []
+        for task, (placement, group) in enumerate(zip(plan.placements, plan.group_of, strict=True)):
+            if best[group] != plan.groups[group]:
+                known = self.recall.best(task, best[group])
+                assert known is not None, "expected seconds are those of a known placement"
+                placement = known
+            placements.append(placement)
+        return Plan(plan.group_of, best, tuple(placements))
+
+    def _swap(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Groups | None:
+        """The groups behind a random swap; none where both classes drawn are the same."""
         one, other = self._unequal(plan, seconds, rng)
         left, right = (self._of_a_class(plan.groups[group], rng) for group in (one, other))
         if self.cluster.class_of[left[0]] == self.cluster.class_of[right[0]]:
-            return plan
+            return None
         most = min(len(left), len(right))
         count = rng.choice((1, most, rng.randint(1, most)))
         there = dict(zip(left[:count] + right[:count], right[:count] + left[:count], strict=True))
-        groups = tuple(tuple(sorted(there.get(d, d) for d in devices)) for devices in plan.groups)
-        placements = []
-        for task, (placement, group) in enumerate(zip(plan.placements, plan.group_of, strict=True)):
-            if group in (one, other) and rng.random() < 0.5:
-                placement = self._adapted(task, placement, groups[group], rng)
-            else:
-                placement = Placement(placement.layout, tuple(there.get(d, d) for d in placement.order))
-            placements.append(placement)
-        return Plan(plan.group_of, groups, tuple(placements))
+        return tuple(tuple(sorted(there.get(d, d) for d in devices)) for devices in plan.groups)
+
+    def _expected(self, plan: Plan, seconds: Sequence[float], groups: Groups) -> float:
+        """Seconds of a plan's step over other groups: tasks take their fastest known placements there."""
+        counts: dict[int, list[int]] = {}
+        for group, (before, after) in enumerate(zip(plan.groups, groups, strict=True)):
+            if before != after:
+                held = Counter(self.cluster.class_of[device] for device in after)
+                counts[group] = [held[kind] for kind in range(len(self.cluster.classes))]
+        expected = [
+            self.recall.seconds(task, counts[group]) if group in counts else own
+            for task, (own, group) in enumerate(zip(seconds, plan.group_of, strict=True))
+        ]
+        return self.workflow.step_seconds(tuple(expected), plan.group_of)
 
     @staticmethod
     def _unequal(plan: Plan, seconds: Sequence[float], rng: random.Random) -> tuple[int, int]:

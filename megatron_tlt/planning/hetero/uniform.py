@@ -55,7 +55,7 @@ def _placements(space: Space, task: int, devices: Sequence[int], whole: bool) ->
     """Every layout, its tensor-parallel groups along the devices as listed, with replicas or stages outermost."""
     for layout in space.layouts(task, len(devices)):
         tp, pp, dp = layout
-        if whole and (layout.size < len(devices) or space.workflow.tasks[task].model.layers % pp):
+        if whole and (layout.size < len(devices) or space.workflow.tasks[task].layers % pp):
             continue
         # Megatron's ranks have stages outermost
         if not whole or pp == 1 or dp == 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.planning.model_size import ModelSize
 
 Kind = Literal["generate", "score", "train"]
 
@@ -14,70 +15,12 @@ WEIGHT_BYTES = 2
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a transformer, in parameters unless said otherwise."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    layer: float
-    """Of one layer."""
-    active_layer: float
-    """Of one layer that a token passes: less than ``layer`` with experts."""
-    embedding: float
-    """Of the embedding; the head has as many."""
-    kv_bytes: float
-    """KV cache of one token, all layers, bytes."""
-    frozen_embeddings: bool = False
-    """Whether embedding and head are not trained, as a drafter's are not."""
-
-    @property
-    def parameters(self) -> float:
-        return self.layers * self.layer + 2 * self.embedding
-
-    @classmethod
-    def read(cls, name: str, sizes: Any) -> ModelSizes:
-        """From an object with the attributes of a Hugging Face config (``models.architecture.sizes_of``)."""
-        hidden, heads, kv = sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads
-        width = getattr(sizes, "head_dim", None) or hidden // heads
-        experts = getattr(sizes, "num_local_experts", None) or 0
-        feed = (
-            3.0
-            * hidden
-            * ((getattr(sizes, "moe_intermediate_size", None) if experts else None) or sizes.intermediate_size)
-        )
-        attention = hidden * width * (2.0 * heads + 2.0 * kv)
-        used = getattr(sizes, "num_experts_per_tok", None) or 1
-        return cls(
-            name=name,
-            layers=sizes.num_hidden_layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv,
-            layer=attention + feed * max(1, experts),
-            active_layer=attention + feed * (used if experts else 1),
-            embedding=float(sizes.vocab_size) * hidden,
-            kv_bytes=2.0 * WEIGHT_BYTES * sizes.num_hidden_layers * kv * width,
-        )
-
-    def drafter(self) -> ModelSizes:
-        """An EAGLE head over this model: one layer and its input's projection; embedding and head are shared."""
-        layer = self.active_layer + 2.0 * self.hidden * self.hidden
-        kv = self.kv_bytes / self.layers
-        return ModelSizes(
-            f"{self.name} drafter", 1, self.hidden, self.heads, self.kv_heads, layer, layer, self.embedding, kv, True
-        )
-
-
-@dataclass(frozen=True)
 class Task:
     """One box of the step; ``sequences`` of ``prompt`` + ``response`` tokens on average."""
 
     name: str
     kind: Kind
-    model: ModelSizes
+    model: ModelSize
     sequences: int
     prompt: float
     response: float
@@ -94,6 +37,32 @@ class Task:
     """Whether a pass for log-probs goes before training."""
     concurrent: int = 256
     """Sequences that an engine decodes at most at a time."""
+    drafter: bool = False
+    """Whether it is an EAGLE head over ``model`` instead: embedding and output layer are shared, and not trained."""
+
+    @property
+    def layers(self) -> int:
+        return 1 if self.drafter else self.model.layers
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer."""
+        return self.model.draft_layer() if self.drafter else self.model.layer
+
+    @property
+    def active_layer(self) -> int:
+        """Weights of a layer that a token is multiplied with."""
+        return self.model.draft_layer() if self.drafter else self.model.active_layer
+
+    @property
+    def parameters(self) -> int:
+        """Weights that it needs."""
+        return self.layers * self.layer + self.model.embeddings
+
+    @property
+    def trained(self) -> int:
+        """Weights that it trains, if it trains."""
+        return self.parameters - (self.model.embeddings if self.drafter else 0)
 
     @property
     def context(self) -> float:
@@ -153,7 +122,7 @@ class Workflow:
         return ends
 
 
-def workflow_of(config: TltConfig, model: ModelSizes, response: float, *, asynchronous: bool = False) -> Workflow:
+def workflow_of(config: TltConfig, model: ModelSize, response: float, *, asynchronous: bool = False) -> Workflow:
     """The step of a launch config; prompts are taken to be half of what they may be, a drafter to see every response
     once. Verifiers need no devices, so reward is no task."""
     rollout = Task(
@@ -176,6 +145,6 @@ def workflow_of(config: TltConfig, model: ModelSizes, response: float, *, asynch
         before = ("rollout", "reference")
     tasks.append(replace(rollout, name="actor", kind="train", after=before, weights_from=None, scores_first=True))
     if config.drafter is not None:
-        drafter = replace(rollout, name="drafter", kind="train", model=model.drafter(), after=("rollout",))
+        drafter = replace(rollout, name="drafter", kind="train", drafter=True, after=("rollout",))
         tasks.append(replace(drafter, weights_from=None))
     return Workflow(tuple(tasks), asynchronous)

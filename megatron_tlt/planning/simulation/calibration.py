@@ -18,9 +18,10 @@ import numpy as np
 import yaml
 
 from megatron_tlt.planning.devices import device
+from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import Draft, tokens_per_round
 from megatron_tlt.planning.simulation.constants import Constants
-from megatron_tlt.planning.simulation.engine import EngineModel, ModelSizes
+from megatron_tlt.planning.simulation.engine import EngineModel
 from megatron_tlt.planning.simulation.lengths import LongTail
 from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot
 from megatron_tlt.planning.simulation.steps import simulate, speedup
@@ -40,9 +41,9 @@ def published() -> dict[str, Any]:
     return loaded
 
 
-def model_of(name: str) -> ModelSizes:
+def model_of(name: str) -> ModelSize:
     """A model of the published figures."""
-    return ModelSizes.read(SimpleNamespace(**published()["models"][name]))
+    return ModelSize.of(SimpleNamespace(**published()["models"][name]))
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,21 @@ from typing import Any
 
 import yaml
 
+from megatron_tlt.planning import machine
+
 
 @dataclass(frozen=True)
 class Constants:
     """As in ``constants.yaml``, which says what each is; seconds, bytes per second, fractions, tokens."""
 
     memory_efficiency: float
+    node_link_efficiency: float
+    network_bandwidth: float
+    network_efficiency: float
     compute_efficiency: float
-    link_efficiency: float
     all_reduce_latency_s: float
     step_overhead_s: float
     draft_overhead_s: float
-    network_bandwidth: float
     wake_bandwidth: float
     aligned_acceptance: float
     cold_acceptance: float
@@ -37,10 +40,14 @@ class Constants:
 
 @cache
 def documented() -> dict[str, dict[str, Any]]:
-    """Name to value, kind and source."""
+    """Name to value, kind and source; those that all plans share have value and source from their table."""
     text = resources.files("megatron_tlt.planning.simulation").joinpath("constants.yaml").read_text("utf-8")
-    loaded: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return loaded
+    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    for entry in found.values():
+        if "from" in entry:
+            section, name = entry.pop("from").split(".")
+            entry |= machine.documented()[section][name]
+    return found
 
 
 @cache

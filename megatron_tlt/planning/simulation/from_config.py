@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import Draft
 from megatron_tlt.planning.simulation.constants import Constants
-from megatron_tlt.planning.simulation.engine import ModelSizes
 from megatron_tlt.planning.simulation.lengths import Lengths
 from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot
 
@@ -20,7 +19,7 @@ _VLLM_MEMORY, _VLLM_SEQS = 0.9, 256
 
 def scenario_of(
     config: TltConfig,
-    sizes: Any,
+    model: ModelSize,
     device: Device,
     constants: Constants,
     lengths: Lengths,
@@ -30,7 +29,6 @@ def scenario_of(
     """The step that a launch config describes.
 
     Args:
-        sizes: of its model; ``models.architecture.sizes_of``.
         arms: what speculation may do, the static strategy first.
         prompt_tokens: of a prompt; half of the longest that is allowed where it is not known.
     """
@@ -38,7 +36,7 @@ def scenario_of(
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
     adaptive, spot, drafter = config.speculation.adaptive, config.spot, config.drafter
     return Scenario(
-        model=ModelSizes.read(sizes),
+        model=model,
         device=device,
         constants=constants,
         lengths=lengths,

@@ -14,7 +14,7 @@ _BYTES = 2
 def forward_flops(scenario: Scenario, lengths: Array) -> Array:
     """Of each sequence, its prompt included: two for each parameter and token, and causal attention."""
     model, tokens = scenario.model, lengths + scenario.prompt_tokens
-    return 2.0 * model.active * tokens + 2.0 * model.layers * model.query_width * tokens**2
+    return 2.0 * model.multiplied * tokens + 2.0 * model.layers * model.query * tokens**2
 
 
 def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
@@ -47,8 +47,10 @@ def reshard_seconds(scenario: Scenario) -> float:
     """Every engine rank gets its slice anew over its slowest link, once its memory is mapped again."""
     constants = scenario.constants
     held = scenario.model.parameters * _BYTES / scenario.engine_devices
-    link = constants.network_bandwidth if scenario.nodes > 1 else scenario.device.node_bandwidth
-    moved = held / (link * constants.link_efficiency) if scenario.devices > 1 else 0.0
+    link = scenario.device.node_bandwidth * constants.node_link_efficiency
+    if scenario.nodes > 1:
+        link = constants.network_bandwidth * constants.network_efficiency
+    moved = held / link if scenario.devices > 1 else 0.0
     return moved + held / constants.wake_bandwidth
 
 
@@ -56,7 +58,7 @@ def drafter_step_flops(scenario: Scenario, mean_length: float) -> float:
     """Of one optimizer step of the drafter: its weights both ways, the frozen head forward and towards its input."""
     model, spot = scenario.model, scenario.spot
     tokens = spot.entries_per_step * scenario.devices * (mean_length + scenario.prompt_tokens)
-    return spot.unroll * tokens * (6.0 * model.drafter + 4.0 * model.vocab * model.hidden)
+    return spot.unroll * tokens * (6.0 * model.draft_layer() + 4.0 * model.vocabulary)
 
 
 def bubble_steps(scenario: Scenario, ends: Array, responses: Array, mean_length: float) -> float:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import Draft
 from megatron_tlt.planning.simulation.constants import Constants
-from megatron_tlt.planning.simulation.engine import EngineModel, ModelSizes
+from megatron_tlt.planning.simulation.engine import EngineModel
 from megatron_tlt.planning.simulation.lengths import Lengths
 from megatron_tlt.planning.simulation.rollout import Limits
 
@@ -64,7 +65,7 @@ class TailBatching:
 class Scenario:
     """A cluster of ``devices`` alike, ``per_node`` in each node, each engine on ``engine_devices`` of them."""
 
-    model: ModelSizes
+    model: ModelSize
     device: Device
     constants: Constants
     lengths: Lengths
