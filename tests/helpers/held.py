@@ -6,13 +6,16 @@ import contextlib
 import ctypes
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+_CONT, _SEIZE, _INTERRUPT, _DETACH = 7, 0x4206, 0x4207, 17
 _WALL = 0x40000000
+_POLLS = {"x86_64": {7, 232, 271, 281}, "aarch64": {22, 73}}[os.uname().machine]
+"""Numbers of poll, epoll_wait, ppoll and epoll_pwait."""
 
 
 def _ptrace(request: int, thread: int) -> None:
@@ -33,13 +36,24 @@ def thread_named(pid: int, name: str) -> int:
     raise LookupError(f"process {pid} has no thread {name}")
 
 
+def _system_call(thread: int) -> int:
+    """The number of that in which a stopped thread is; -1 outside."""
+    return int(Path(f"/proc/{thread}/syscall").read_text().split()[0])
+
+
 @contextlib.contextmanager
 def held(thread: int) -> Iterator[None]:
-    """A debugger's stop of this thread alone."""
+    """A debugger's stop of this thread alone, while it waits for messages: elsewhere it might hold Python's lock, and
+    with it all other threads."""
     _ptrace(_SEIZE, thread)
     try:
         _ptrace(_INTERRUPT, thread)
         os.waitpid(thread, _WALL)
+        while _system_call(thread) not in _POLLS:
+            _ptrace(_CONT, thread)
+            time.sleep(0.005)
+            _ptrace(_INTERRUPT, thread)
+            os.waitpid(thread, _WALL)
         yield
     finally:
         _ptrace(_DETACH, thread)

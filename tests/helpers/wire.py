@@ -103,14 +103,11 @@ class Wire:
     def report(self, rank: int) -> Report | None:
         return next((report for report, _ in reversed(self.frames) if report.rank == rank), None)
 
-    def training(self, rl_step: int) -> dict[int, int]:
-        """Ranks that are in the middle of a session of ``rl_step``, and their step of it."""
-        found = {}
-        for rank in {report.rank for report, _ in self.frames}:
-            report = self.report(rank)
-            if report is not None and report.rl_step == rl_step and report.place is not None:
-                found[rank] = report.place.step
-        return found
+    def trains(self, rl_step: int, members: int) -> bool:
+        """Whether so many ranks are in the middle of a session of ``rl_step`` and have done a step of it."""
+        newest = [self.report(rank) for rank in {report.rank for report, _ in self.frames}]
+        places = [report.place for report in newest if report is not None and report.rl_step == rl_step]
+        return sum(place is not None and place.step >= 1 for place in places) == members
 
     def leader(self) -> int | None:
         """Of the newest session."""

@@ -101,7 +101,7 @@ def uninterrupted(runs: Runs) -> Path:
     return runs.folder / "uninterrupted"
 
 
-FAULT_STEPS = 10
+FAULT_STEPS = 8
 # two of four problems are the first rank's, and each takes its engine many rounds: the two others wait, and on a quick
 # machine too for longer than it takes them to hear of it
 GREEDY = (
@@ -119,7 +119,7 @@ GREEDY_SPOT = (
     *GREEDY,
     "drafter.kind=eagle",
     "speculation.drafter=eagle",
-    "speculation.num_speculative_tokens=2",
+    "speculation.num_speculative_tokens=1",  # more would shorten the wait
     "drafter.entries_per_step=2",
     "spot.min_replicas=2",
     "spot.min_entries=1",

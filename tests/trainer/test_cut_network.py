@@ -18,7 +18,7 @@ from megatron_tlt.platform.processes import launch_environment
 from tests.helpers.hosts import INTERFACE, Hosts, hosts
 from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slowness
 from tests.helpers.wire import Wire
-from tests.trainer.conftest import GREEDY_SPOT, Runs, assert_same_policy, rows_of
+from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -91,6 +91,19 @@ def coordinator(launch: Launch) -> int | None:
     return int(found[1]) if found else None
 
 
+def in_session(launch: Launch, wire: Wire) -> int:
+    """Returns in the middle of a session that both waiting ranks train, with the number of RL steps before it."""
+    found: list[int] = []
+
+    def trains() -> bool:
+        found[:] = [step for step in range(1, FAULT_STEPS) if wire.trains(step, 2)]
+        return bool(found) or launch.ended()
+
+    launch.until(trains, 240, "the session")
+    assert found, f"no session: {launch.log(0)[-5000:]}"
+    return found[0]
+
+
 def errors(log: str) -> list[str]:
     return [line for line in log.splitlines() if line.startswith("error: ")]
 
@@ -108,7 +121,7 @@ def test_a_cut_is_named_on_both_sides_and_the_run_goes_on_once_it_is_mended(runs
             port = coordinator(launch)
             assert port is not None, launch.log(0)[-5000:]
             with Wire(port, INTERFACE, network.names[0]) as wire:
-                launch.until(lambda: sum(s >= 1 for s in wire.training(1).values()) == 2, 240, "the session")
+                done = in_session(launch, wire)
             network.link(CUT, "down")
             launch.until(launch.ended, BOUND_S, "the end")
             assert all(process.returncode != 0 for process in launch.processes)
@@ -120,7 +133,7 @@ def test_a_cut_is_named_on_both_sides_and_the_run_goes_on_once_it_is_mended(runs
             assert len(said) == 1, launch.log(rank)[-5000:]
             assert said[0].startswith(f"error: rank {rank} (node {rank}")
             assert f"lost its connection to rank {CUT} (node {CUT}" in said[0]
-        assert [row["step"] for row in rows_of(run)] == [1]
+        assert [row["step"] for row in rows_of(run)] == list(range(1, done + 1))
 
         network.link(CUT, "up")
         with Launch(runs.folder, network, resolved) as launch:

@@ -41,12 +41,12 @@ class Faulty:
     runs: Runs
     process: subprocess.Popen[bytes]
     folder: Path
-    killed: dict[str, int] = field(default_factory=dict)
-    leaders: list[int | None] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    """RL steps of: a member killed, the leader killed, the coordinator held, messages forged."""
     reports_while_held: int = 0
     directives_while_held: int = 0
     held_from: float = 0.0
-    forged_in: int = 0
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + 240 * slowness()
@@ -70,17 +70,20 @@ class Faulty:
     def pid(self, rank: int) -> int:
         return worker_of(self.runs.started["faulty"], rank)
 
-    def in_session(self, wire: Wire, rl_step: int, last: int | None = None) -> int:
-        """Returns in the middle of a step that both waiting ranks train; the RL step, at most ``last``."""
-        found: list[int] = []
+    def in_session(self, wire: Wire) -> int:
+        """Returns in the middle of a step that both waiting ranks train: the RL step, later than those of other faults.
+
+        On a quick machine some rollouts are over without a session.
+        """
+        first, found = max(self.faults, default=0) + 1, [0]
 
         def trains() -> bool:
-            steps = range(rl_step, (rl_step if last is None else last) + 1)
-            found[:] = [step for step in steps if sum(done >= 1 for done in wire.training(step).values()) == 2]
+            found[:] = [step for step in range(first, FAULT_STEPS) if wire.trains(step, 2)]
             return bool(found)
 
-        self.until(trains, f"no session in step {rl_step}")
-        return found[-1]
+        self.until(trains, f"no session from step {first} on")
+        self.faults.append(found[0])
+        return found[0]
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +96,8 @@ def faulty(runs: Runs) -> Iterator[Faulty]:
             kill_member(run)
             kill_leader(run)
             with run.wire(2) as wire:
-                hold_coordinator(run, wire, 3)
-                # rollouts did not wait for it: on a quick machine some went by without a session
-                forge(run, wire, 4)
+                hold_coordinator(run, wire)
+                forge(run, wire)
             assert run.process.wait(240 * slowness()) == 0, runs.log("faulty")
             yield run
         finally:
@@ -105,24 +107,24 @@ def faulty(runs: Runs) -> Iterator[Faulty]:
 
 def kill_member(run: Faulty) -> None:
     with run.wire(0) as wire:
-        run.in_session(wire, 1)
+        run.in_session(wire)
         leader = wire.leader()
         assert leader in (1, 2)
-        run.killed["member"] = 3 - leader
+        run.killed.append(3 - leader)
         os.kill(run.pid(3 - leader), signal.SIGKILL)
 
 
 def kill_leader(run: Faulty) -> None:
     with run.wire(1) as wire:
-        run.in_session(wire, 2)
+        run.in_session(wire)
         leader = wire.leader()
         assert leader in (1, 2)
-        run.killed["leader"] = leader
+        run.killed.append(leader)
         os.kill(run.pid(leader), signal.SIGKILL)
 
 
-def hold_coordinator(run: Faulty, wire: Wire, rl_step: int) -> None:
-    run.in_session(wire, rl_step)
+def hold_coordinator(run: Faulty, wire: Wire) -> None:
+    run.in_session(wire)
     with held(thread_named(run.pid(0), "spot-coordinator"[:15])):
         run.held_from = time.time()
         time.sleep(0.1)  # what it had sent before
@@ -132,9 +134,9 @@ def hold_coordinator(run: Faulty, wire: Wire, rl_step: int) -> None:
         run.directives_while_held = len(wire.directives) - directives
 
 
-def forge(run: Faulty, wire: Wire, rl_step: int) -> None:
-    """In the first session from ``rl_step`` on, somebody says that the first rank is done: all would be over."""
-    run.forged_in = run.in_session(wire, rl_step, FAULT_STEPS - 1)
+def forge(run: Faulty, wire: Wire) -> None:
+    """In a session somebody says that the first rank is done: all would be over."""
+    run.in_session(wire)
     report, frames = next(item for item in reversed(wire.frames) if item[0].rank == 0)
     lie = replace(report, sequence=report.sequence + 10**6, released=True, available=True)
     payload = msgspec.msgpack.encode(lie)
@@ -156,9 +158,9 @@ def test_whatever_happens_the_policy_is_that_of_a_run_without_drafter(faulty: Fa
 def test_a_killed_rank_and_a_killed_leader_start_the_run_again_from_its_checkpoint(faulty: Faulty) -> None:
     said = [line for line in faulty.runs.log("faulty").splitlines() if "was ended by" in line]
     assert said == [
-        f"warning: rank {faulty.killed[who]} was ended by SIGKILL in step {step}; all ranks start again from "
-        f"the checkpoint of step {step - 1} (restart {restart} of 3)"
-        for restart, (who, step) in enumerate((("member", 2), ("leader", 3)), start=1)
+        f"warning: rank {rank} was ended by SIGKILL in step {step + 1}; all ranks start again from "
+        f"the checkpoint of step {step} (restart {restart} of 3)"
+        for restart, (rank, step) in enumerate(zip(faulty.killed, faulty.faults, strict=False), start=1)
     ]
     summary = json.loads((faulty.folder / "summary.json").read_text())
     assert summary["steps"] == FAULT_STEPS
@@ -171,8 +173,9 @@ def test_a_killed_rank_and_a_killed_leader_start_the_run_again_from_its_checkpoi
 def test_the_drafter_goes_on_too(faulty: Faulty) -> None:
     versions = [row["drafter/version"] for row in rows_of(faulty.folder)]
     assert versions == sorted(set(versions))
-    trained = [row["step"] for row in rows_of(faulty.folder) if row["spot/steps"]]
-    assert {2, 3, 4, faulty.forged_in + 1} <= set(trained), "a fault ended drafter training for good"
+    trained = {row["step"] for row in rows_of(faulty.folder) if row["spot/steps"]}
+    _, _, held_in, forged_in = faulty.faults
+    assert {held_in + 1, forged_in + 1} <= trained, "a fault ended drafter training for good"
     assert all(row["drafter/failed"] == 0 for row in rows_of(faulty.folder))
 
 
@@ -180,9 +183,9 @@ def test_a_coordinator_that_is_held_up_holds_up_nobody(faulty: Faulty) -> None:
     # heartbeats of its own process went on: that thread stood still, and nothing else
     assert faulty.directives_while_held == 0
     assert faulty.reports_while_held >= HELD_S / 0.2 / 2
-    events = [
-        e for e in read_trace(faulty.folder / "timeline.json")["traceEvents"] if e.get("args", {}).get("step") == 4
-    ]
+    step = faulty.faults[2] + 1
+    trace = read_trace(faulty.folder / "timeline.json")
+    events = [e for e in trace["traceEvents"] if e.get("args", {}).get("step") == step]
     decoded = max(e["ts"] + e["dur"] for e in events if e["name"] == "rollout")
     waited = max(e["ts"] + e["dur"] for e in events if e["name"] == "idle")
     assert (waited - decoded) / 1e6 < SILENT_S + 1.0
@@ -198,5 +201,5 @@ def test_a_full_disk_costs_checkpoints_of_the_drafter_and_nothing_else(faulty: F
 
 def test_forged_and_repeated_messages_are_dropped_and_counted(faulty: Faulty) -> None:
     counted = [row["spot/refused_messages"] for row in rows_of(faulty.folder)]
-    dropped = float(UNSIGNED + FORGED + REPLAYED)
-    assert counted == [0.0] * faulty.forged_in + [dropped] * (FAULT_STEPS - faulty.forged_in)
+    dropped, before = float(UNSIGNED + FORGED + REPLAYED), faulty.faults[3]
+    assert counted == [0.0] * before + [dropped] * (FAULT_STEPS - before)
