@@ -78,6 +78,7 @@ def test_a_second_rank_joins_and_the_last_ones_release_ends_it(threads: Threads,
     # two members draw as much as one did
     assert reports[0].metrics["sequences"] == threads.batch
     assert threads.took_device == [0, 1]
+    until(lambda: threads.bubbles[0]._checkpoints.idle())
     assert 0 < latest(tmp_path / "spot") <= reports[0].version
     metrics = bubble_metrics(reports, 0)
     assert 0 < metrics["spot/used_s"] <= metrics["spot/idle_s"] and metrics["spot/steps"] == reports[0].version
