@@ -111,14 +111,23 @@ def prepare() -> Device:
     return device
 
 
-def initialize_distributed(timeout_s: int = 600) -> None:
+_DEFAULT_TIMEOUT_S = 600
+_timeout_s = _DEFAULT_TIMEOUT_S
+
+
+def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
     """Joins the process group that torchrun describes in the environment (a world of one without torchrun).
+
+    Args:
+        timeout_s: of a collective of the world, and of groups made later (``collective_timeout_s``).
 
     Raises:
         RunError: the rendezvous fails, for instance because its port is in use.
     """
+    global _timeout_s
     if dist.is_initialized():
         return
+    _timeout_s = timeout_s
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(current_device().backend, store=store, rank=0, world_size=1)
@@ -129,6 +138,11 @@ def initialize_distributed(timeout_s: int = 600) -> None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RunError(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
     start_pulse(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+def collective_timeout_s() -> int:
+    """For groups of some ranks: without it each library's own default holds, for Megatron's half an hour."""
+    return _timeout_s
 
 
 def rank() -> int:

@@ -48,3 +48,9 @@ def test_weights_survive_the_way_in_and_out(rows: dict[str, dict[str, Any]]) -> 
 
 def test_a_resumed_policy_goes_on_bit_for_bit(rows: dict[str, dict[str, Any]]) -> None:
     assert {name for name, row in rows.items() if not row["resume_is_bit_equal"]} == set()
+
+
+def test_a_collective_of_any_group_waits_as_long_as_was_asked_for(rows: dict[str, dict[str, Any]]) -> None:
+    from tests.actor.workers.layouts import TIMEOUT_S
+
+    assert {name: row["timeouts"] for name, row in rows.items()} == {name: [TIMEOUT_S] for name in rows}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_tlt.actor.megatron_checkpoint import load_policy, save_policy
@@ -42,6 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10000}
 TEMPERATURE = 0.7
+TIMEOUT_S = 120
 
 
 def samples() -> list[TrainingSample]:
@@ -83,13 +85,21 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def timeouts() -> list[float]:
+    """Seconds after which a collective of some group of this process fails."""
+    # the one that Megatron-Core 0.16 makes with torch's default; no collective of a training step is over it
+    groups = [g for g in dist.distributed_c10d._world.pg_map if g.group_desc != "EXPERT_DATA_PARALLEL_GROUP_GLOO"]
+    return sorted({g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups})
+
+
 def main(folder: str, out: str) -> None:
-    initialize_distributed(120)
+    initialize_distributed(TIMEOUT_S)
     data, rows = samples(), {}
     for name in LAYOUTS:
         policy = policy_of(Path(folder), name)
         initial = load_file(model_of(Path(folder), name) / "model.safetensors")
         row: dict[str, Any] = {"exported_equals_loaded": equal(weights_of(policy), initial)}
+        row["timeouts"] = timeouts()
         row["log_probs"] = [scores.log_probs for scores in policy.log_probs(data, TEMPERATURE)]
         steps = [policy.update(data, negative_log_likelihood) for _ in range(2)]
         row["loss"], row["grad_norm"] = [s["loss"] for s in steps], [s["grad_norm"] for s in steps]
