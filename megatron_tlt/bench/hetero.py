@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from itertools import count, islice
 from typing import Any
 
 from megatron_tlt.bench.hetero_cases import mixed_64, model, small_instance, step
@@ -20,16 +24,16 @@ from megatron_tlt.planning.hetero.workflow import Workflow
 LIMIT = 1.02
 _MODELS = ("Qwen2.5-7B", "Qwen2.5-14B")
 _METHODS: dict[str, Callable[[CostModel, int, int], Found]] = {
-    "search": lambda cost, budget, seed: search(cost, budget, seed),
-    "random": lambda cost, budget, seed: random_search(cost, budget, seed),
-    "without swaps": lambda cost, budget, seed: search(cost, budget, seed, swaps=False),
+    "search": search,
+    "random": random_search,
+    "without swaps": functools.partial(search, swaps=False),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=60, help="small clusters that can hold their step")
     parser.add_argument("--first-instance", type=int, default=0, help="number of the first; others are other clusters")
-    parser.add_argument("--seeds", type=int, default=7, help="runs of each method on 64 devices")
+    parser.add_argument("--seeds", type=int, default=21, help="runs of each method on 64 devices")
     parser.add_argument("--small-evaluations", type=int, default=4000, help="budget on a small cluster")
     parser.add_argument("--evaluations", type=int, default=3000, help="budget of each method on 64 devices")
     parser.add_argument("--sequences", type=int, default=2048, help="responses of a step on 64 devices")
@@ -42,16 +46,18 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     drawn from. The plan for equal devices has the best layouts of all, evenly shared, in the devices' listed order.
     """
     result = BenchmarkResult(environment=describe_environment(), name="hetero")
-    _small(result, arguments.first_instance, arguments.instances, arguments.small_evaluations)
     cluster = mixed_64()
     against: dict[str, list[float]] = {"random": [], "without swaps": []}
-    for name in _MODELS:
-        for asynchronous in (False, True):
-            workflow = step(model(name), arguments.sequences, 2048.0, 8192.0, asynchronous=asynchronous)
-            case = f"{name}, {'asynchronous' if asynchronous else 'synchronous'}"
-            seconds = _mixed(result, case, cluster, workflow, arguments)
-            for other in against:
-                against[other].append(ratio_of_medians(seconds[other], seconds["search"])["ratio"])
+    cores = int(result.environment["cores"])
+    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+        _small(result, pool, arguments.first_instance, arguments.instances, arguments.small_evaluations)
+        for name in _MODELS:
+            for asynchronous in (False, True):
+                workflow = step(model(name), arguments.sequences, 2048.0, 8192.0, asynchronous=asynchronous)
+                case = f"{name}, {'asynchronous' if asynchronous else 'synchronous'}"
+                seconds = _mixed(result, pool, case, cluster, workflow, arguments)
+                for other in against:
+                    against[other].append(ratio_of_medians(seconds[other], seconds["search"])["ratio"])
     for other, ratios in against.items():
         short = other.replace(" ", "_")
         result.target(f"{short}_over_search_smallest_case", min(ratios), ">", 1.0)
@@ -59,22 +65,32 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     return result
 
 
-def _small(result: BenchmarkResult, seed: int, wanted: int, evaluations: int) -> None:
+def _instance(evaluations: int, seed: int) -> tuple[float, float | None, int] | None:
+    """Search and, where it fits, plan for equal devices over the optimum, and placements looked at for that; None
+    where nothing fits."""
+    cluster, workflow = small_instance(seed)
+    exhaustive = Exhaustive(CostModel(cluster, workflow))
+    best = exhaustive.run()
+    if not best.feasible:
+        return None
+    found = search(CostModel(cluster, workflow), evaluations, seed)
+    even = uniform_plan(CostModel(cluster, workflow, balanced=False))
+    return found.seconds / best.seconds, even.seconds / best.seconds if even.feasible else None, exhaustive.placements
+
+
+def _small(result: BenchmarkResult, pool: Executor, first: int, wanted: int, evaluations: int) -> None:
     ratios: list[float] = []
     uniform: list[float] = []
     none = looked = 0
+    seeds = count(first)
     while len(ratios) < wanted:
-        cluster, workflow = small_instance(seed)
-        exhaustive = Exhaustive(CostModel(cluster, workflow))
-        best = exhaustive.run()
-        if best.feasible:
-            looked += exhaustive.placements
-            ratios.append(search(CostModel(cluster, workflow), evaluations, seed).seconds / best.seconds)
-            even = uniform_plan(CostModel(cluster, workflow, balanced=False))
-            uniform += [even.seconds / best.seconds] if even.feasible else []
-        else:
-            none += 1
-        seed += 1
+        for instance in pool.map(functools.partial(_instance, evaluations), islice(seeds, wanted - len(ratios))):
+            if instance is None:
+                none += 1
+                continue
+            ratios.append(instance[0])
+            uniform += [] if instance[1] is None else [instance[1]]
+            looked += instance[2]
     result.rows.append(
         {
             "case": f"{wanted} random clusters of at most 6 devices",
@@ -99,13 +115,23 @@ def _small(result: BenchmarkResult, seed: int, wanted: int, evaluations: int) ->
     result.target("small_worst_over_optimum", max(ratios), "<=", LIMIT)
 
 
+def _found(method: str, cluster: Cluster, workflow: Workflow, evaluations: int, seed: int) -> Found:
+    return _METHODS[method](CostModel(cluster, workflow), evaluations, seed)
+
+
 def _mixed(
-    result: BenchmarkResult, case: str, cluster: Cluster, workflow: Workflow, arguments: argparse.Namespace
+    result: BenchmarkResult,
+    pool: Executor,
+    case: str,
+    cluster: Cluster,
+    workflow: Workflow,
+    arguments: argparse.Namespace,
 ) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {}
     best: dict[str, Found] = {}
-    for name, method in _METHODS.items():
-        runs = [method(CostModel(cluster, workflow), arguments.evaluations, seed) for seed in range(arguments.seeds)]
+    for name in _METHODS:
+        one = functools.partial(_found, name, cluster, workflow, arguments.evaluations)
+        runs = list(pool.map(one, range(arguments.seeds)))
         seconds[name] = [found.seconds for found in runs]
         best[name] = min(runs, key=lambda found: found.seconds)
     for name, found in best.items():

@@ -15,7 +15,8 @@ from megatron_tlt.bench.hetero_cases import mixed_64, model, small_instance, ste
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.cost import INFEASIBLE, CostModel
 from megatron_tlt.planning.hetero.exhaustive import Exhaustive
-from megatron_tlt.planning.hetero.plan import Placement, Plan
+from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan
+from megatron_tlt.planning.hetero.recall import Recall
 from megatron_tlt.planning.hetero.report import describe
 from megatron_tlt.planning.hetero.search import random_search, search
 from megatron_tlt.planning.hetero.space import Space, compositions, groupings
@@ -122,6 +123,26 @@ def test_a_swap_is_made_where_what_is_known_of_the_tasks_makes_the_step_shorter(
     check_whole(swapped, cluster, workflow)
     assert [len(group) for group in swapped.groups] == [32, 32] and swapped.groups != plan.groups
     assert cost(swapped).seconds < before
+
+
+def test_what_is_fast_on_some_devices_does_not_push_out_what_is_known_of_others() -> None:
+    """Many placements on two devices of one class, and a slower one on two of other classes."""
+    cluster = mixed_64()
+    first = [cluster.class_of.index(kind) for kind in range(3)]
+    alike, others = (first[0], first[0] + 1), (first[1], first[2])
+    recall = Recall(cluster, 1)
+
+    def learn(devices: tuple[int, ...], seconds: float, layout: Layout) -> None:
+        recall.learn(Plan((0,), (devices,), (Placement(layout, devices),)), [seconds], INFEASIBLE)
+
+    for number in range(20):
+        learn(alike, 1.0 + number / 100, Layout(2, 1, 1) if number % 2 else Layout(1, 2, 1))
+    learn(others, 5.0, Layout(1, 1, 2))
+    found = recall.best(0, others)
+    assert found is not None and found.layout == Layout(1, 1, 2)
+    best = recall.best(0, [*others, *alike])
+    assert best is not None and best.layout == Layout(1, 2, 1) and set(best.devices) == set(alike)
+    assert recall.best(0, others[:1]) is None
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,7 +13,7 @@ from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan
 
 _KEPT = 6
-"""Placements of a task for each number of devices."""
+"""Placements of a task for each number of devices, no two of them on as many of each class."""
 
 
 class _Known(NamedTuple):
@@ -40,10 +40,14 @@ class Recall:
             if spent >= limit or (len(known) == _KEPT and spent >= known[-1].seconds):
                 continue
             order = tuple(self._class_of[device] for device in placement.devices)
-            if any(one.seconds == spent and one.layout == placement.layout for one in known):
-                continue
             held = Counter(order)
-            insort(known, _Known(spent, placement.layout, order, tuple(held[kind] for kind in range(self._classes))))
+            counts = tuple(held[kind] for kind in range(self._classes))
+            same = next((one for one in known if one.counts == counts), None)
+            if same is not None:
+                if same.seconds <= spent:
+                    continue
+                known.remove(same)
+            insort(known, _Known(spent, placement.layout, order, counts))
             del known[_KEPT:]
             self._sorted[task] = None
 
