@@ -48,7 +48,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     """
     work()
     if torch.cuda.is_available():
-        return statistics.median(_timed(work) for _ in range(_REPEATS))
+        return _on_gpu(work)
     barrier()
     began, calls = time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < _STRETCH_S:
@@ -61,12 +61,16 @@ def collective_seconds(work: Callable[[], object]) -> float:
     """As ``seconds_of``, of a call that ranks wait in for one another: each makes as many."""
     work()
     if torch.cuda.is_available():
-        return statistics.median(_timed(work) for _ in range(_REPEATS))
+        return _on_gpu(work)
     barrier()
     began = time.perf_counter()
     for _ in range(_CALLS):
         work()
     return _mean_over_ranks((time.perf_counter() - began) / _CALLS) / sharing()
+
+
+def _on_gpu(work: Callable[[], object]) -> float:
+    return statistics.median(_timed(work) for _ in range(_REPEATS))
 
 
 def _timed(work: Callable[[], object]) -> float:
