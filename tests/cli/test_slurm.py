@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import steps
+from tests.cli.conftest import TwoNodes, steps
 from tests.helpers.launch import slowness
 from tests.helpers.slurm import SICK_NODE, Slurm
 
@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 LIMIT_S = 600
 
 
-def submit(slurm: Slurm, two_nodes: Path, name: str, *options: str) -> tuple[str, Path]:
+def submit(slurm: Slurm, two_nodes: TwoNodes, name: str, *options: str) -> tuple[str, Path]:
     """Job and run of a training; it has two nodes."""
-    folder = two_nodes.parent / name
-    return slurm.submit("train.sbatch", [str(two_nodes), f"run.dir={folder}"], "--nodes=2", *options), folder
+    run = two_nodes.folder / name
+    return slurm.submit("train.sbatch", two_nodes.arguments(run), "--nodes=2", *options), run
 
 
 def weights(run: Path) -> bytes:
@@ -28,7 +28,7 @@ def weights(run: Path) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(slurm: Slurm, two_nodes: Path) -> tuple[str, Path]:
+def undisturbed(slurm: Slurm, two_nodes: TwoNodes) -> tuple[str, Path]:
     job, run = submit(slurm, two_nodes, "undisturbed")
     state = slurm.wait(job, LIMIT_S)
     assert state["JobState"] == "COMPLETED" and state["ExitCode"] == "0:0", slurm.story(job)
@@ -38,7 +38,7 @@ def undisturbed(slurm: Slurm, two_nodes: Path) -> tuple[str, Path]:
 def test_two_nodes_train_and_leave_everything_beside_the_run(slurm: Slurm, undisturbed: tuple[str, Path]) -> None:
     job, run = undisturbed
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["world_size"] == 2 and summary["steps"] == 4
+    assert summary["world_size"] == 2 and summary["steps"] == 6
     assert summary["eval"]["end"]["pass_at_1"] > summary["eval"]["start"]["pass_at_1"] > 0, summary["eval"]
     assert (run / "drafter" / "newest" / "config.json").is_file()
     output = slurm.output(job)
@@ -54,7 +54,7 @@ def test_two_nodes_train_and_leave_everything_beside_the_run(slurm: Slurm, undis
 
 
 def test_sigterm_saves_requeues_and_ends_with_the_same_bits(
-    slurm: Slurm, two_nodes: Path, undisturbed: tuple[str, Path]
+    slurm: Slurm, two_nodes: TwoNodes, undisturbed: tuple[str, Path]
 ) -> None:
     job, run = submit(slurm, two_nodes, "requeued")
     deadline = time.monotonic() + LIMIT_S * slowness()
@@ -70,7 +70,7 @@ def test_sigterm_saves_requeues_and_ends_with_the_same_bits(
     assert (run / "logs" / f"job-{job}.1" / "rank00001.log").is_file()
 
 
-def test_a_node_that_fails_its_checks_ends_the_job_and_is_named(slurm: Slurm, two_nodes: Path) -> None:
+def test_a_node_that_fails_its_checks_ends_the_job_and_is_named(slurm: Slurm, two_nodes: TwoNodes) -> None:
     began = time.monotonic()
     job, run = submit(slurm, two_nodes, "sick", "--partition=sick")
     state = slurm.wait(job, 60)
@@ -83,10 +83,10 @@ def test_a_node_that_fails_its_checks_ends_the_job_and_is_named(slurm: Slurm, tw
 
 
 def test_a_chain_ends_at_once_where_the_run_is_finished(
-    slurm: Slurm, two_nodes: Path, undisturbed: tuple[str, Path]
+    slurm: Slurm, two_nodes: TwoNodes, undisturbed: tuple[str, Path]
 ) -> None:
     before = weights(undisturbed[1]), (undisturbed[1] / "summary.json").stat().st_mtime_ns
-    arguments = ["--nodes=2", f"--output={slurm.folder}/job-%j.out", str(two_nodes), f"run.dir={undisturbed[1]}"]
+    arguments = ["--nodes=2", f"--output={slurm.folder}/job-%j.out", *two_nodes.arguments(undisturbed[1])]
     said = slurm.run("bash", "slurm/chain.sh", "2", *arguments)
     first, second = [line.split()[-1] for line in said.splitlines()]
     assert slurm.state(second)["Dependency"].startswith(f"afterany:{first}")
@@ -98,11 +98,11 @@ def test_a_chain_ends_at_once_where_the_run_is_finished(
 
 
 def test_evaluation_and_conversion_of_what_was_trained(
-    slurm: Slurm, two_nodes: Path, undisturbed: tuple[str, Path]
+    slurm: Slurm, two_nodes: TwoNodes, undisturbed: tuple[str, Path]
 ) -> None:
-    run, target = undisturbed[1], two_nodes.parent / "converted"
+    run, target = undisturbed[1], two_nodes.folder / "converted"
     newest = max((run / "checkpoints").glob("step_*"))
-    evaluation = slurm.submit("evaluate.sbatch", [str(two_nodes), f"run.dir={run}"], "--nodes=2")
+    evaluation = slurm.submit("evaluate.sbatch", two_nodes.arguments(run), "--nodes=2")
     conversion = slurm.submit("convert.sbatch", [str(newest), str(target)], "--nodes=1", env={"TLT_PROCESSES": "2"})
     for job in (evaluation, conversion):
         assert slurm.wait(job, LIMIT_S)["JobState"] == "COMPLETED", slurm.story(job)

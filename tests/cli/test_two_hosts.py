@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import steps
+from tests.cli.conftest import TwoNodes, steps
 from tests.helpers.hosts import Hosts, hosts
 from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slowness, worker_of
 
@@ -21,6 +21,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 COLLECTIVE_S = 20
 # The collectives' limit, the question who is still there, and what torchrun is given to end by itself.
 BOUND_S = COLLECTIVE_S + 40
+# what a run that is to be cut need not learn
+LESS = (
+    "model.recipe.supervised.num_steps=20",
+    "rollout.max_response_tokens=32",
+    "trainer.prompts_per_step=4",
+    "trainer.save_every=1",
+    "evaluation.problems=8",
+)
 AGAIN = "all ranks start again from the checkpoint of step"
 
 
@@ -39,13 +47,13 @@ def start(network: Hosts, index: int, arguments: list[str], environment: dict[st
 
 
 def test_two_hosts_start_again_together_and_a_cut_ends_both_with_what_was_lost(
-    two_nodes: Path, environment: Path
+    two_nodes: TwoNodes, environment: Path
 ) -> None:
-    folder = two_nodes.parent / "two-hosts"
+    folder = two_nodes.folder / "two-hosts"
     folder.mkdir()
     run, logs = folder / "run", [folder / f"host{index}.log" for index in range(2)]
-    arguments = ["train", str(two_nodes), f"run.dir={run}", "trainer.steps=1000"]
-    arguments += [f"launcher.collective_timeout_s={COLLECTIVE_S}", "launcher.max_restarts=1"]
+    more = (f"launcher.collective_timeout_s={COLLECTIVE_S}", "launcher.max_restarts=1", "trainer.steps=1000")
+    arguments = ["train", *two_nodes.arguments(run, *more, *LESS)]
     mark = uuid.uuid4().hex
     with hosts(2) as network:
         given = {

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 _CONT, _SEIZE, _INTERRUPT, _DETACH = 7, 0x4206, 0x4207, 17
@@ -26,6 +27,14 @@ def _ptrace(request: int, thread: int) -> None:
         if number in (errno.EPERM, errno.ENOSYS):
             pytest.skip("holding a thread of another process is not allowed here")
         raise OSError(number, os.strerror(number))
+
+
+def listener(port: int) -> int:
+    """The process that takes connections at a TCP port of this machine."""
+    for found in psutil.net_connections("tcp"):
+        if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid is not None:
+            return found.pid
+    raise LookupError(f"nobody listens at port {port}")
 
 
 def thread_named(pid: int, name: str) -> int:

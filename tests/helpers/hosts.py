@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,14 @@ import pytest
 
 NETWORK = "10.77.0"
 INTERFACE = "eth0"
+_CLONE_NEWNET = 0x40000000
+
+
+def enter_network(path: str) -> None:
+    """Takes the calling thread into the network namespace of a file; PermissionError where that is not allowed."""
+    with open(path) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise PermissionError(f"{path}: {os.strerror(ctypes.get_errno())}")
 
 
 def _ip(*arguments: str) -> None:

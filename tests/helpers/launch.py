@@ -91,8 +91,13 @@ def kill_marked(mark: str) -> None:
             continue
 
 
+def _is_worker(process: psutil.Process) -> bool:
+    _, _, module = " ".join(process.cmdline()).partition(" -m ")  # torchrun has the worker's behind its own
+    return module.startswith("megatron_tlt.cli.workers.")
+
+
 def worker_of(mark: str, rank: int) -> int:
-    """The process id of a rank of the marked launch.
+    """The process id of a rank of the marked launch, or of what stands for it (``tests.helpers.warm``).
 
     Raises:
         LookupError: there is none.
@@ -101,7 +106,8 @@ def worker_of(mark: str, rank: int) -> int:
         try:
             environment, parent = process.environ(), process.parent()
             ours = environment.get(MARK) == mark and environment.get("RANK") == str(rank)
-            if ours and parent is not None and "megatron_tlt.platform.torchrun" in parent.cmdline():
+            # a rank's own children have its environment, and may have its command line
+            if ours and parent is not None and _is_worker(process) and not _is_worker(parent):
                 return process.pid
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue

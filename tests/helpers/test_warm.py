@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.hosts import hosts
 from tests.helpers.launch import MARK, kill_marked, python, run_logged, run_python, run_torchrun, slowness
 from tests.helpers.warm import warm_python
 
@@ -96,6 +97,15 @@ def test_code_and_modules_and_streams(fresh: bool) -> None:
     assert json.loads(done.stdout) == {"a": 1}
     done = subprocess.run([python(fresh), "-c", "def f(): 1 / 0\nf()"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_it_is_in_the_network_of_who_started_it(fresh: bool) -> None:
+    code = [python(fresh), "-c", "import os; print(os.readlink('/proc/self/ns/net'))"]
+    with hosts(1) as network:
+        there = run_logged(network.command(0, ["readlink", "/proc/self/ns/net"]), 60)
+        assert run_logged(network.command(0, code), 60) == there != os.readlink("/proc/self/ns/net") + "\n"
+    assert run_logged(code, 60) == os.readlink("/proc/self/ns/net") + "\n"
 
 
 def test_nothing_passes_from_one_run_to_the_next(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Stands for ``python ARGUMENTS`` while a fork of the warm server (``tests.helpers.warm_server``) runs that.
 
-Started as ``python -IS warm_client.py SOCKET ARGUMENTS...`` with the arguments, environment, folder and three streams
-of the Python that it stands for. It hands all of these over, passes signals on, and ends as the fork ends, by the same
-status or the same signal. When it is killed, so is the fork. Only the standard library, and of that little: it starts
-in hundredths of a second. Where the server says no, or a descriptor beyond the three is to be inherited, it becomes
-the Python that it stood for.
+Started as ``python -IS warm_client.py SOCKET ARGUMENTS...`` with the arguments, environment, folder, three streams and
+network namespace of the Python that it stands for. It hands all of these over, passes signals on, and ends as the fork
+ends, by the same status or the same signal. When it is killed, so is the fork. Only the standard library, and of that
+little: it starts in hundredths of a second. Where the server says no, or a descriptor beyond the three is to be
+inherited, it becomes the Python that it stood for.
 """
 
 import json
@@ -59,7 +59,7 @@ def run(path: str, arguments: list[str]) -> int:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(path)
             request = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd(), "umask": umask()}
-            request["ignored"] = ignored
+            request |= {"ignored": ignored, "pid": os.getpid(), "network": os.readlink("/proc/self/ns/net")}
             body = json.dumps(request).encode()
             socket.send_fds(connection, [struct.pack("!I", len(body))], [0, 1, 2])
             for number in PASSED_ON:

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 import psutil
 
 from megatron_tlt.platform.processes import die_with_parent
+from tests.helpers.hosts import enter_network
 from tests.helpers.launch import MARK
 from tests.helpers.warm_client import NO, PASSED_ON, YES, receive
 
@@ -77,6 +78,8 @@ class Job:
     cwd: str
     umask: int
     ignored: list[int]
+    pid: int
+    network: str
     streams: list[int] = field(default_factory=list)
 
 
@@ -227,6 +230,8 @@ def become(job: Job, stand_in: str, base_path: list[str], set_by_imports: dict[s
     import numpy as np
     import torch
 
+    if job.network != os.readlink("/proc/self/ns/net"):
+        enter_network(f"/proc/{job.pid}/ns/net")
     job.connection.close()
     for number, stream in enumerate(job.streams):
         os.dup2(stream, number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import socket
 import struct
@@ -16,8 +15,8 @@ import msgspec
 import pytest
 
 from megatron_tlt.spot.types import Directive, Report
+from tests.helpers.hosts import enter_network
 
-_CLONE_NEWNET = 0x40000000
 _ETH_P_ALL = 3
 _OUTGOING = 4  # each packet of the loopback interface comes by twice
 _SO_ATTACH_FILTER = 26
@@ -45,9 +44,7 @@ def _filter(port: int) -> bytes:
 
 def _listening(namespace: str | None) -> socket.socket:
     if namespace is not None:
-        with open(f"/var/run/netns/{namespace}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-                raise PermissionError(f"{namespace}: {os.strerror(ctypes.get_errno())}")
+        enter_network(f"/var/run/netns/{namespace}")
     return socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
 
 
@@ -103,11 +100,14 @@ class Wire:
     def report(self, rank: int) -> Report | None:
         return next((report for report, _ in reversed(self.frames) if report.rank == rank), None)
 
-    def trains(self, rl_step: int, members: int) -> bool:
-        """Whether so many ranks are in the middle of a session of ``rl_step`` and have done a step of it."""
+    def session(self, members: int, first: int) -> int | None:
+        """The RL step, ``first`` or later, in the middle of whose session so many ranks are, each a step into it.
+
+        On a quick machine some rollouts are over without a session: which has one is not known before.
+        """
         newest = [self.report(rank) for rank in {report.rank for report, _ in self.frames}]
-        places = [report.place for report in newest if report is not None and report.rl_step == rl_step]
-        return sum(place is not None and place.step >= 1 for place in places) == members
+        steps = [r.rl_step for r in newest if r is not None and r.place is not None and r.place.step >= 1]
+        return next((step for step in sorted(set(steps)) if step >= first and steps.count(step) == members), None)
 
     def leader(self) -> int | None:
         """Of the newest session."""

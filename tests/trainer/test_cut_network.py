@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.platform.processes import launch_environment
 from tests.helpers.hosts import INTERFACE, Hosts, hosts
-from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, slowness
+from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, python, slowness
 from tests.helpers.wire import Wire
-from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
+from tests.trainer.conftest import GREEDY_SPOT, Runs, assert_same_policy, rows_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -27,6 +27,8 @@ CUT = 2  # the host that loses the others
 COLLECTIVE_S = 15
 # an error behind the collectives' limit, the question who is there, and torchrun's 30 s for whoever does not end
 BOUND_S = COLLECTIVE_S + 60
+
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Launch:
     def start(self) -> None:
         port = free_port()
         for index in range(HOSTS):
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={HOSTS}", f"--node-rank={index}"]
+            command = [python(), "-m", "torch.distributed.run", f"--nnodes={HOSTS}", f"--node-rank={index}"]
             command += ["--nproc-per-node=1", f"--master-addr={self.hosts.address(0)}", f"--master-port={port}"]
             command += ["--max-restarts=0", "-m", "megatron_tlt.cli.workers.train", str(self.resolved)]
             environment = launch_environment(1) | {"PYTHONPATH": str(REPOSITORY), MARK: self.mark}
@@ -66,12 +68,14 @@ class Launch:
     def log(self, index: int) -> str:
         return self.log_file(index).read_text(errors="replace")
 
-    def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+    def until(self, question: Callable[[], Answer], limit_s: float, what: str) -> Answer:
+        """The first answer that is neither false nor None."""
         end = time.monotonic() + limit_s * slowness()
-        while not condition():
+        while not (answer := question()):
             logs = "\n\n".join(self.log(index)[-3000:] for index in range(HOSTS))
             assert time.monotonic() < end, f"{what} took longer than {limit_s} s: {logs}"
             time.sleep(0.005)
+        return answer
 
     def ended(self) -> bool:
         return all(process.poll() is not None for process in self.processes)
@@ -93,15 +97,9 @@ def coordinator(launch: Launch) -> int | None:
 
 def in_session(launch: Launch, wire: Wire) -> int:
     """Returns in the middle of a session that both waiting ranks train, with the number of RL steps before it."""
-    found: list[int] = []
-
-    def trains() -> bool:
-        found[:] = [step for step in range(1, FAULT_STEPS) if wire.trains(step, 2)]
-        return bool(found) or launch.ended()
-
-    launch.until(trains, 240, "the session")
-    assert found, f"no session: {launch.log(0)[-5000:]}"
-    return found[0]
+    step = launch.until(lambda: wire.session(2, 1) or launch.ended(), 240, "the session")
+    assert step is not True, f"no session: {launch.log(0)[-5000:]}"
+    return step
 
 
 def errors(log: str) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from megatron_tlt.drafter.checkpoint import KIND
 from megatron_tlt.observe.timeline import read_trace, trace_problems
 from megatron_tlt.spot import newest
 from tests.conftest import mounted
-from tests.helpers.held import held, thread_named
+from tests.helpers.held import held, listener, thread_named
 from tests.helpers.launch import slowness, worker_of
 from tests.helpers.wire import Wire
 from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
@@ -32,6 +33,8 @@ HELD_S = 5.0
 UNSIGNED, FORGED, REPLAYED = 1, 3, 5
 # one checkpoint of this drafter, and not two
 DISK = "900k"
+
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -46,13 +49,14 @@ class Faulty:
     """RL steps of: a member killed, the leader killed, the coordinator held, messages forged."""
     reports_while_held: int = 0
     directives_while_held: int = 0
-    held_from: float = 0.0
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, question: Callable[[], Answer], what: str) -> Answer:
+        """The first answer that is neither false nor None."""
         end = time.monotonic() + 240 * slowness()
-        while not condition():
+        while not (answer := question()):
             assert self.process.poll() is None and time.monotonic() < end, f"{what}: {self.runs.log('faulty')}"
             time.sleep(0.002)
+        return answer
 
     def wire(self, launch: int) -> Wire:
         """The line to the coordinator of the run's ``launch``-th start."""
@@ -70,20 +74,12 @@ class Faulty:
     def pid(self, rank: int) -> int:
         return worker_of(self.runs.started["faulty"], rank)
 
-    def in_session(self, wire: Wire) -> int:
-        """Returns in the middle of a step that both waiting ranks train: the RL step, later than those of other faults.
-
-        On a quick machine some rollouts are over without a session.
-        """
-        first, found = max(self.faults, default=0) + 1, [0]
-
-        def trains() -> bool:
-            found[:] = [step for step in range(first, FAULT_STEPS) if wire.trains(step, 2)]
-            return bool(found)
-
-        self.until(trains, f"no session from step {first} on")
-        self.faults.append(found[0])
-        return found[0]
+    def in_session(self, wire: Wire) -> None:
+        """Returns in the middle of a session that both waiting ranks train, in a later step than other faults."""
+        first = max(self.faults, default=0) + 1
+        step = self.until(lambda: wire.session(2, first), f"no session from step {first} on")
+        assert step is not None
+        self.faults.append(step)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +87,7 @@ def faulty(runs: Runs) -> Iterator[Faulty]:
     folder = runs.folder / "faulty"
     (folder / "drafter").mkdir(parents=True)
     with mounted(folder / "drafter" / "spot", DISK):
-        run = Faulty(runs, runs.start("faulty", *GREEDY_SPOT), folder)
+        run = Faulty(runs, runs.start("faulty", *GREEDY_SPOT, fresh=False), folder)
         try:
             kill_member(run)
             kill_leader(run)
@@ -125,8 +121,7 @@ def kill_leader(run: Faulty) -> None:
 
 def hold_coordinator(run: Faulty, wire: Wire) -> None:
     run.in_session(wire)
-    with held(thread_named(run.pid(0), "spot-coordinator"[:15])):
-        run.held_from = time.time()
+    with held(thread_named(listener(wire.port), "spot-coordinator"[:15])):
         time.sleep(0.1)  # what it had sent before
         reports, directives = len(wire.frames), len(wire.directives)
         time.sleep(HELD_S)
