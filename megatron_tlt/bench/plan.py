@@ -100,8 +100,8 @@ CASES: dict[str, Case] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which ones")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps that are timed, behind one that is not")
-    parser.add_argument("--rounds", type=int, default=2, help="timed rounds of all cases, behind one for memory")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps that are timed, behind one that is not")
+    parser.add_argument("--rounds", type=int, default=1, help="timed rounds of all cases, behind one for memory")
     parser.add_argument("--devices", default=CPU, help="a profile of this machine, or its assumed figures")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one case")
 

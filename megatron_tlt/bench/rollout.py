@@ -15,8 +15,12 @@ from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 
 TUNERS = ("beg_mab", "solver", "oracle")
-# A step of the quickstart's model is over before budgets would be computed.
-LENGTHS = {"quickstart": "none", "large": "optimal"}
+# By target, where none is given. A step of the quickstart's model is over before budgets would be computed; its
+# rollouts are short and scatter, the large one's take twenty times as long and do not.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "quickstart": {"lengths": "none", "rollouts": 4, "repeats": 5},
+    "large": {"lengths": "optimal", "rollouts": 1, "repeats": 2},
+}
 WHOLE = "whole rollout"
 
 
@@ -25,8 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="initial batch sizes")
-    parser.add_argument("--rollouts", type=int, default=4, help="rollouts of each initial batch in one measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved, behind one in which tuners know nothing")
+    parser.add_argument(
+        "--rollouts", type=int, help="rollouts of each initial batch in one measurement (default: by target)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="interleaved, behind one in which tuners know nothing (default: by target)"
+    )
     parser.add_argument("--requests", type=int, default=96, help="in quickstart's whole rollout")
     parser.add_argument("--drafts", type=int, default=7, help="draft tokens at most")
     parser.add_argument("--threshold", type=int, default=64, help="running batch up to which tuners may speculate")
@@ -51,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
     own = set(vars(arguments)) - {"targets", "config", "model", "timeout", "json", "record"}
     given = {key: getattr(arguments, key) for key in own} | {"target": target, "config": str(arguments.config)}
-    lengths = arguments.lengths or LENGTHS[target]
-    given["lengths"] = None if lengths == "none" else lengths
+    given |= {name: value for name, value in DEFAULTS[target].items() if given[name] is None}
+    if given["lengths"] == "none":
+        given["lengths"] = None
     given["record"] = str(arguments.record.resolve()) if arguments.record else None
     if target == "quickstart":
         given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))

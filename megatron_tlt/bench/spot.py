@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--certainty", type=float, default=0.9, help="probability of the large target's likeliest token"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one target at one number of ranks")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one target at one number of ranks")
 
 
 def _measured(arguments: argparse.Namespace, target: str, ranks: int, **changed: Any) -> dict[str, Any]:
