@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=12, help="RL steps of each arm, in turns")
     parser.add_argument("--settle", type=int, default=2, help="of these, the first that do not count")
     parser.add_argument(
-        "--pairs", type=int, default=10, help="rollouts with training in the bubble, without, and beside other work"
+        "--pairs", type=int, default=10, help="rollouts with training in the bubble, without, and beside training alone"
     )
     parser.add_argument("--more-rounds", type=int, default=6, help="RL steps of each row of behaviour")
     for name, text in (
@@ -169,7 +169,7 @@ def judge(result: BenchmarkResult, target: str, arms: Mapping[str, Mapping[str, 
 
 
 def slow_down(pairs: Sequence[Mapping[str, float]], bubble: str) -> dict[str, float]:
-    """Seconds of rollouts with training in the bubble, or beside any other work there, over the same ones without."""
+    """Seconds of rollouts with training in the bubble, or beside training alone, over the same ones without."""
     return ratio_of_medians([pair[bubble] for pair in pairs], [pair["without"] for pair in pairs])
 
 
@@ -188,7 +188,7 @@ def _rows(target: str, ranks: int, found: Mapping[str, Any], arms: Mapping[str, 
             row["rollout_over_off"] = ratio_of_medians(arms["off"]["rollout"], measured["rollout"])
         if arm == "SD + spot" and found["pairs"]:
             row["slow_down"] = slow_down(found["pairs"], "with")
-            row["slow_down_beside_any_work"] = slow_down(found["pairs"], "beside")
+            row["slow_down_beside_training_alone"] = slow_down(found["pairs"], "alone")
         rows.append(row)
     return rows
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 
 from megatron_tlt.observe.jsonl import finite
@@ -27,6 +27,8 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "==": operator.eq,
 }
+
+_CASE_WIDTH = 24
 
 
 @dataclass
@@ -82,13 +84,8 @@ class BenchmarkResult:
         # single measurements are in the JSON; a table shows what they come to
         columns = [c for c in dict.fromkeys(key for row in self.rows for key in row) if not self._is_raw(c)]
         if columns:
-            table = Table(title=self.name or None)
-            for column in columns:
-                numeric = all(isinstance(row.get(column, 0), (int, float)) for row in self.rows)
-                table.add_column(column, justify="right" if numeric else "left")
-            for row in self.rows:
-                table.add_row(*(_text(row.get(column)) for column in columns))
-            console.print(table)
+            for table in _tables(self.name, columns, self.rows, console):
+                console.print(table)
         if self.targets:
             table = Table(title="targets")
             for column in ("target", "measured", "wanted", "met"):
@@ -97,6 +94,47 @@ class BenchmarkResult:
                 met = "[green]yes[/green]" if entry["met"] else "[red]no[/red]"
                 table.add_row(name, _text(entry["value"]), f"{entry['op']} {_text(entry['target'])}", met)
             console.print(table)
+
+
+def _tables(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> list[Table]:
+    """A table with a row per case; where its words do not fit, tables with a column per case, as many as fit."""
+    table = Table(title=name or None)
+    for column in columns:
+        numeric = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
+        table.add_column(column.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row.get(column)) for column in columns))
+    if console.measure(table, options=_boundless(console)).minimum <= console.width:
+        return [table]
+    tables: list[Table] = []
+    while rows:
+        title = "" if tables else name
+        count = len(rows)
+        while count > 1 and not _fits(_lying(title, columns, rows[:count]), console):
+            count -= 1
+        tables.append(_lying(title, columns, rows[:count]))
+        rows = rows[count:]
+    return tables
+
+
+def _lying(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A column per case, headed by its first value; without lines that none of them has anything for."""
+    first, *others = columns
+    table = Table(first.replace("_", " "), title=name or None)
+    for row in rows:
+        table.add_column(_text(row.get(first)), max_width=_CASE_WIDTH, overflow="fold")
+    for column in others:
+        if any(row.get(column) is not None for row in rows):
+            table.add_row(column.replace("_", " "), *(_text(row.get(column)) for row in rows))
+    return table
+
+
+def _fits(table: Table, console: Console) -> bool:
+    return console.measure(table, options=_boundless(console)).maximum <= console.width
+
+
+def _boundless(console: Console) -> ConsoleOptions:
+    return console.options.update(width=1 << 16)
 
 
 def _is_list(value: Any) -> bool:

@@ -110,6 +110,11 @@ class Drafting:
         return self._first
 
     @property
+    def buffer(self) -> DataBuffer:
+        """This rank's data."""
+        return self._buffer
+
+    @property
     def version(self) -> int:
         """Optimizer steps that the drafter has seen."""
         return self._trainer.version

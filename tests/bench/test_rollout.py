@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_tlt.bench.rollout import summarize
 from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
 from megatron_tlt.cli import main
-from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
+from megatron_tlt.speculation.strategy import OFF, Strategy
 
 
 def requests(count: int) -> list[Request]:
@@ -92,6 +94,29 @@ def test_lengths_scatter_alike_for_every_arm(length: int, spread: float, repeat:
     assert spread or one == [length] * 20
     if 8 < length < 32 and spread > 0.2:
         assert len(set(one)) > 1
+
+
+def test_the_oracle_takes_what_was_the_fastest_at_the_nearest_batch_as_it_is_known_now() -> None:
+    table, drafts = RateTable(), Strategy("ngram", 3)
+
+    def add(strategy: Strategy, batch: int, tokens: int, seconds: float) -> None:
+        table.add(StepRecord(0.0, seconds, batch, tokens, 0, 0, strategy, strategy))
+
+    assert table.rate(drafts, 4) == 0.0
+    for batch, tokens in ((1, 3), (64, 70)):
+        add(OFF, batch, batch, 0.01)
+        add(drafts, batch, tokens, 0.02)
+    assert (table.rate(OFF, 10), table.rate(drafts, 10)) == pytest.approx((100.0, 150.0))
+    chooser = OracleChooser([OFF, drafts], table)
+    assert chooser.next(1, ())[0] == drafts
+    assert [chooser.next(64, ())[0] for _ in range(4)][-1] == OFF
+    # what was asked before is computed anew once there is more to know
+    for _ in range(4):
+        add(OFF, 1, 1, 0.001)
+    assert table.rate(OFF, 1) == pytest.approx(1000.0)
+    table.add(StepRecord(0.0, 9.0, 1, 1, 0, 0, OFF, drafts))  # shared by two strategies: not counted
+    assert table.rate(OFF, 1) == pytest.approx(1000.0)
+    assert [chooser.next(1, ())[0] for _ in range(4)][-1] == OFF
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def measured(used: float, seconds: float, with_training: float) -> dict[str, Any
         spot = bubble(0.0, 0.0, 0, 0.0) if number == 0 else bubble(2.0, used, preempt=10.0 * number)
         steps.append(step("SD + spot", number, seconds, 2.0 + number, **spot, **{"drafter/steps": 7.0 * number}))
     pairs = [
-        bubble(1.0, used / 2, preempt=100.0, **{"with": with_training, "without": 4.0, "beside": 4.4}) for _ in range(3)
+        bubble(1.0, used / 2, preempt=100.0, **{"with": with_training, "without": 4.0, "alone": 4.4}) for _ in range(3)
     ]
     return {"steps": steps[::-1], "pairs": pairs, "weights": 5, "pinned": True}
 
@@ -133,7 +133,7 @@ def test_each_target_is_judged_for_itself(used: float, seconds: float, with_trai
     judge(result, "large", summarize(found, settle=1), found["pairs"])
     assert [entry["met"] for entry in result.targets.values()] == met
     assert slow_down(found["pairs"], "with")["ratio"] == with_training / 4.0
-    assert slow_down(found["pairs"], "beside")["ratio"] == pytest.approx(1.1)
+    assert slow_down(found["pairs"], "alone")["ratio"] == pytest.approx(1.1)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_a_small_target_in_two_processes(tmp_path: Path) -> None:
     assert off["acceptance_last"] == 1.0 < spot["acceptance_last"]
     assert spot["with_sessions"] >= 2 and spot["drafter_steps"] > 0 and spot["failed"] == 0
     assert 0 < spot["idle_share_used"] < 1.2 and spot["preempt_ms_p50"] is not None
-    assert spot["slow_down"]["ratio"] > 0 and spot["slow_down_beside_any_work"]["ratio"] > 0
+    assert spot["slow_down"]["ratio"] > 0 and spot["slow_down_beside_training_alone"]["ratio"] > 0
     phases = ("rollout_s", "log_probs_s", "update_s", "reshard_s")
     assert all(0 < row[phase] < row["step_s"] for row in (off, spot) for phase in phases)
     # without a core for each rank there is nothing to time

@@ -151,6 +151,19 @@ def test_benchmark_result(tmp_path: Path) -> None:
     assert "speculation" in shown and "plain" in shown and ">= 1.5" in shown and "no" in shown
 
 
+@pytest.mark.parametrize(("columns", "lies"), [(4, False), (40, True)])
+def test_a_table_too_wide_for_its_console_lies_down_and_loses_nothing(columns: int, lies: bool) -> None:
+    rows = [{f"measured_{c}": f"value-{r}-{c}" for c in range(columns)} for r in range(7)]
+    rows[0]["only_here"] = "once"
+    console = Console(file=io.StringIO(), width=80)
+    BenchmarkResult({}, "wide", rows).print(console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(value in shown for row in rows for value in row.values())
+    assert shown.count("wide") == 1 and shown.count("┏") == (2 if lies else 1)
+    assert ("measured 3  │ value-0-3  │ value-1-3 " in shown) == lies
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2))
 def test_interleave_rotates(number: int, repeats: int, warmups: int) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from megatron_tlt.bench.chain_model import write_chain_model
 from megatron_tlt.bench.rollout_cases import Case, Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
 from megatron_tlt.bench.workers.stock_engine import StockEngine
 from megatron_tlt.config.schema import RolloutConfig
@@ -27,51 +27,12 @@ from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
-from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec, StepRecord
+from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
-from megatron_tlt.speculation.controller import SpeculationController
-from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
-from megatron_tlt.speculation.tuner_oracle import OracleTuner
 
 Rollout = Callable[[Sequence[Request]], list[Response]]
-
-
-class RateTable:
-    """Tokens per second by strategy and batch, as the static strategies showed them."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Strategy, dict[int, list[tuple[float, int]]]] = {}
-
-    def add(self, step: StepRecord) -> None:
-        """Takes in a step, unless two strategies or a prompt share it."""
-        if step.strategy == step.next_strategy and not step.prefilled:
-            self._seen.setdefault(step.strategy, {}).setdefault(step.running, []).append(
-                (step.duration, step.num_tokens)
-            )
-
-    def rate(self, strategy: Strategy, batch: int) -> float:
-        """Of the nearest batch that was seen; 0 for a strategy that never was."""
-        batches = self._seen.get(strategy)
-        if not batches:
-            return 0.0
-        steps = batches[min(batches, key=lambda seen: (abs(seen - batch), seen))]
-        return statistics.fmean(tokens for _, tokens in steps) / statistics.median(seconds for seconds, _ in steps)
-
-
-class OracleChooser:
-    """The best of a table, without a tuner's doubts: what adaptivity could give."""
-
-    def __init__(self, strategies: Sequence[Strategy], table: RateTable) -> None:
-        tuner = OracleTuner(strategies, table.rate)
-        self._controller = SpeculationController(tuner, ElasticGate(threshold=10**6, patience=1), hold_steps=2)
-
-    def next(self, batch: int, requests: object) -> tuple[Strategy, None]:
-        return self._controller.next(batch), None
-
-    def observe(self, step: StepRecord) -> None:
-        """It knows already."""
 
 
 class Target:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_tlt.bench.chain_model import chain_responses, write_chain_model
 from megatron_tlt.bench.recorded_lengths import RecordedLengths
 from megatron_tlt.bench.rollout_cases import of_length
@@ -26,7 +24,7 @@ from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import encode_prompt, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
-from megatron_tlt.drafter import Pair, WarmupPlan
+from megatron_tlt.drafter import DataBuffer, DrafterTrainer, Pair, WarmupPlan, first_drafter, train_session
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, world_size
@@ -39,8 +37,9 @@ from megatron_tlt.trainer.loop import Run
 from megatron_tlt.trainer.step import StepResult
 
 _PROMPT = 48
-BUBBLES = ("with", "without", "beside")
-"""What waiting ranks do: train the drafter, nothing, or multiply matrices that are none of this package's business."""
+BUBBLES = ("with", "without", "alone")
+"""What waiting ranks do: train the drafter; nothing; or the same training steps on a drafter of their own, of which no
+coordinator, no checkpoint and no other rank knows. What that costs a rollout is what ranks' cores share."""
 
 
 def pin_to_core(count: int) -> None:
@@ -160,6 +159,13 @@ def arm_config(target: Target, head: Path, arm: str, given: Mapping[str, Any], w
     return load_config(target.config, [f"{key}={value}" for key, value in overrides.items()])
 
 
+def own_trainer(config: TltConfig, target: Target) -> DrafterTrainer:
+    """One that trains as the run's does, and that the run knows nothing of."""
+    assert config.drafter is not None
+    drafter = first_drafter(config.drafter, target.folder, config.run.seed)
+    return DrafterTrainer(drafter, config.drafter, config.run.seed)
+
+
 def _ignore(*_: object) -> None:
     """Nobody is shown the progress."""
 
@@ -174,6 +180,7 @@ class Bench:
         self._lengths = RecordedLengths(given["prompts"], given["group"], given["longest"], given["seed"])
         self._configs = {arm: arm_config(target, head, arm, given, work) for arm in given["arms"]}
         self._runs = {arm: Run(config, self._lengths) for arm, config in self._configs.items()}
+        self._own = own_trainer(self._configs["SD + spot"], target) if "SD + spot" in self._configs else None
         tensors = SafetensorsFolder(target.folder)
         self.weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
 
@@ -240,8 +247,8 @@ class Bench:
         seconds = time.perf_counter() - began
         if trains:
             run.bubble.until_over(rollout)
-        if bubble == "beside":
-            _multiply_until_all_are_here(self._work / f"ended-{rollout}")
+        if bubble == "alone":
+            self._train_until_all_are_here(run.drafting.buffer, rollout)
         barrier()
         slowest = max(all_gather_data(seconds, float))
         if not trains:
@@ -250,14 +257,14 @@ class Bench:
         metrics = run.drafting.train(rollout, run.policy)
         return {"with": slowest, **{name: value for name, value in metrics.items() if name.startswith("spot/")}}
 
-
-def _multiply_until_all_are_here(folder: Path) -> None:
-    """What any work on the other cores costs a rollout: they share caches and memory, which GPUs do not."""
-    folder.mkdir(exist_ok=True)
-    (folder / str(rank())).touch()
-    a, b = torch.ones(512, 2048), torch.ones(2048, 2048)
-    while len(list(folder.iterdir())) < world_size():
-        torch.mm(a, b)
+    def _train_until_all_are_here(self, buffer: DataBuffer, rollout: int) -> None:
+        """Steps as large as those of a session with one member."""
+        assert self._own is not None
+        folder = self._work / f"ended-{rollout}"
+        folder.mkdir(exist_ok=True)
+        (folder / str(rank())).touch()
+        while len(list(folder.iterdir())) < world_size():
+            train_session(self._own, buffer, rollout - 1, self._given["entries"] * world_size(), 1)
 
 
 def _tell(line: str) -> None:

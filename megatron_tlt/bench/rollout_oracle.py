@@ -1,0 +1,55 @@
+"""The oracle of `tlt bench rollout`: at each batch the strategy that was the fastest alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from megatron_tlt.rollout.types import StepRecord
+from megatron_tlt.speculation.controller import SpeculationController
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.tuner_oracle import OracleTuner
+
+
+class RateTable:
+    """Tokens per second by strategy and batch, as the static strategies showed them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Strategy, dict[int, list[tuple[float, int]]]] = {}
+        self._rates: dict[tuple[Strategy, int], float] = {}
+
+    def add(self, step: StepRecord) -> None:
+        """Takes in a step, unless two strategies or a prompt share it."""
+        if step.strategy == step.next_strategy and not step.prefilled:
+            self._rates.clear()
+            self._seen.setdefault(step.strategy, {}).setdefault(step.running, []).append(
+                (step.duration, step.num_tokens)
+            )
+
+    def rate(self, strategy: Strategy, batch: int) -> float:
+        """Of the nearest batch that was seen; 0 for a strategy that never was. Kept: who asks is being timed."""
+        if (strategy, batch) not in self._rates:
+            self._rates[strategy, batch] = self._rate(strategy, batch)
+        return self._rates[strategy, batch]
+
+    def _rate(self, strategy: Strategy, batch: int) -> float:
+        batches = self._seen.get(strategy)
+        if not batches:
+            return 0.0
+        steps = batches[min(batches, key=lambda seen: (abs(seen - batch), seen))]
+        return statistics.fmean(tokens for _, tokens in steps) / statistics.median(seconds for seconds, _ in steps)
+
+
+class OracleChooser:
+    """The best of a table, without a tuner's doubts: what adaptivity could give."""
+
+    def __init__(self, strategies: Sequence[Strategy], table: RateTable) -> None:
+        tuner = OracleTuner(strategies, table.rate)
+        self._controller = SpeculationController(tuner, ElasticGate(threshold=10**6, patience=1), hold_steps=2)
+
+    def next(self, batch: int, requests: object) -> tuple[Strategy, None]:
+        return self._controller.next(batch), None
+
+    def observe(self, step: StepRecord) -> None:
+        """It knows already."""
