@@ -109,9 +109,9 @@ def _tables(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]
     tables: list[Table] = []
     while rows:
         title = "" if tables else name
-        count = len(rows)
-        while count > 1 and not _fits(_lying(title, columns, rows[:count]), console):
-            count -= 1
+        count = 1
+        while count < len(rows) and _fits(_lying(title, columns, rows[: count + 1]), console):
+            count += 1
         tables.append(_lying(title, columns, rows[:count]))
         rows = rows[count:]
     return tables
