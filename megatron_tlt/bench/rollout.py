@@ -19,7 +19,7 @@ TUNERS = ("beg_mab", "solver", "oracle")
 # rollouts are short and scatter, the large one's take twenty times as long and do not.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "quickstart": {"lengths": "none", "rollouts": 4, "repeats": 5},
-    "large": {"lengths": "optimal", "rollouts": 1, "repeats": 2},
+    "large": {"lengths": "optimal", "rollouts": 1, "repeats": 3},
 }
 WHOLE = "whole rollout"
 

@@ -87,10 +87,12 @@ class AcceptanceLengths:
         self._seen: dict[Strategy, int] = {}
         self.drifts = 0
         self._alphas: dict[Strategy, float] = {}
+        self._known: dict[str, list[tuple[Strategy, float, float, float]]] = {}
 
     def observe(self, step: StepObservation) -> bool:
         """Take in a step; whether it gave a drift away."""
         self._clock += 1
+        self._known.clear()
         strategy = step.strategy
         if strategy == OFF:
             return False
@@ -128,11 +130,12 @@ class AcceptanceLengths:
         before, now = max(0.0, everything.accepted - recent.accepted) / old, recent.accepted / recent.samples
         share = max(everything.drafted / everything.samples, 0.05)
         alpha = implied_alpha((before + now) / 2 / share, strategy.num_tokens)
-        variance = _variance(share, alpha, strategy.num_tokens)
+        variance = _variance(share, chain_moments(alpha, strategy.num_tokens))
         return abs(now - before) > self._drift * math.sqrt(_CLUSTER * variance * (1 / recent.samples + 1 / old))
 
     def renew(self, drafter: str) -> None:
         """The drafter has a new version: what is known of it is a guess, and no drift is told from it."""
+        self._known.clear()
         for strategy, sums in self._all.items():
             if strategy.drafter == drafter and sums.samples:
                 sums.decay(min(self.evidence(strategy), _RENEWED) / sums.samples)
@@ -157,25 +160,33 @@ class AcceptanceLengths:
             return 1.0, 0.0
         # as evidence ages this guess returns, and with it the hope that the drafter has become better meanwhile
         chain, found, weight, support = _HOPE * _UNKNOWN, _HOPE, _HOPE, _HOPE
-        for other, sums in self._all.items():
-            if other.drafter != strategy.drafter or not sums.samples:
-                continue
-            near = self.evidence(other)
+        for other, evidence, share, alpha in self._known_of(strategy.drafter):
+            near = evidence
             if other != strategy:
                 apart = other.num_tokens - strategy.num_tokens
                 near = min(near, _LIKE) / (1.0 + apart * apart / 4.0 + (other.by_length != strategy.by_length))
-            share = sums.drafted / sums.samples
             found += near * share
             support += near
-            if sums.drafted:
-                weight += near * share
-                chain += near * share * self._alpha(other, sums)
+            weight += near * share
+            chain += near * share * alpha
         share, alpha = found / support, chain / weight
-        accepted = chain_moments(alpha, strategy.num_tokens)[0]
-        error = math.sqrt(_CLUSTER * _variance(max(share, 0.05), alpha, strategy.num_tokens) / (support + 0.5))
-        return 1.0 + share * accepted, error
+        moments = chain_moments(alpha, strategy.num_tokens)
+        error = math.sqrt(_CLUSTER * _variance(max(share, 0.05), moments) / (support + 0.5))
+        return 1.0 + share * moments[0], error
+
+    def _known_of(self, drafter: str) -> list[tuple[Strategy, float, float, float]]:
+        """Of its strategies: evidence, share of requests with drafts, alpha. Kept: choosing asks for every strategy."""
+        if drafter not in self._known:
+            self._known[drafter] = [
+                (strategy, self.evidence(strategy), sums.drafted / sums.samples, self._alpha(strategy, sums))
+                for strategy, sums in self._all.items()
+                if strategy.drafter == drafter and sums.samples
+            ]
+        return self._known[drafter]
 
     def _alpha(self, strategy: Strategy, sums: _Sums) -> float:
+        if not sums.drafted:
+            return 0.0
         if strategy not in self._alphas:
             self._alphas[strategy] = implied_alpha(sums.accepted / sums.drafted, strategy.num_tokens)
         return self._alphas[strategy]
@@ -199,9 +210,10 @@ class AcceptanceLengths:
         self._all = {strategy: _Sums(**sums) for strategy, _, sums, _ in entries}
         self._recent = {strategy: _Sums(**sums) for strategy, _, _, sums in entries}
         self._alphas.clear()
+        self._known.clear()
 
 
-def _variance(share: float, alpha: float, num_tokens: int) -> float:
-    """Of a request's accepted tokens, where a ``share`` of requests has drafts, accepted one by one by ``alpha``."""
-    accepted, square = chain_moments(alpha, num_tokens)
+def _variance(share: float, moments: tuple[float, float]) -> float:
+    """Of a request's accepted tokens, where a ``share`` of requests has drafts, accepted as of ``chain_moments``."""
+    accepted, square = moments
     return max(0.1, share * square - (share * accepted) ** 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,18 @@ _KNOWN = 8.0
 """Steps nearby from which on a strategy's times are known well enough to see the machine's mood by them."""
 
 
+@dataclass
+class _Cell:
+    """A strategy at a batch: its latest steps' seconds, and the logarithm of their median over the fit."""
+
+    strategy: Strategy
+    batch: int
+    seconds: list[float]
+    features: list[float]
+    median: float = 0.0
+    residual: float = 0.0
+
+
 class StepTimes:
     """Seconds of a step under any strategy at any batch.
 
@@ -54,13 +67,12 @@ class StepTimes:
             spread += [0.4, 0.05] if drafter in MODEL_FREE else [0.4, 0.2]
         self._prior = np.array(prior)
         self._stiffness = np.diag(_RIDGE * (self._prior / np.array(spread)) ** 2)
-        self._cells: dict[tuple[Strategy, int], list[float]] = {}
-        self._medians: dict[tuple[Strategy, int], float] = {}
+        self._cells: dict[tuple[Strategy, int], _Cell] = {}
+        self._cells_of: dict[Strategy, list[_Cell]] = {}
         self._weights: list[float] = prior
         self._since_fit = 0
         self._mood: list[float] = []
-        self._rows: dict[tuple[Strategy, int], list[float]] = {}
-        self._residuals: dict[Strategy, dict[int, tuple[float, float, int]]] = {}
+        self._nearness: dict[int, list[float]] = {}
         self._predictions: dict[Strategy, dict[int, tuple[float, float]]] = {}
 
     def __len__(self) -> int:
@@ -71,7 +83,6 @@ class StepTimes:
         """Take in one step of ``duration`` seconds."""
         if batch > self._max_batch:
             return
-        cell = (strategy, batch)
         expected, doubt = self.predict(strategy, batch)
         known = doubt <= _doubt(_KNOWN)
         if known:
@@ -80,20 +91,28 @@ class StepTimes:
             mood = min(1.4, max(-1.4, statistics.median(self._mood)))
             # not wholly where the strategy itself says what the mood is: an expectation that is wrong must heal
             duration *= math.exp(-mood * (_SUPPRESSED if known else 1.0))
-        values = self._cells.setdefault(cell, [])
-        values.append(duration)
-        del values[: -self._per_cell]
-        self._medians[cell] = statistics.median(values)
+        is_new_strategy = strategy not in self._cells_of
+        cell = self._cells.get((strategy, batch)) or self._add(strategy, batch, [])
+        cell.seconds.append(duration)
+        del cell.seconds[: -self._per_cell]
+        cell.median = statistics.median(cell.seconds)
         self._since_fit += 1
-        is_news = len(values) == 1 and (len(self._cells) <= _EARLY or strategy not in self._residuals)
+        is_news = len(cell.seconds) == 1 and (len(self._cells) <= _EARLY or is_new_strategy)
         if is_news or self._since_fit >= _PATIENCE:
             self._fit()
         self._compare(cell)
         self._predictions.pop(strategy, None)
 
+    def _add(self, strategy: Strategy, batch: int, seconds: list[float]) -> _Cell:
+        cell = _Cell(strategy, batch, seconds, self._features(strategy, batch))
+        self._cells[strategy, batch] = cell
+        self._cells_of.setdefault(strategy, []).append(cell)
+        return cell
+
     def count(self, strategy: Strategy, batch: int) -> int:
         """Steps that are known of a strategy at exactly this batch."""
-        return len(self._cells.get((strategy, batch), ()))
+        cell = self._cells.get((strategy, batch))
+        return len(cell.seconds) if cell else 0
 
     def predict(self, strategy: Strategy, batch: int) -> tuple[float, float]:
         """(seconds, their relative uncertainty); in units of a plain step as long as nothing was seen."""
@@ -103,22 +122,29 @@ class StepTimes:
         return known[batch]
 
     def _predict(self, strategy: Strategy, batch: int) -> tuple[float, float]:
-        position, weight, total = math.log2(batch), 0.0, 0.0
-        for at, residual, count in self._residuals.get(strategy, {}).values():
-            near = min(count, 12) * math.exp(-(((position - at) / _NEAR) ** 2) / 2)
+        nearness, weight, total = self._near(batch), 0.0, 0.0
+        for cell in self._cells_of.get(strategy, ()):
+            near = min(len(cell.seconds), 12) * nearness[cell.batch]
             weight += near
-            total += near * residual
+            total += near * cell.residual
         return self._parametric(strategy, batch) * math.exp(total / (weight + _TRUST)), _doubt(weight)
 
-    def _compare(self, cell: tuple[Strategy, int]) -> None:
+    def _near(self, batch: int) -> list[float]:
+        """By measured batch: how much its cells say of this one. Kept: choosing takes a share of every step."""
+        if batch not in self._nearness:
+            position = math.log2(batch)
+            self._nearness[batch] = [0.0] + [
+                math.exp(-(((position - math.log2(at)) / _NEAR) ** 2) / 2) for at in range(1, self._max_batch + 1)
+            ]
+        return self._nearness[batch]
+
+    def _compare(self, cell: _Cell) -> None:
         """Notes by how much a cell's steps differ from the fit."""
-        strategy, batch = cell
-        residual = math.log(self._medians[cell] / self._parametric(strategy, batch))
-        self._residuals.setdefault(strategy, {})[batch] = math.log2(batch), residual, len(self._cells[cell])
+        cell.residual = math.log(cell.median / self._parametric(cell.strategy, cell.batch))
 
     def _features(self, strategy: Strategy, batch: int) -> list[float]:
         row = [1.0, float(batch), float(batch * strategy.num_tokens)] + [0.0] * (len(self._prior) - 3)
-        if strategy != OFF:
+        if strategy.num_tokens:
             column = self._drafter_column[strategy.drafter]
             row[column : column + 2] = 1.0, float(strategy.num_tokens)
         return row
@@ -126,23 +152,20 @@ class StepTimes:
     def _parametric(self, strategy: Strategy, batch: int) -> float:
         w = self._weights
         seconds = w[0] + w[1] * batch
-        if strategy != OFF:
+        if strategy.num_tokens:
             column = self._drafter_column[strategy.drafter]
             seconds += w[2] * batch * strategy.num_tokens + w[column] + w[column + 1] * strategy.num_tokens
         return seconds
 
     def _fit(self) -> None:
         self._since_fit = 0
-        cells = list(self._medians)
-        for cell in cells:
-            if cell not in self._rows:
-                self._rows[cell] = self._features(*cell)
-        rows = np.array([self._rows[cell] for cell in cells])
-        measured = np.array([self._medians[cell] for cell in cells])
+        cells = list(self._cells.values())
+        rows = np.array([cell.features for cell in cells])
+        measured = np.array([cell.median for cell in cells])
         scale = float(np.median(measured / (rows @ self._prior)))
         prior = self._prior * scale
         x = rows * prior / measured[:, None]
-        confidence = np.array([min(len(self._cells[cell]), 6) / 6 for cell in cells])
+        confidence = np.array([min(len(cell.seconds), 6) / 6 for cell in cells])
         gram = (x * confidence[:, None]).T @ x + self._stiffness
         self._weights = (prior * _bounded(gram, x.T @ confidence + self._stiffness.diagonal())).tolist()
         for cell in cells:
@@ -152,7 +175,7 @@ class StepTimes:
     def state(self) -> dict[str, Any]:
         """As JSON."""
         return {
-            "cells": [[strategy.name, batch, values] for (strategy, batch), values in self._cells.items()],
+            "cells": [[cell.strategy.name, cell.batch, list(cell.seconds)] for cell in self._cells.values()],
             "weights": list(self._weights),
             "since_fit": self._since_fit,
             "mood": self._mood,
@@ -160,15 +183,17 @@ class StepTimes:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state()``'s result."""
-        self._cells = {(Strategy.parse(name), int(batch)): list(values) for name, batch, values in state["cells"]}
-        self._medians = {cell: statistics.median(values) for cell, values in self._cells.items()}
         self._weights = list(state["weights"])
         self._since_fit = int(state["since_fit"])
         self._mood = list(state["mood"])
-        self._residuals.clear()
+        self._cells.clear()
+        self._cells_of.clear()
         self._predictions.clear()
-        for cell in self._cells:
-            self._compare(cell)
+        for name, batch, seconds in state["cells"]:
+            if int(batch) <= self._max_batch:
+                cell = self._add(Strategy.parse(name), int(batch), list(seconds))
+                cell.median = statistics.median(seconds)
+                self._compare(cell)
 
 
 def _doubt(weight: float) -> float:
