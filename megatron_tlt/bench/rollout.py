@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of replayed draft tokens that are right")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", type=Path, help="append each measurement here as it is made, one per line")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one target")
+    parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for one target")
 
 
 def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
