@@ -66,8 +66,10 @@ class Target:
         self.arms["oracle"] = lambda requests: self._engine.generate(requests, chooser=oracle)
         tokens = speculation.num_speculative_tokens
         self.arms[f"vLLM's ngram-{tokens}"] = StockEngine(folder, rollout, "ngram", tokens, seed).generate
+        self._suffix: StockEngine | None = None
         if importlib.util.find_spec("arctic_inference"):
-            self.arms[f"vLLM's suffix-{tokens}"] = StockEngine(folder, rollout, "suffix", tokens, seed).generate
+            self._suffix = StockEngine(folder, rollout, "suffix", tokens, seed)
+            self.arms[f"vLLM's suffix-{tokens}"] = self._suffix.generate
 
     def _static(self, strategy: Strategy) -> Rollout:
         def rollout(requests: Sequence[Request]) -> list[Response]:
@@ -85,6 +87,11 @@ class Target:
                 adaptive.end_rollout(requests)
 
         return rollout
+
+    def begin_case(self, name: str) -> None:
+        """Cases share requests: each has its own past. Ours tell them apart by ``Request.problem_key``."""
+        if self._suffix is not None:
+            self._suffix.use_history(name)
 
     def learn_off(self, requests: Sequence[Request]) -> list[Response]:
         """Rolls out without drafts, for the table and for lengths."""
@@ -155,6 +162,7 @@ def measure(
     names = list(target.arms)
     for repeat in range(repeats + 1):
         for case in cases:
+            target.begin_case(case.name)
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
                 asked = [epochs.asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]

@@ -32,6 +32,18 @@ class StockEngine:
         ):
             self._llm = LLMEngine.from_engine_args(EngineArgs(**{**arguments, "speculative_config": speculative}))
         self._seed = seed
+        self._runner = self._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._histories: dict[str, Any] = {}
+
+    def use_history(self, name: str) -> None:
+        """From here on it drafts from what it decodes under this ``name``, and of suffix decoding's past no more.
+
+        That past is one for all that an engine ever decoded. Where the same requests are decoded again under other
+        circumstances it would know their very responses, which no run has.
+        """
+        if name not in self._histories:
+            self._histories[name] = type(self._runner.drafter)(self._runner.vllm_config)
+        self._runner.drafter = self._histories[name]
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
         """One response per request, in the requests' order; without accounts of drafts."""
