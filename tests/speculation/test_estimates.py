@@ -97,6 +97,9 @@ def test_batches_far_above_the_gate_are_not_kept() -> None:
     for batch in range(1, 300):
         times.observe(OFF, batch, 1.0)
     assert len(times) == 64
+    narrower = StepTimes(STRATEGIES, max_batch=16)
+    narrower.load_state(times.state())
+    assert len(narrower) == 16 and narrower.predict(OFF, 8)[0] == pytest.approx(times.predict(OFF, 8)[0], rel=0.05)
 
 
 def test_one_strategy_says_what_its_drafter_does() -> None:
