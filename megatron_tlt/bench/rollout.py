@@ -16,7 +16,7 @@ from megatron_tlt.observe.environment import describe_environment
 
 TUNERS = ("beg_mab", "solver", "oracle")
 # By target, where none is given. A step of the quickstart's model is over before budgets would be computed; its
-# rollouts are short and scatter, the large one's take twenty times as long and do not.
+# rollouts are short and scatter most, the large one's take ten times as long.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "quickstart": {"lengths": "none", "rollouts": 4, "repeats": 5},
     "large": {"lengths": "optimal", "rollouts": 1, "repeats": 3},

@@ -87,7 +87,7 @@ class VllmEngine:
         self._llm = self._build(model_path, rollout, speculation, seed)
         self._tp_group = vllm_setup.engine_group()
         core = self._llm.engine_core.engine_core
-        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._runner = vllm_setup.model_runner_of(self._llm)
         check_experts(self._runner.get_model())
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()

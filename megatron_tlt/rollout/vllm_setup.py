@@ -92,6 +92,11 @@ def launcher_variables() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def model_runner_of(llm: Any) -> Any:
+    """The model runner of an ``LLMEngine`` that runs in this process."""
+    return llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def engine_group() -> dist.ProcessGroup | None:
     """The group of the ranks of the engine just built, over CPU tensors; None where the engine has one rank."""
     from vllm.distributed.parallel_state import get_tp_group

@@ -32,7 +32,7 @@ class StockEngine:
         ):
             self._llm = LLMEngine.from_engine_args(EngineArgs(**{**arguments, "speculative_config": speculative}))
         self._seed = seed
-        self._runner = self._llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self._runner = vllm_setup.model_runner_of(self._llm)
         self._histories: dict[str, Any] = {}
 
     def use_history(self, name: str) -> None:

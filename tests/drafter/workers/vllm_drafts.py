@@ -28,7 +28,7 @@ def build(target: str, speculative: dict[str, Any] | None) -> Any:
 
 def record_drafts(engine: Any) -> list[dict[str, Any]]:
     """Records (position of the last token the target has seen, the token behind it, the drafts) of every proposal."""
-    proposer = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    proposer = vllm_setup.model_runner_of(engine).drafter
     upstream = proposer.propose
     records: list[dict[str, Any]] = []
 
