@@ -1,7 +1,25 @@
-"""``python -m megatron_tlt`` is ``tlt``."""
+"""``tlt`` and ``python -m megatron_tlt``."""
 
+from __future__ import annotations
+
+import signal
 import sys
+from types import FrameType
 
-from megatron_tlt.cli import main
 
-sys.exit(main())
+def _leave(signum: int, frame: FrameType | None) -> None:
+    print("error: interrupted", file=sys.stderr)
+    sys.exit(128 + signum)
+
+
+def main() -> int:
+    """Runs one command; Ctrl-C ends it with one line, also while the commands are imported."""
+    before = signal.signal(signal.SIGINT, _leave)
+    from megatron_tlt.cli import main as run
+
+    signal.signal(signal.SIGINT, before)
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records how long a policy's responses are, rollout by rollout; `tlt bench spot` replays it.
 
-python tools/record_lengths.py --config launch/quickstart-cpu.yaml --out megatron_tlt/bench/lengths/quickstart.json
+python tools/record_lengths.py --config launch/quickstart-deterministic.yaml --out lengths.json
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def record(arguments: argparse.Namespace) -> dict[str, object]:
     folder = arguments.model or model_folder(config)
     engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), config.run.seed)
     tokenizer = load_tokenizer(folder)
-    sampling = training_sampling(config.rollout, tokenizer.eos_id)
+    sampling = training_sampling(config.rollout, tokenizer)
     problems = build_sources(config.tasks, "train", config.run.seed)
     count, group = config.trainer.prompts_per_step, config.algorithm.group_size
     rollouts = []

@@ -2,7 +2,7 @@
 """Warms up an EAGLE or EAGLE-3 drafter for a target, offline; killed and started again, it goes on.
 
 python tools/warmup_drafter.py --model TARGET --data PAIRS.jsonl --kind eagle --steps 1000 --out FOLDER
-python tools/warmup_drafter.py --config launch/quickstart-cpu.yaml --kind eagle3 --steps 1000 --out FOLDER
+python tools/warmup_drafter.py --config launch/quickstart-deterministic.yaml --kind eagle3 --steps 1000 --out FOLDER
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_tlt.errors import ConfigError, TltError
 
 SAMPLED = "sampled.jsonl"
+# The target answers without a drafter: the one that a config names may be the one to be made.
+_WITHOUT_DRAFTER = ("speculation={enabled: false}", "drafter=null", "spot=null")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,12 +30,12 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--data", type=Path, help="JSON lines of prompt and response, each text or token ids")
     own.add_argument("--config", type=Path, help="without --data: a launch config, whose tasks the target answers")
     own.add_argument("--responses", type=int, default=512, help="how many it samples then")
-    own.add_argument("--kind", choices=("eagle", "eagle3"), default="eagle")
+    own.add_argument("--kind", choices=("eagle", "eagle3"), help="default: the config's drafter.kind")
     own.add_argument("--steps", type=int, required=True, help="optimizer steps in all")
     own.add_argument("--out", type=Path, required=True, help="the warm-up's folder; FOLDER/drafter is for vLLM")
     own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--lr", type=float, default=1e-3)
-    own.add_argument("--loss", choices=("eagle", "kl"), default="eagle")
+    own.add_argument("--lr", type=float, help="default: the config's drafter.lr")
+    own.add_argument("--loss", choices=("eagle", "kl", "tv"), help="default: the config's drafter.loss.name")
     own.add_argument("--entries-per-step", type=int, default=16)
     own.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     own.add_argument("--evaluate-every", type=int, default=100, help="steps between evaluations")
@@ -55,7 +57,7 @@ def sample_pairs(folder: Path, config: Any, count: int, seed: int, progress: Any
     initialize_distributed()
     tokenizer = load_tokenizer(folder)
     problems = build_sources(config.tasks, "train", config.run.seed)
-    sampling = training_sampling(config.rollout, tokenizer.eos_id)
+    sampling = training_sampling(config.rollout, tokenizer)
     requests = one_request_each(map(problems.problem, range(count)), tokenizer, sampling, "warm-up", seed)
     engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), config.run.seed)
     progress.start("sampling", count)
@@ -69,7 +71,25 @@ def _config(arguments: argparse.Namespace) -> Any:
 
     if arguments.data is None and arguments.config is None:
         raise ConfigError("--data: not given, nor --config; one of them is needed")
-    return None if arguments.config is None else load_config(arguments.config, [])
+    return None if arguments.config is None else load_config(arguments.config, _WITHOUT_DRAFTER)
+
+
+def _drafter(arguments: argparse.Namespace) -> Any:
+    """The config's drafter section with what the command line says instead."""
+    from pydantic import ValidationError
+
+    from megatron_tlt.config.drafter import DrafterConfig
+    from megatron_tlt.config.source import deep_merge, read_inherited
+    from megatron_tlt.config.violations import lines
+
+    values = dict(read_inherited(arguments.config).get("drafter") or {}) if arguments.config is not None else {}
+    values.pop("path", None)
+    given = {"kind": arguments.kind, "lr": arguments.lr, "loss": {"name": arguments.loss} if arguments.loss else None}
+    try:
+        return DrafterConfig.model_validate(deep_merge(values, {k: v for k, v in given.items() if v is not None}))
+    except ValidationError as error:
+        problems = lines(DrafterConfig, error)
+        raise ConfigError("\n".join(f"{arguments.config}: drafter.{line}" for line in problems)) from error
 
 
 def _pairs(arguments: argparse.Namespace, folder: Path, vocab_size: int, config: Any, progress: Any) -> list[Any]:
@@ -108,7 +128,6 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
     """True where it came to its end."""
     import torch
 
-    from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
     from megatron_tlt.drafter import TargetStates, WarmupPlan, first_drafter, taps_of, warm_up
     from megatron_tlt.drafter.warmup import DRAFTER, check_same
     from megatron_tlt.models.hf_folder import read_hf_config
@@ -120,7 +139,7 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
         raise ConfigError("--model: not given, nor --config; one of them is needed")
     folder = arguments.model or model_folder(config)
     target = read_hf_config(folder)
-    if not arguments.lr > 0:
+    if arguments.lr is not None and not arguments.lr > 0:
         raise ConfigError(f"--lr is {arguments.lr}; allowed: above 0")
     plan = WarmupPlan(
         arguments.steps,
@@ -130,7 +149,7 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
         depth=arguments.depth,
         seed=arguments.seed,
     )
-    drafter = DrafterConfig(kind=arguments.kind, lr=arguments.lr, loss=DrafterLossConfig(name=arguments.loss))
+    drafter = _drafter(arguments)
     about = _source(arguments, folder, config)
     check_same(arguments.out / "source", about)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,6 +18,14 @@ def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) 
     return tensor
 
 
+def _scaled(logits_NV: torch.Tensor, temperature: float, vocab_share: int) -> torch.Tensor:
+    """Float32 logits divided by the temperature. Columns from ``vocab_share`` on, padding, get probability 0."""
+    x = logits_NV.float() / temperature
+    # not minus infinity: the entropy multiplies a probability of 0 with it
+    x[:, vocab_share:] = torch.finfo(x.dtype).min / 2
+    return x
+
+
 class _VocabParallelScores(torch.autograd.Function):
     """Differentiable in the logits; keeps only them and two numbers per token, and recomputes the rest chunk-wise."""
 
@@ -29,6 +37,7 @@ class _VocabParallelScores(torch.autograd.Function):
         temperature: float,
         chunk: int,
         vocab_start: int,
+        vocab_share: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count, share = logits_NV.shape
@@ -40,7 +49,7 @@ class _VocabParallelScores(torch.autograd.Function):
         local_N = local_N.clamp(0, share - 1)
         for start in range(0, count, chunk):
             rows = slice(start, start + chunk)
-            x = logits_NV[rows].float() / temperature
+            x = _scaled(logits_NV[rows], temperature, vocab_share)
             peak = _all_reduce(x.max(dim=-1).values, dist.ReduceOp.MAX, group)
             # Everything relative to the peak: the entropy is a difference of two numbers of this size.
             x = x - peak[:, None]
@@ -53,7 +62,7 @@ class _VocabParallelScores(torch.autograd.Function):
             log_probs_N[rows] = sums[2] - log_sum
             entropy_N[rows] = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(logits_NV, local_N, inside_N, log_z_N, entropy_N)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.vocab_share = temperature, chunk, vocab_share
         return log_probs_N, entropy_N
 
     @staticmethod
@@ -63,13 +72,13 @@ class _VocabParallelScores(torch.autograd.Function):
         grad_NV = torch.empty_like(logits_NV)
         for start in range(0, logits_NV.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            log_p = logits_NV[rows].float() / ctx.temperature - log_z_N[rows, None]
+            log_p = _scaled(logits_NV[rows], ctx.temperature, ctx.vocab_share) - log_z_N[rows, None]
             p = log_p.exp()
             # d log p_label / dx = onehot - p;  d H / dx = -p (log p + H)
             grad = -p * (grad_log_probs_N[rows, None] + grad_entropy_N[rows, None] * (log_p + entropy_N[rows, None]))
             grad.scatter_add_(-1, local_N[rows, None], (grad_log_probs_N[rows] * inside_N[rows])[:, None])
             grad_NV[rows] = (grad / ctx.temperature).to(grad_NV.dtype)
-        return grad_NV, None, None, None, None, None
+        return grad_NV, None, None, None, None, None, None
 
 
 def vocab_parallel_scores(
@@ -79,6 +88,7 @@ def vocab_parallel_scores(
     temperature: float = 1.0,
     chunk_tokens: int = 4096,
     vocab_start: int = 0,
+    vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each label and entropy at each position, under softmax(logits / temperature).
@@ -89,9 +99,13 @@ def vocab_parallel_scores(
         temperature: as in sampling; above 0.
         chunk_tokens: bounds the extra memory to a few chunk_tokens x V floats.
         vocab_start: the global id of this rank's first column.
+        vocab_size: tokens of the vocabulary; columns from this global id on are padding, outside the softmax. None: no
+            column is.
         group: the tensor-parallel group; None when the vocabulary is whole.
 
     Returns:
         Two (N,) float32 tensors, differentiable in the logits, the same on every rank of ``group``.
     """
-    return _VocabParallelScores.apply(logits_NV, labels_N, temperature, chunk_tokens, vocab_start, group)
+    share = logits_NV.shape[1]
+    vocab_share = share if vocab_size is None else min(max(vocab_size - vocab_start, 0), share)
+    return _VocabParallelScores.apply(logits_NV, labels_N, temperature, chunk_tokens, vocab_start, vocab_share, group)

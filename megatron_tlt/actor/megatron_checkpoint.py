@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor.megatron_optimizer_state import optimizer_shards
+from megatron_tlt.actor.megatron_reader import load_sharded
 from megatron_tlt.actor.megatron_writer import BackgroundWrite, cause_of, first_line
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.errors import RunError
@@ -128,7 +129,7 @@ def load_policy(policy: Policy, folder: Path) -> None:
         RunError: the folder holds no checkpoint that can be read.
     """
     try:
-        state = dist_checkpointing.load(_state_to_load(policy), str(folder))
+        state = load_sharded(_state_to_load(policy), folder)
     except (OSError, RuntimeError, CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
         cause = cause_of(error)
         raise RunError(f"{folder}: not a readable checkpoint: {first_line(cause)}") from cause

@@ -17,7 +17,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from safetensors.torch import save_file
 
 from megatron_tlt.checkpoint.chunks import Chunk, ChunkReader, write_chunks
-from megatron_tlt.checkpoint.files import atomic_folder, clean_leftovers, write_manifest
+from megatron_tlt.checkpoint.shared import shared_folder
+from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import (
     INDEX,
@@ -29,8 +30,7 @@ from megatron_tlt.models.hf_folder import (
     read_hf_config,
 )
 from megatron_tlt.models.weight_map import Piece, WeightMap
-from megatron_tlt.platform.collectives import broadcast_data
-from megatron_tlt.platform.device import barrier, rank, world_size
+from megatron_tlt.platform.device import barrier, rank, warn, world_size
 
 MAX_FILE_BYTES = 1 << 30
 
@@ -125,7 +125,6 @@ def hf_to_megatron(source: Path, target: Path, done: Progress = _silent) -> None
             save_config(CheckpointingConfig("torch_dist", 1), str(temporary / MEGATRON_PART))
             torch.save({}, temporary / MEGATRON_PART / "common.pt")
             copy_side_files(source, temporary / SIDE_FILES)
-            write_manifest(temporary)
 
     _into(target, write)
 
@@ -219,27 +218,28 @@ def _write_index(
 
 
 def _into(target: Path, write: Callable[[Path], None]) -> None:
-    """All ranks write into one temporary folder, which becomes ``target`` at the end."""
+    """All ranks write into one temporary folder, which becomes ``target`` at the end, with a manifest."""
     if target.exists():
         raise ConfigError(f"{target}: exists already; allowed: a folder that does not")
-    if rank() == 0:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        clean_leftovers(target.parent)
-        with atomic_folder(target) as temporary:
-            write(Path(broadcast_data(str(temporary), str)))
-            barrier()
-    else:
-        write(Path(broadcast_data(None, str)))
-        barrier()
-    barrier()
+    with shared_folder(target) as temporary:
+        write(temporary)
 
 
-def convert(source: Path, target: Path, side_files: Path | None = None, done: Progress = _silent) -> None:
+def convert(
+    source: Path, target: Path, side_files: Path | None = None, done: Progress = _silent, *, verify: bool = True
+) -> None:
     """The one way or the other, by what ``source`` is; a collective.
+
+    ``verify`` compares ``source`` with its manifest first.
 
     Raises:
         ConfigError: ``source`` is neither kind of folder, or ``target`` exists.
+        RunError: ``source`` is damaged.
     """
+    if verify:
+        verify_weights(source)
+    else:
+        warn(f"the weights in {source} are not verified, as asked")
     if is_megatron_checkpoint(source):
         megatron_to_hf(source, target, side_files, done)
     elif (source / "config.json").is_file():

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from megatron_tlt.actor.megatron_config import initialize_parallel_state, scale_rotary, transformer_config
 from megatron_tlt.actor.megatron_layers import block_spec
 from megatron_tlt.actor.megatron_weights import load_checkpoint_weights, load_weights
+from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.models.families import rope_parameters
 from megatron_tlt.models.hf_folder import MEGATRON_PART, is_megatron_checkpoint, read_hf_config, side_files_of
@@ -68,7 +69,9 @@ def _build_chunk(
     return model.to(current_device().torch_device)
 
 
-def build_model(model_folder: Path, actor: ActorConfig, seed: int, *, trainable: bool = True) -> MegatronModel:
+def build_model(
+    model_folder: Path, actor: ActorConfig, seed: int, *, trainable: bool = True, verify: bool = True
+) -> MegatronModel:
     """Builds the model on this rank and loads its weights from a Hugging Face folder or a Megatron checkpoint.
 
     Args:
@@ -76,11 +79,15 @@ def build_model(model_folder: Path, actor: ActorConfig, seed: int, *, trainable:
         actor: layout and pass-through options.
         seed: of Megatron's RNG trackers.
         trainable: wrap in Megatron's DDP; False for a reference model.
+        verify: compare the weights with the folder's manifest first.
 
     Raises:
         ConfigError: unsupported architecture, or a layout that does not fit.
+        RunError: the weights are damaged.
     """
     hf_config = read_hf_config(side_files_of(model_folder))
+    if verify:
+        verify_weights(model_folder)
     initialize_parallel_state(actor.megatron, seed)
     config = transformer_config(hf_config, actor)
     vpp = config.virtual_pipeline_model_parallel_size

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state, get_cuda_rng_tracker
 
-from megatron_tlt.platform.device import current_device, log_once, rank
+from megatron_tlt.platform.device import current_device, rank, warn
 
 _FILE = "state.json"
 
@@ -52,8 +52,8 @@ class RngState:
     def load(self, folders: Sequence[Path]) -> None:
         states = json.loads((folders[min(rank(), len(folders) - 1)] / _FILE).read_text(encoding="utf-8"))
         if states["layout"] != self._layout:
-            log_once(
-                f"warning: {folders[0].parent}: random states of layout {states['layout']}, this run has "
+            warn(
+                f"{folders[0].parent}: random states of layout {states['layout']}, this run has "
                 f"{self._layout}: they start afresh, so dropout differs from that of an uninterrupted run"
             )
             return

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_tlt.actor.megatron_reader import load_sharded
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.weight_map import Piece, WeightMap
@@ -101,7 +102,7 @@ def load_checkpoint_weights(chunks: Sequence[GPTModel], folder: Path) -> None:
         # Extra state is Transformer Engine's, and says nothing about weights.
         state = {name: part for name, part in chunk.sharded_state_dict().items() if not name.endswith("_extra_state")}
         try:
-            loaded = dist_checkpointing.load(state, str(folder))
+            loaded = load_sharded(state, folder)
         except (OSError, KeyError, RuntimeError, CheckpointException, CheckpointingException) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(f"{folder}: not a checkpoint of this model: {reason}") from error

@@ -51,6 +51,7 @@ class Policy:
         total_steps: the horizon of a decaying learning rate.
         lr_decay_style: ``constant`` or ``cosine``; ``min_lr_fraction`` is where a cosine ends.
         trainable: False builds a frozen reference without gradients or optimizer.
+        verify: compare the weights with the folder's manifest first.
 
     Raises:
         ConfigError: a model, layout or optimizer that cannot be had.
@@ -66,11 +67,12 @@ class Policy:
         lr_decay_style: str = "constant",
         min_lr_fraction: float = 0.0,
         trainable: bool = True,
+        verify: bool = True,
     ) -> None:
         self._actor = actor
         self._device = current_device().torch_device
         chosen = chosen_optimizer(actor) if trainable else None
-        self.model = build_model(model_folder, actor, seed, trainable=trainable)
+        self.model = build_model(model_folder, actor, seed, trainable=trainable, verify=verify)
         self.optimizer: Any = None
         self.scheduler: Any = None
         if trainable:
@@ -130,6 +132,7 @@ class Policy:
             temperature=temperature,
             chunk_tokens=self._actor.log_prob_chunk_tokens,
             vocab_start=rank * share,
+            vocab_size=self.model.hf_config.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
         group = parallel_state.get_context_parallel_group()
@@ -244,6 +247,26 @@ class Policy:
         scores = {index: TokenScores(tuple(p), tuple(h)) for rows in everyone for index, p, h in rows}
         return [scores[i] for i in range(num_samples)]
 
+    def _held_tokens(self, batch: MicroBatch) -> int:
+        """Tokens of a micro-batch that one rank passes through its layers, padding included."""
+        sequence = self._batch_shape.sequence_parallel_size
+        return batch.tokens_RT.numel() // (sequence * parallel_state.get_context_parallel_world_size())
+
+    def _loss_scale(self, batches: Sequence[MicroBatch], loss: Loss) -> torch.Tensor:
+        """The factor for the loss's sum. Megatron divides the whole gradient by the number of tokens in the layers.
+
+        A router adds the gradient of its auxiliary losses, which are means over a micro-batch, times the tokens that
+        this rank holds. Divided by all of these, it is a mean over tokens under every layout and number of
+        micro-batches, and does not depend on the loss's own denominator.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for batch in batches:
+            totals[0] += self._held_tokens(batch)
+            totals[1] += loss.denominator(batch.loss_inputs)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        tokens, denominator = totals
+        return (tokens / denominator.clamp(min=1)).float()
+
     def update(self, samples: Sequence[TrainingSample], loss: Loss, temperature: float = 1.0) -> dict[str, float]:
         """One optimizer step on ``samples`` (the same list on every rank).
 
@@ -256,16 +279,19 @@ class Policy:
         batches = self.micro_batches(samples)
         sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=self._device)
 
+        context_rank = parallel_state.get_context_parallel_rank()
+        scale = self._loss_scale(batches, loss)
+
         def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(logits, batch, temperature)
-            total, denominator, metrics = loss(log_probs, entropy, batch.loss_inputs)
+            total, metrics = loss(log_probs, entropy, batch.loss_inputs)
             for i, name in enumerate(METRIC_NAMES):
                 if name in metrics:
                     sums[i] += metrics[name].double()
             # Context-parallel ranks compute the same loss of the same samples: one of them counts.
-            return total, denominator.to(torch.int) * (context_rank == 0), {}
+            tokens = torch.tensor(self._held_tokens(batch), dtype=torch.int, device=self._device)
+            return total * scale, tokens * (context_rank == 0), {}
 
-        context_rank = parallel_state.get_context_parallel_rank()
         for chunk in self.model.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -1,13 +1,14 @@
 """Losses on per-token log-probabilities; no process group, no model.
 
 Shapes: B sequences padded to T label positions. ``mask_BT`` is 1 at the positions whose label is a response token.
-Every loss returns a *sum* and its denominator, so that micro-batches and data-parallel ranks add up exactly.
+Every loss returns a *sum*, and its denominator apart, so that micro-batches and data-parallel ranks add up exactly.
+Positions outside the mask enter neither a value nor a gradient, whatever stands there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 
@@ -26,18 +27,45 @@ class LossInputs:
     reference_log_probs_BT: torch.Tensor
     token_weights_BT: torch.Tensor
 
+    @property
+    def inside_BT(self) -> torch.Tensor:
+        """The mask as booleans."""
+        return self.mask_BT > 0
 
-Loss = Callable[[torch.Tensor, torch.Tensor, LossInputs], tuple[torch.Tensor, torch.Tensor, Metrics]]
-"""(log_probs_BT, entropy_BT, inputs) -> (loss sum, denominator, sums to be logged, each over response tokens)."""
+    def zero_outside(self) -> LossInputs:
+        """The same columns with 0 at masked positions: infinity times a mask of 0 would be NaN."""
+        columns = (getattr(self, column.name) for column in fields(self))
+        return LossInputs(*(torch.where(self.inside_BT, column, 0.0) for column in columns))
 
 
-def negative_log_likelihood(
-    log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
-) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+class Loss(Protocol):
+    """What an update minimizes: the sum over micro-batches and ranks, divided by the sum of the denominators."""
+
+    def denominator(self, inputs: LossInputs) -> torch.Tensor:
+        """The micro-batch's part of what the sum is divided by, a scalar; known without a pass of the model."""
+        ...
+
+    def __call__(
+        self, log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, Metrics]:
+        """The sum, a scalar, and sums over response tokens to be logged."""
+        ...
+
+
+class NegativeLogLikelihood:
     """Supervised loss: mean negative log-likelihood of the response tokens."""
-    loss = -(log_probs_BT * inputs.mask_BT).sum()
-    tokens = inputs.mask_BT.sum()
-    return loss, tokens, {"loss": loss.detach(), "tokens": tokens}
+
+    def denominator(self, inputs: LossInputs) -> torch.Tensor:
+        return inputs.mask_BT.sum()
+
+    def __call__(
+        self, log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, Metrics]:
+        loss = -torch.where(inputs.inside_BT, log_probs_BT, 0.0).sum()
+        return loss, {"loss": loss.detach(), "tokens": inputs.mask_BT.sum()}
+
+
+negative_log_likelihood = NegativeLogLikelihood()
 
 
 def k3_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
@@ -56,31 +84,32 @@ class ClippedPolicyLoss:
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
 
+    def denominator(self, inputs: LossInputs) -> torch.Tensor:
+        if self._config.loss_aggregation == "sequence_mean":
+            return (inputs.mask_BT.sum(dim=1) > 0).float().sum()
+        return inputs.mask_BT.sum()
+
     def __call__(
         self, log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
-    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        config, mask = self._config, inputs.mask_BT
-        ratio = torch.exp((log_probs_BT - inputs.old_log_probs_BT) * mask)
+    ) -> tuple[torch.Tensor, Metrics]:
+        config, inside = self._config, inputs.inside_BT
+        log_probs_BT = torch.where(inside, log_probs_BT, 0.0)
+        entropy_BT = torch.where(inside, entropy_BT, 0.0)
+        inputs = inputs.zero_outside()
+        ratio = torch.exp(log_probs_BT - inputs.old_log_probs_BT)
         clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
         unclipped_gain, clipped_gain = ratio * inputs.advantages_BT, clipped * inputs.advantages_BT
         token_loss = -torch.minimum(unclipped_gain, clipped_gain) * inputs.token_weights_BT
-        metrics: Metrics = {"clip_fraction": ((clipped_gain < unclipped_gain).float() * mask).sum()}
+        metrics: Metrics = {"clip_fraction": (clipped_gain < unclipped_gain).float().sum()}
         if config.kl_coefficient:
             kl = k3_estimate(log_probs_BT, inputs.reference_log_probs_BT)
             token_loss = token_loss + config.kl_coefficient * kl
-            metrics["kl"] = (kl.detach() * mask).sum()
+            metrics["kl"] = kl.detach().sum()
         if config.entropy_coefficient:
             token_loss = token_loss - config.entropy_coefficient * entropy_BT
-        tokens_B = mask.sum(dim=1)
+        tokens_B = inputs.mask_BT.sum(dim=1)
+        loss = token_loss.sum()
+        metrics.update(loss=loss.detach(), entropy=entropy_BT.detach().sum(), tokens=tokens_B.sum())
         if config.loss_aggregation == "sequence_mean":
-            loss = ((token_loss * mask).sum(dim=1) / tokens_B.clamp(min=1)).sum()
-            denominator = (tokens_B > 0).float().sum()
-        else:
-            loss = (token_loss * mask).sum()
-            denominator = tokens_B.sum()
-        metrics.update(
-            loss=(token_loss.detach() * mask).sum(),
-            entropy=(entropy_BT.detach() * mask).sum(),
-            tokens=tokens_B.sum(),
-        )
-        return loss, denominator, metrics
+            loss = (token_loss.sum(dim=1) / tokens_B.clamp(min=1)).sum()
+        return loss, metrics

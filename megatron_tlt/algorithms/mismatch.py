@@ -44,7 +44,8 @@ def truncated_importance_weights(
 ) -> tuple[float, ...]:
     """Per token min(pi_actor / pi_rollout, truncation): corrects for sampling from a slightly different policy."""
     log_ratio = np.asarray(actor, dtype=np.float64) - np.asarray(rollout, dtype=np.float64)
-    return tuple(float(w) for w in np.minimum(np.exp(log_ratio), truncation))
+    # bounded before exp, which overflows
+    return tuple(float(w) for w in np.exp(np.minimum(log_ratio, np.log(truncation))))
 
 
 def enforce(mismatch: Mismatch, config: MismatchConfig, step: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_tlt.speculation.token_drafter import Proposal
+from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal
 
 try:
     from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -52,8 +52,17 @@ class ArcticDrafter:
         cache, unique, _ = self._requests.pop(request_id)
         cache.stop_request(unique)
 
-    def end_epoch(self) -> None:
-        """Nothing: it knows no epochs."""
+    def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """As ``TokenDrafter.learn``."""
+        self.start("learnt", problem, prompt)
+        self.extend("learnt", response)
+        self.finish("learnt")
+
+    def begin_step(self) -> None:
+        """Does nothing: this drafter keeps no state for a single step."""
+
+    def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
+        """Does nothing: this drafter has no epochs and keeps every response that it decoded."""
 
     @property
     def memory_bytes(self) -> int:

@@ -17,7 +17,9 @@ LOSSES = {"eagle": ("eagle", "kl", "tv"), "eagle3": ("eagle", "kl", "tv")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument(
+        "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
+    )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--kinds", nargs="+", choices=sorted(LOSSES), default=sorted(LOSSES), help="of drafters")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="one whole run each")

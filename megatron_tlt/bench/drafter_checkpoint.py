@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from megatron_tlt.checkpoint.payload import Payload
-from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights
 from megatron_tlt.drafter.checkpoint import KIND, payload_of
 from megatron_tlt.drafter.folder import build_drafter
@@ -126,7 +126,7 @@ class _Training:
     """A drafter and the steps that it takes, always the same."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        config = LlamaConfig(
+        architecture = LlamaConfig(
             vocab_size=arguments.vocabulary,
             hidden_size=arguments.hidden_size,
             intermediate_size=arguments.intermediate_size,
@@ -138,8 +138,10 @@ class _Training:
         shape = (arguments.vocabulary, arguments.hidden_size)
         embedding, head = (torch.randn(shape, generator=generator).mul_(0.02).bfloat16() for _ in range(2))
         self._shared = SharedWeights(embedding, head)
-        model = build_drafter(config, "eagle", self._shared)
-        self._trainer = DrafterTrainer(model, DrafterConfig(unroll_steps=1, lr=1e-6), seed=0)
+        model = build_drafter(architecture, "eagle", self._shared)
+        # nothing can be learned from noise: any other loss would stay above ln V, which ends a training
+        config = DrafterConfig(unroll_steps=1, lr=1e-6, loss=DrafterLossConfig(name="tv", regression_weight=0.5))
+        self._trainer = DrafterTrainer(model, config, seed=0)
         tokens = torch.randint(0, arguments.vocabulary, (arguments.tokens,), generator=generator, dtype=torch.int32)
         hidden = torch.randn(arguments.tokens, model.entry_size, generator=generator).bfloat16()
         self._entries = [Entry("0", 0, tokens, 1, hidden, 1.0)]

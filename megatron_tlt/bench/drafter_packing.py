@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,14 +114,15 @@ class _PaddedTrainer(DrafterTrainer):
 
     form, setting = WHOLE, 1
 
-    def micro_batches(self, entries: Sequence[Entry]) -> list[tuple[_Rectangle, list[Entry]]]:
+    def micro_batches(self, entries: Sequence[Entry]) -> list[tuple[Pack, list[Entry]]]:
         groups = _groups(self.form, self.setting, [entry.length for entry in entries])
         members = [[entries[i] for i in group] for group in groups]
         return [(_rectangle(group, self.config.loss), group) for group in members]
 
-    def _accumulate(self, entries: Iterable[Entry], should_stop: Callable[[], bool]) -> torch.Tensor:
+    def _accumulate(self, packs: Sequence[tuple[Pack, list[Entry]]], should_stop: Callable[[], bool]) -> torch.Tensor:
         total = self._sums()
-        for pack, members in self.micro_batches(list(entries)):
+        for pack, members in packs:
+            assert isinstance(pack, _Rectangle)
             loss, sums = self._forward(pack, members)
             loss.backward()
             drafts = [float(pack.drafts(step).sum()) for step in range(self.config.steps)]
@@ -160,6 +161,8 @@ def _entries(count: int, longest: int, width: int) -> list[Entry]:
 def _trainers(target: Path, kind: Kind, arguments: argparse.Namespace) -> dict[tuple[str, int], DrafterTrainer]:
     """One for each form and setting, all with the same weights, which a step leaves as they are."""
     model = drafter_from_target(target, kind, seed=1)
+    model.from_target = False  # or the first step scales its start to the data, which is noise here: to nothing
+    _fill_zeros(model)
     padded = (_PaddedEagle if kind == "eagle" else _PaddedEagle3)(model.config, model.shared)
     padded.load_state_dict(model.state_dict())
     found: dict[tuple[str, int], DrafterTrainer] = {}
@@ -181,6 +184,15 @@ def _trainers(target: Path, kind: Kind, arguments: argparse.Namespace) -> dict[t
                 trainer.form, trainer.setting = form, setting
                 found[form, setting] = trainer
     return found
+
+
+@torch.no_grad()
+def _fill_zeros(model: torch.nn.Module) -> None:
+    """A head starts with output projections of zero, behind which no weight has a gradient to compare."""
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.02, generator=generator)
 
 
 def _gradients(trainer: DrafterTrainer, entries: Sequence[Entry]) -> list[torch.Tensor]:

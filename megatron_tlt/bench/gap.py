@@ -15,7 +15,9 @@ from megatron_tlt.observe.environment import describe_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument(
+        "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
+    )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
     parser.add_argument("--gaps", type=int, nargs="+", default=[4, 16, 64], help="engine steps without the head")

@@ -67,7 +67,7 @@ QUICKSTART = Shape(
     tokens=340,
     rows=6,
 )
-"""The model of launch/quickstart-cpu.yaml, with micro-batches as full as its."""
+"""The model of launch/quickstart-deterministic.yaml, with micro-batches as full as its."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ WHOLE = "whole rollout"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", nargs="+", choices=("quickstart", "large"), default=["quickstart", "large"])
-    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument(
+        "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
+    )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="initial batch sizes")
     parser.add_argument(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_tlt.rollout.types import Request
-from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
+from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,14 @@ class ReplayDrafter:
         """As ``TokenDrafter.finish``."""
         del self._lengths[request_id]
 
-    def end_epoch(self) -> None:
-        """It learns nothing."""
+    def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Does nothing: this drafter does not learn."""
+
+    def begin_step(self) -> None:
+        """Does nothing: this drafter does not learn."""
+
+    def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
+        """Does nothing: this drafter does not learn."""
 
     def counters(self) -> dict[str, int]:
         """As ``TokenDrafter.counters``."""

@@ -1,11 +1,17 @@
-"""Rollout with and without speculation, on the same prompts, seeds and weights, interleaved."""
+"""Rollout with and without speculation, on the same prompts, seeds and weights, interleaved.
+
+The ratio is also what a run estimates from its own engine steps (``GainMeter``); the estimate is held against it.
+"""
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_tlt.bench.rollout_cases import of_length
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -15,14 +21,22 @@ from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.platform.device import initialize_distributed, prepare
+from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.types import DraftStats, Request, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.speculation.gain import RolloutGain
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
+_MEASURING = "measuring"
+_PROBED = 0.25
+"""Share of the engine steps of untimed rollouts that are made without drafts, for the estimates."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument(
+        "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
+    )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128], help="requests in a rollout")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats")
@@ -31,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _requests(config: TltConfig, folder: Path, count: int) -> list[Request]:
     tokenizer = load_tokenizer(folder)
     problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(count)
-    return one_request_each(problems, tokenizer, training_sampling(config.rollout, tokenizer.eos_id), "bench")
+    return one_request_each(problems, tokenizer, training_sampling(config.rollout, tokenizer), "bench")
 
 
 def _engines(config: TltConfig, folder: Path) -> dict[str, VllmEngine]:
@@ -41,6 +55,37 @@ def _engines(config: TltConfig, folder: Path) -> dict[str, VllmEngine]:
         "off": VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), config.run.seed),
         on.drafter: VllmEngine(folder, config.rollout, on, config.run.seed),
     }
+
+
+class _Estimated:
+    """Rollouts of the engine that speculates, measured as in training."""
+
+    def __init__(self, engine: VllmEngine, speculation: SpeculationConfig, probe_share: float = 0.01) -> None:
+        self._engine = engine
+        self._speculation = EngineSpeculation(speculation, None, probe_share=probe_share)
+
+    def __call__(self, requests: list[Request]) -> list[Response]:
+        speculation = self._speculation
+        speculation.begin_step()
+        speculation.begin_rollout(requests, self._engine.versions.get("drafter"))
+        responses = self._engine.generate(requests, on_finished=speculation.finished, chooser=speculation)
+        speculation.end_rollout(requests)
+        speculation.keep_rollout()
+        return responses
+
+    @property
+    def gain(self) -> RolloutGain:
+        return self._speculation.account.gain
+
+    def know(self, other: _Estimated) -> None:
+        """Takes over what ``other`` has measured; a run's rollouts are many more than a benchmark's."""
+        own = self._speculation
+        own.load_state({"plain": other._speculation.state()["plain"], "probe": own.state()["probe"]})
+
+
+def _error(estimates: Sequence[float], measured: float) -> float:
+    """By which share the estimates' median is off; not finite where there is none."""
+    return abs(statistics.median(estimates) / measured - 1.0) if estimates else math.inf
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
@@ -56,16 +101,37 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     prepare()
     initialize_distributed()
     engines = _engines(config, folder)
+    on = next(name for name in engines if name != "off")
+    section = config.speculation.model_copy(update={"enabled": True, "adaptive": None})
+    estimated, probing = (_Estimated(engines[on], section, share) for share in (0.01, _PROBED))
     result = BenchmarkResult(environment=describe_environment(), name="speculation")
     for batch in arguments.batches:
-        requests = _requests(config, folder, batch)
+        sampled = _requests(config, folder, batch)
+        # of the same lengths with and without: else sampling, not speculation, says how long a rollout takes
+        lengths = [len(response.token_ids) for response in engines["off"].generate(sampled)]
+        requests = [of_length(request, length) for request, length in zip(sampled, lengths, strict=True)]
         last: dict[str, list[Response]] = {}
+        gains: list[RolloutGain] = []
 
-        def rollout(name: str, requests: list[Request] = requests, last: dict[str, list[Response]] = last) -> None:
-            last[name] = engines[name].generate(requests)
+        def off(requests: list[Request] = requests, last: dict[str, list[Response]] = last) -> None:
+            last["off"] = engines["off"].generate(requests)
 
-        times = interleave({name: partial(rollout, name) for name in engines}, arguments.repeats, warmups=1)
-        on = next(name for name in engines if name != "off")
+        def speculating(
+            requests: list[Request] = requests,
+            last: dict[str, list[Response]] = last,
+            gains: list[RolloutGain] = gains,
+        ) -> None:
+            last[on] = estimated(requests)
+            gains.append(estimated.gain)
+
+        def measuring(requests: list[Request] = requests) -> None:
+            probing(requests)
+            estimated.know(probing)
+
+        cases = {"off": off, on: speculating, _MEASURING: measuring}
+        times = interleave(cases, arguments.repeats, warmups=2)
+        del times[_MEASURING]
+        estimates = [one.gain for one in gains[-arguments.repeats :] if one.gain is not None]
         tokens = {name: sum(len(r.token_ids) for r in last[name]) for name in engines}
         speed = {name: [tokens[name] / seconds for seconds in times[name]] for name in engines}
         drafts = sum((r.draft for r in last[on]), DraftStats())
@@ -79,8 +145,11 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
                 "time_ratio_off_over_on": ratio_of_medians(times["off"], times[on]),
                 "tokens_per_s_ratio_on_over_off": ratio_of_medians(speed[on], speed["off"]),
                 "acceptance_length": drafts.acceptance_length,
+                "estimated_ratio": statistics.median(estimates) if estimates else None,
             }
         )
+        measured = result.rows[-1]["time_ratio_off_over_on"]["ratio"]
+        result.target(f"{batch} requests: error of the estimate", _error(estimates, measured), "<=", 0.10)
     best = max(row["tokens_per_s_ratio_on_over_off"]["ratio"] for row in result.rows)
     result.target("best_tokens_per_s_ratio", best, ">=", 1.0)
     for engine in engines.values():

@@ -54,7 +54,9 @@ _GIVEN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--targets", nargs="+", choices=sorted(DEFAULTS), default=["quickstart", "large"])
-    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
+    parser.add_argument(
+        "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
+    )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--ranks", type=int, help="of the timed rows (default: as many as cores)")
     parser.add_argument("--more-ranks", type=int, nargs="*", default=[4, 8], help="for quickstart's behaviour, untimed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -17,13 +18,16 @@ from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.speculation.ngram import NgramDrafter
 from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
-from megatron_tlt.speculation.token_drafter import TokenDrafter
+from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
+from megatron_tlt.tasks.seeding import stable_int
+from megatron_tlt.trainer.dealing import engine_of
 
 WINDOWS = (0, 1, 4, 16)
 OURS = "suffix, window 16"
 FORGETFUL = "suffix, window 0"
 """Learns from the samples of the same epoch alone."""
 EVERYWHERE = "suffix, global"
+ENGINES = (1, 2, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,38 +44,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bound-mb", type=int, default=256, help="that bound")
 
 
-def decode(drafter: TokenDrafter, responses: Sequence[RecordedResponse], concurrent: int, drafts: int) -> list[float]:
+def decode(
+    drafters: Sequence[TokenDrafter], responses: Sequence[RecordedResponse], concurrent: int, drafts: int
+) -> list[float]:
     """Decodes recorded responses greedily against drafts; gives the drafts accepted per round in each epoch.
+
+    Each drafter is an engine's. An epoch is a step of training: its problems are dealt to the engines in
+    their order in the step, as the trainer does; afterwards every engine gets all responses of the step.
+    """
+    accepted_per_round = []
+    for _, group in groupby(responses, lambda response: response.epoch):
+        epoch = list(group)
+        positions = {problem: i for i, problem in enumerate(dict.fromkeys(response.problem for response in epoch))}
+        accepted = rounds = 0
+        for engine, drafter in enumerate(drafters):
+            drafter.begin_step()
+            share = [r for r in epoch if engine_of(positions[r.problem], len(drafters)) == engine]
+            more, more_rounds = _decode_share(drafter, share, concurrent, drafts)
+            accepted, rounds = accepted + more, rounds + more_rounds
+        for drafter in drafters:
+            drafter.end_rollout(FinishedResponse(r.problem, r.prompt, r.tokens) for r in epoch)
+        accepted_per_round.append(accepted / rounds)
+    return accepted_per_round
+
+
+def _decode_share(
+    drafter: TokenDrafter, responses: Sequence[RecordedResponse], concurrent: int, drafts: int
+) -> tuple[int, int]:
+    """One engine's rollout: accepted drafts and rounds.
 
     A round verifies one proposal: its longest prefix that the response goes on with is accepted, and one more token
     follows. So many requests decode at once, in the order given; one that ends makes room for the next.
     """
-    accepted_per_round = []
-    for _, group in groupby(responses, lambda response: response.epoch):
-        waiting = list(group)[::-1]
-        decoding: dict[str, tuple[RecordedResponse, int]] = {}
-        rounds = accepted = number = 0
-        while waiting or decoding:
-            while waiting and len(decoding) < concurrent:
-                number += 1
-                response = waiting.pop()
-                drafter.start(str(number), response.problem, response.prompt)
-                decoding[str(number)] = (response, 0)
-            for request_id, (response, done) in list(decoding.items()):
-                left = response.tokens[done:]
-                proposal = drafter.propose(request_id, drafts).tokens
-                good = 0
-                while good < min(len(proposal), len(left) - 1) and proposal[good] == left[good]:
-                    good += 1
-                rounds, accepted = rounds + 1, accepted + good
-                drafter.extend(request_id, left[: good + 1])
-                decoding[request_id] = (response, done + good + 1)
-                if done + good + 1 >= len(response.tokens):
-                    drafter.finish(request_id)
-                    del decoding[request_id]
-        drafter.end_epoch()
-        accepted_per_round.append(accepted / rounds)
-    return accepted_per_round
+    waiting = list(responses)[::-1]
+    decoding: dict[str, tuple[RecordedResponse, int]] = {}
+    rounds = accepted = number = 0
+    while waiting or decoding:
+        while waiting and len(decoding) < concurrent:
+            number += 1
+            response = waiting.pop()
+            drafter.start(str(number), response.problem, response.prompt)
+            decoding[str(number)] = (response, 0)
+        for request_id, (response, done) in list(decoding.items()):
+            left = response.tokens[done:]
+            proposal = drafter.propose(request_id, drafts).tokens
+            good = 0
+            while good < min(len(proposal), len(left) - 1) and proposal[good] == left[good]:
+                good += 1
+            rounds, accepted = rounds + 1, accepted + good
+            drafter.extend(request_id, left[: good + 1])
+            decoding[request_id] = (response, done + good + 1)
+            if done + good + 1 >= len(response.tokens):
+                drafter.finish(request_id)
+                del decoding[request_id]
+    return accepted, rounds
+
+
+def reordered(responses: Sequence[RecordedResponse], seed: int = 0) -> list[RecordedResponse]:
+    """Each epoch's problems in an order of its own, as a file's rows come; so another engine decodes them."""
+    shuffled = []
+    for epoch, group in groupby(responses, lambda response: response.epoch):
+        by_problem: dict[str, list[RecordedResponse]] = {}
+        for response in group:
+            by_problem.setdefault(response.problem, []).append(response)
+        problems = list(by_problem)
+        random.Random(stable_int(seed, "epoch", epoch)).shuffle(problems)
+        shuffled += [response for problem in problems for response in by_problem[problem]]
+    return shuffled
+
+
+def _engines(result: BenchmarkResult, responses: Sequence[RecordedResponse], arguments: argparse.Namespace) -> None:
+    """The same problems over several engines: what one decoded, the others draft from in the next epoch."""
+    shuffled = reordered(responses)
+    found = {}
+    for engines in ENGINES:
+        drafters = [SuffixDrafter(SuffixConfig(max_depth=arguments.depth)) for _ in range(engines)]
+        found[engines] = decode(drafters, shuffled, arguments.concurrent, arguments.drafts)
+        result.rows.append(_row("engines", f"suffix, {engines} engine{'s' * (engines > 1)}", found[engines]))
+    for engines in ENGINES[1:]:
+        ratios = [many / one if one else 1.0 for many, one in zip(found[engines], found[1], strict=True)]
+        result.target(f"accepted_{engines}_engines_over_1_least_of_epochs", min(ratios), ">=", 0.95)
 
 
 def _drafters(depth: int) -> dict[str, Callable[[], TokenDrafter]]:
@@ -106,7 +158,7 @@ def _laws(arguments: argparse.Namespace) -> dict[str, list[RecordedResponse]]:
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Rows by ``part``: acceptance per epoch, speed by stored tokens, memory under a bound.
+    """Rows by ``part``: acceptance per epoch, the same over engines, speed by stored tokens, memory under a bound.
 
     Raises:
         ConfigError: ``--responses`` is not such a file.
@@ -115,10 +167,16 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     laws = _laws(arguments)
     bounded_memory(result, arguments.appends, arguments.bound_mb << 20)
     _acceptance(result, laws, arguments)
+    _engines(result, laws["repeated"], arguments)
     if SuffixDecodingCache is None:
         result.rows.append({"part": "arctic-inference", "case": "not installed: not compared with"})
     speed(result, arguments.sizes, arguments.repeats, arguments.depth, arguments.drafts)
     return result
+
+
+def _row(part: str, case: str, accepted: Sequence[float]) -> dict[str, Any]:
+    by_epoch = {str(epoch): value for epoch, value in enumerate(accepted, 1)}
+    return {"part": part, "case": case, "accepted_per_round": by_epoch}
 
 
 def _acceptance(
@@ -127,9 +185,8 @@ def _acceptance(
     found: dict[tuple[str, str], list[float]] = {}
     for law, responses in laws.items():
         for name, make in _drafters(arguments.depth).items():
-            accepted = found[law, name] = decode(make(), responses, arguments.concurrent, arguments.drafts)
-            by_epoch = {str(epoch): value for epoch, value in enumerate(accepted, 1)}
-            result.rows.append({"part": "acceptance", "case": f"{name}, {law}", "accepted_per_round": by_epoch})
+            accepted = found[law, name] = decode([make()], responses, arguments.concurrent, arguments.drafts)
+            result.rows.append(_row("acceptance", f"{name}, {law}", accepted))
     ours, control = found["repeated", OURS], found["never repeated", OURS]
     growth = ours[-1] / ours[0]
     result.target("accepted_last_over_first_epoch", growth, ">=", 1.2)

@@ -17,6 +17,7 @@ from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.speculation.ngram_index import NgramIndex
 from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
 from megatron_tlt.speculation.suffix_tree import SpeculationRule, SuffixTree, Tokens
+from megatron_tlt.speculation.token_drafter import FinishedResponse
 
 CHUNK = 4
 """Tokens that a sequence gains at once, as it does from accepted drafts."""
@@ -171,7 +172,8 @@ def speed(result: BenchmarkResult, sizes: Sequence[int], repeats: int, depth: in
 def bounded_memory(result: BenchmarkResult, appends: int, bound: int) -> None:
     """Puts so many tokens of problems that come back every epoch through a ``SuffixDrafter`` with a bound, in bytes.
 
-    An epoch's trees want several times the bound. The process's memory is read beside the drafter's own account of it.
+    An epoch's trees want several times the bound; a problem's eight responses are a rollout. The process's memory is
+    read beside the drafter's own account of it.
     """
     warm = SuffixDrafter(SuffixConfig())
     warm.start("a", "p", [1, 2, 3])
@@ -183,6 +185,7 @@ def bounded_memory(result: BenchmarkResult, appends: int, bound: int) -> None:
     problems = max(1, appends // 5 // (8 * 1000))  # five epochs
     before = process.memory_info().rss
     most_held = most_resident = appended = 0
+    rollout: list[FinishedResponse] = []
     began = time.perf_counter()
     for number in itertools.count():
         if appended >= appends:
@@ -192,12 +195,14 @@ def bounded_memory(result: BenchmarkResult, appends: int, bound: int) -> None:
         for done in range(0, len(response), CHUNK):
             drafter.extend("a", response[done : done + CHUNK].tolist())
         drafter.finish("a")
+        rollout.append(FinishedResponse(str(source.group % problems), [1, 2, 3], response.tolist()))
         appended += len(response)
         most_held = max(most_held, drafter.memory_bytes)
         if number % 20 == 0:
             most_resident = max(most_resident, process.memory_info().rss - before)
-        if source.group % problems == problems - 1 and number % 8 == 7:
-            drafter.end_epoch()
+        if number % 8 == 7:
+            drafter.end_rollout(rollout)
+            rollout.clear()
     result.rows.append(
         {
             "part": "memory",

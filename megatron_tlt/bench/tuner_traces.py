@@ -6,16 +6,20 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 
 import numpy as np
 
 from megatron_tlt.speculation.controller import EngineStep, SpeculationController
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, Strategy
 
 STRATEGIES = (OFF, *(Strategy(drafter, k) for drafter in ("ngram", "eagle") for k in (1, 3, 5, 7)))
+BY_LENGTH = tuple(s if s == OFF else replace(s, by_length=True) for s in STRATEGIES)
+MOST = 7
+BUDGETS = ("all", "one each", "by class", "mixed")
+"""Draft budgets of a trace: each request has all K drafts, or one, or 0, K / 2 or K by its length, or 1 to 7."""
 MAX_BATCH = 32
 _LEAST = 3
 """Steps of a recorded rollout without which it says nothing."""
@@ -33,16 +37,23 @@ class Drafter:
     fade: float = 1.0
     spread: float = 0.08
 
-    def of(self, own: np.ndarray, num_tokens: int = 7) -> np.ndarray:
+    def of(self, own: np.ndarray, num_tokens: int = MOST) -> np.ndarray:
         """Chance of each draft token, (requests, tokens), where requests deviate by ``own`` standard deviations."""
         alpha = np.clip(self.alpha + self.spread * own, 0.02, 0.98)
         return alpha[:, None] * self.fade ** np.arange(num_tokens)
 
-    def draw(self, rng: np.random.Generator, own: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """(whether a request has drafts, how many of their tokens are accepted), each (requests)."""
+    def draw(
+        self, rng: np.random.Generator, own: np.ndarray, num_tokens: int, budgets: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(whether a request has drafts, (requests); which of their tokens are accepted, (requests, tokens), 0 or 1).
+
+        ``budgets`` (requests,): drafts that each may have; None: ``num_tokens``.
+        """
         hits = rng.random((len(own), num_tokens)) < self.of(own, num_tokens)
         found = rng.random(len(own)) < self.match
-        return found, np.cumprod(hits, axis=1).sum(axis=1) * found
+        if budgets is not None:
+            hits &= np.arange(num_tokens) < budgets[:, None]
+        return found, np.cumprod(hits, axis=1) * found[:, None]
 
 
 @dataclass(frozen=True)
@@ -74,14 +85,17 @@ class SyntheticTimes:
     """
 
     name = "synthetic"
+    max_batch = 1 << 20
 
-    def mean(self, strategy: Strategy, batch: int) -> float:
-        """Seconds of a step without noise."""
-        tokens = batch * strategy.verify_tokens
+    def mean(self, strategy: Strategy, batch: int, budgets: BudgetMix | None = None) -> float:
+        """Seconds of a step without noise; without ``budgets`` all requests have all drafts."""
+        drafts = float(strategy.num_tokens) if budgets is None else budgets.mean
+        passes = strategy.num_tokens if budgets is None else len(budgets.at_least)
+        tokens = batch * (1.0 + drafts)
         memory, compute = 1.0 + 0.004 * batch, 0.35 + tokens / 90.0
         target = (memory**6 + compute**6) ** (1 / 6)
         per_token, fixed = {"off": (0.0, 0.0), "ngram": (0.0, 0.03)}.get(strategy.drafter, (0.055, 0.04))
-        return 0.02 * (target + fixed + per_token * strategy.num_tokens)
+        return 0.02 * (target + fixed + per_token * passes)
 
     def noise(self, rng: np.random.Generator) -> Iterator[float]:
         """Factors for one step after another."""
@@ -121,13 +135,37 @@ class RecordedTimes:
                 if len(rollout) >= _LEAST:
                     medians.append(statistics.median(rollout))
                     self._runs.append([value / medians[-1] for value in rollout])
-            times[Strategy.parse(cell["strategy"])][int(cell["batch"])] = min(medians) / 1000
+            # of many requests some drafts are nearly always cut short: few steps of a rollout then count
+            together = [value for rollout in cell["milliseconds"] for value in rollout]
+            times[Strategy.parse(cell["strategy"])][int(cell["batch"])] = (
+                min(medians) if medians else statistics.median(together)
+            ) / 1000
         self._times = {strategy: sorted(row.items()) for strategy, row in times.items()}
+        self.max_batch = max(batch for batch, _ in self._times[OFF])
+        self._drafts = {
+            name: [0, *sorted(s.num_tokens for s in times if s.drafter == name)] for name in {s.drafter for s in times}
+        }
+        self._known: dict[tuple[str, int, int], float] = {}
 
-    def mean(self, strategy: Strategy, batch: int) -> float:
-        """Seconds of a typical step; linear between the batches that were recorded."""
-        batches, seconds = zip(*self._times[strategy], strict=True)
-        return float(np.interp(batch, batches, seconds))
+    def mean(self, strategy: Strategy, batch: int, budgets: BudgetMix | None = None) -> float:
+        """Seconds of a typical step; linear between the batches that were recorded.
+
+        With ``budgets`` it is also linear between the numbers of tokens, at the mean budget.
+        """
+        if budgets is None:
+            return self._at(strategy.drafter, strategy.num_tokens, batch)
+        drafts = self._drafts[strategy.drafter]
+        seconds = [self._at(strategy.drafter if count else OFF.drafter, count, batch) for count in drafts]
+        return float(np.interp(budgets.mean, drafts, seconds))
+
+    def _at(self, drafter: str, num_tokens: int, batch: int) -> float:
+        if batch > self.max_batch:
+            raise ValueError(f"{self.name}: batch is {batch}; recorded are up to {self.max_batch}")
+        key = drafter, num_tokens, batch
+        if key not in self._known:
+            batches, seconds = zip(*self._times[Strategy(drafter, num_tokens)], strict=True)
+            self._known[key] = float(np.interp(batch, batches, seconds))
+        return self._known[key]
 
     def noise(self, rng: np.random.Generator) -> Iterator[float]:
         """Factors for one step after another."""
@@ -138,54 +176,100 @@ class RecordedTimes:
 Times = SyntheticTimes | RecordedTimes
 
 
-def long_tailed_lengths(rng: np.random.Generator, longest: int = 768) -> np.ndarray:
-    """Tokens of ``MAX_BATCH`` responses: log-normal with a median of 80, cut off at ``longest``."""
-    lengths = np.minimum(longest, np.exp(rng.normal(np.log(80.0), 1.1, MAX_BATCH)))
+def long_tailed_lengths(rng: np.random.Generator, longest: int = 768, count: int = MAX_BATCH) -> np.ndarray:
+    """Tokens of ``count`` responses: log-normal with a median of 80, cut off at ``longest``."""
+    lengths = np.minimum(longest, np.exp(rng.normal(np.log(80.0), 1.1, count)))
     return np.maximum(2, lengths).astype(int)
 
 
 class Trace:
-    """What happens: step times, and drafters that shift at half of the engine steps."""
+    """What happens: step times, drafters that shift at half of the engine steps, batch size, draft budgets."""
 
-    def __init__(self, times: Times, shift: Shift, steps: int) -> None:
-        self.name = f"{times.name}, {shift.name}"
+    def __init__(self, times: Times, shift: Shift, steps: int, batch: int = MAX_BATCH, budgets: str = "all") -> None:
+        self.name = f"{times.name}, {shift.name}, batch {batch}, budgets {budgets}"
         self.times, self.shift, self.steps, self.shift_at = times, shift, steps, steps // 2
+        self.batch, self.budgets = batch, budgets
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return STRATEGIES if self.budgets == "all" else BY_LENGTH
 
     def drafters(self, step: int) -> Mapping[str, Drafter]:
         return self.shift.before if step < self.shift_at else self.shift.after
+
+    def draw(self, rng: np.random.Generator, batch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """A rollout's responses: their lengths, and what decides their budgets: a share of K, or a bound of its own.
+
+        Each (requests,). Of ``batch`` responses: those that are left at last, the longest ones.
+        """
+        lengths = long_tailed_lengths(rng, count=self.batch)
+        shares = np.ones(len(lengths))
+        if self.budgets == "by class":
+            shares = np.select([lengths > np.quantile(lengths, 0.8), lengths > np.quantile(lengths, 0.5)], [1.0, 0.5])
+        elif self.budgets == "mixed":
+            shares = rng.integers(1, MOST + 1, len(lengths)).astype(float)
+        kept = np.argsort(lengths)[-batch:] if batch is not None else np.arange(len(lengths))
+        return lengths[kept], shares[kept]
+
+    def request_budgets(self, strategy: Strategy, shares: np.ndarray) -> np.ndarray:
+        """Drafts that each request may have, (requests,)."""
+        if not strategy.by_length:
+            return np.full(len(shares), strategy.num_tokens)
+        if self.budgets == "by class":
+            return np.floor(shares * strategy.num_tokens + 0.5).astype(int)
+        return np.minimum(strategy.num_tokens, shares).astype(int)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a strategy can expect of the requests that run: budgets, tokens per request and step, seconds of a step.
+
+    ``length`` is over the requests that may have drafts: a rollout ends with them.
+    """
+
+    budgets: np.ndarray
+    mix: BudgetMix | None
+    length: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per request and second where the strategy stays."""
+        return self.length / self.seconds
 
 
 class Truth:
     """What can be expected of the requests that run at the moment: an oracle's knowledge, and the measure of regret."""
 
     def __init__(self, trace: Trace) -> None:
-        self._times = trace.times
-        self._lengths: dict[Strategy, float] = {}
-        self._best: float | None = None
+        self._trace = trace
+        self._of: dict[Strategy, Expected] = {}
+        self.best_rate = 0.0
 
-    def look(self, drafters: Mapping[str, Drafter], own: np.ndarray) -> None:
-        """Take in the drafters and the running requests' deviations from them, in standard deviations."""
-        self._best = None
-        self._lengths = {OFF: 1.0}
+    def look(self, drafters: Mapping[str, Drafter], own: np.ndarray, shares: np.ndarray) -> None:
+        """Take in the drafters, and of each running request the deviation from them and what decides its budget."""
+        batch, times = len(own), self._trace.times
+        self._of = {OFF: Expected(np.zeros(batch, dtype=int), None, 1.0, times.mean(OFF, batch))}
         for name, drafter in drafters.items():
-            reached = drafter.match * np.cumprod(drafter.of(own), axis=1).mean(axis=0).cumsum()
-            for strategy in STRATEGIES:
+            # tokens gained of 0, 1, ... drafts, (requests, drafts)
+            gains = np.cumsum(drafter.match * np.cumprod(drafter.of(own), axis=1), axis=1)
+            gains = np.concatenate([np.zeros((batch, 1)), gains], axis=1)
+            for strategy in self._trace.strategies:
                 if strategy.drafter == name:
-                    self._lengths[strategy] = 1.0 + float(reached[strategy.num_tokens - 1])
+                    budgets = self._trace.request_budgets(strategy, shares)
+                    mix = BudgetMix.of(budgets.tolist()) if strategy.by_length else None
+                    gained = gains[np.arange(batch), budgets][budgets > 0]
+                    length = 1.0 + (float(gained.mean()) if len(gained) else 0.0)
+                    self._of[strategy] = Expected(budgets, mix, length, times.mean(strategy, batch, mix))
+        self.best_rate = max(expected.rate for expected in self._of.values())
 
-    def length(self, strategy: Strategy) -> float:
-        """Expected tokens per request and step."""
-        return self._lengths[strategy]
+    def of(self, strategy: Strategy) -> Expected:
+        """The expectation of ``strategy`` for the requests last passed in."""
+        return self._of[strategy]
 
     def rate(self, strategy: Strategy, batch: int) -> float:
-        """Expected tokens per request and second where the strategy stays."""
-        return self._lengths[strategy] / self._times.mean(strategy, batch)
-
-    def best_rate(self, batch: int) -> float:
-        """The best strategy's rate, for the batch last looked at."""
-        if self._best is None:
-            self._best = max(self.rate(strategy, batch) for strategy in STRATEGIES)
-        return self._best
+        """The expected rate of ``strategy`` for the requests last passed in, which ``batch`` must describe."""
+        return self._of[strategy].rate
 
 
 @dataclass
@@ -204,7 +288,7 @@ class Played:
 def play(
     trace: Trace, controller: SpeculationController, truth: Truth, seed: int, fixed_batch: int | None = None
 ) -> Played:
-    """Rollouts of 32 long-tailed responses one after another, or a batch that stays, until the trace's steps are over.
+    """Rollouts of long-tailed responses one after another, or a batch that stays, until the trace's steps are over.
 
     A step verifies the drafts of the step before: where the strategy changes, it gains what the old one drafted, and
     takes the mean of both strategies' times. A rollout's first step, with the prompts in it, is not counted.
@@ -212,35 +296,47 @@ def play(
     rng = np.random.default_rng(seed)
     noise = trace.times.noise(rng)
     seconds, lost, chosen = np.zeros(trace.steps), np.zeros(trace.steps), []
-    remaining, own = np.zeros(0, dtype=int), np.zeros(0)
+    remaining, own, shares = np.zeros(0, dtype=int), np.zeros(0), np.zeros(0)
     verified, looked_at = OFF, 0
     for step in range(trace.steps):
         begins = not len(remaining)
         if begins:
-            remaining = np.full(fixed_batch, 1 << 40) if fixed_batch else long_tailed_lengths(rng)
+            lengths, shares = trace.draw(rng, fixed_batch)
+            remaining = np.full(len(lengths), 1 << 40) if fixed_batch else lengths
             own = rng.normal(0.0, 1.0, len(remaining))
         batch = len(remaining)
         if begins or batch != looked_at or step == trace.shift_at:
-            truth.look(trace.drafters(step), own)
+            truth.look(trace.drafters(step), own, shares)
             looked_at = batch
         if begins:
             controller.begin_rollout()
-            verified = controller.next(batch)
+            verified = controller.next(batch, lambda strategy: truth.of(strategy).mix)
             controller.observe(EngineStep(OFF, verified, batch, 1.0, batch, had_prefill=True))
-        drafted = controller.next(batch)
-        mean = (trace.times.mean(verified, batch) + trace.times.mean(drafted, batch)) / 2
-        gained, drafts = np.ones(batch, dtype=int), 0
+        drafted = controller.next(batch, lambda strategy: truth.of(strategy).mix)
+        expected = truth.of(verified)
+        mean = (expected.seconds + truth.of(drafted).seconds) / 2
+        gained, drafts, accepted = np.ones(batch, dtype=int), 0, np.zeros((batch, 0), dtype=int)
         if verified != OFF:
-            found, accepted = trace.drafters(step)[verified.drafter].draw(rng, own, verified.num_tokens)
-            gained, drafts = gained + accepted, int(found.sum()) * verified.num_tokens
-        total = int(np.minimum(gained, remaining).sum())
+            drafter, budgets = trace.drafters(step)[verified.drafter], expected.budgets
+            found, accepted = drafter.draw(rng, own, verified.num_tokens, budgets)
+            gained, drafts = gained + accepted.sum(axis=1), int(budgets[found].sum())
         controller.observe(
-            EngineStep(verified, drafted, batch, mean * next(noise), total, drafts, int(gained.sum()) - batch)
+            EngineStep(
+                verified,
+                drafted,
+                batch,
+                mean * next(noise),
+                int(np.minimum(gained, remaining).sum()),
+                drafts,
+                tuple(accepted.sum(axis=0).tolist()),
+                expected.mix,
+            )
         )
         seconds[step] = mean
-        lost[step] = mean - truth.length(verified) / truth.best_rate(batch)
+        lost[step] = mean - expected.length / truth.best_rate
         chosen.append(drafted.name)
         remaining = remaining - gained
-        own, remaining = own[remaining > 0], remaining[remaining > 0]
+        alive = remaining > 0
+        own, shares, remaining = own[alive], shares[alive], remaining[alive]
         verified = drafted
     return Played(seconds, lost, chosen)

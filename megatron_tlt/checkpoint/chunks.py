@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_tlt.checkpoint.metadata import read_metadata
 from megatron_tlt.errors import RunError
 
 
@@ -116,10 +117,7 @@ class ChunkReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = dcp.FileSystemReader(folder)
-        try:
-            metadata = self._reader.read_metadata()
-        except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-            raise RunError(f"{folder}: not a readable checkpoint: {type(error).__name__}: {error}") from error
+        metadata = read_metadata(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: entry

@@ -7,18 +7,18 @@ and SHA-256 sums, and a file ``latest`` that names the folder to resume from.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
+from megatron_tlt.checkpoint.manifest import MANIFEST, Sums, files_below, sha256_sums, verify_manifest
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import (
-    atomic_write_bytes,
+    Temporary,
     atomic_write_text,
     disk_full_error,
     free_bytes,
@@ -29,26 +29,10 @@ from megatron_tlt.platform.files import (
     write_errors,
 )
 
-__all__ = [
-    "LATEST",
-    "MANIFEST",
-    "atomic_folder",
-    "atomic_write_bytes",
-    "atomic_write_text",
-    "clean_leftovers",
-    "find_latest_whole",
-    "set_latest",
-    "verify_manifest",
-    "write_manifest",
-]
-
-MANIFEST = "manifest.json"
 LATEST = "latest"
-_FORMAT = 1
-_HASH_THREADS = 8
-_LEFTOVER = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+-\d+$")
-# Temporary folders this process is still writing; never swept away as leftovers.
-_in_progress: set[Path] = set()
+_SEARCHES = 4
+"""Of the newest whole checkpoint, where another process removes each one that is found."""
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -69,9 +53,6 @@ def atomic_folder(path: Path | str, bytes_wanted: int | None = None) -> Iterator
     if bytes_wanted is not None and free is not None and free < bytes_wanted:
         raise disk_full_error(path, bytes_wanted)
     temporary = temporary_sibling(path)
-    if temporary.exists():  # the process ids of two containers or hosts may coincide
-        shutil.rmtree(temporary)
-    _in_progress.add(temporary.absolute())
     try:
         with write_errors(path, bytes_wanted):
             temporary.mkdir()
@@ -86,8 +67,6 @@ def atomic_folder(path: Path | str, bytes_wanted: int | None = None) -> Iterator
         if full:
             raise disk_full_error(path, written if bytes_wanted is None else bytes_wanted) from error
         raise
-    finally:
-        _in_progress.discard(temporary.absolute())
 
 
 def _publish(temporary: Path, path: Path) -> None:
@@ -108,83 +87,16 @@ def _publish(temporary: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file())
-
-
 def _tree_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in _files(folder)) if folder.is_dir() else 0
+    return sum(p.stat().st_size for p in files_below(folder)) if folder.is_dir() else 0
 
 
 def _sync_tree(folder: Path) -> None:
-    for file in _files(folder):
+    for file in files_below(folder):
         sync_file(file)
     for sub in (p for p in folder.rglob("*") if p.is_dir()):
         sync_folder(sub)
     sync_folder(folder)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_all(files: Sequence[Path]) -> list[str]:
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing releases the interpreter
-        return list(pool.map(_sha256, files))
-
-
-def write_manifest(folder: Path | str) -> Path:
-    """Record size and SHA-256 of every file below ``folder`` in its ``manifest.json``; call it last."""
-    folder = Path(folder)
-    path = folder / MANIFEST
-    listed = [file for file in _files(folder) if file != path]
-    files = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
-        for file, digest in zip(listed, _sha256_all(listed), strict=True)
-    }
-    atomic_write_text(path, json.dumps({"format": _FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
-    return path
-
-
-def verify_manifest(folder: Path | str, *, hashes: bool = True) -> list[str]:
-    """What is wrong with ``folder``, one line each; empty when it is whole.
-
-    Every file of the manifest must be there with its size and, unless ``hashes`` is off, its sum. Files the manifest
-    does not name are ignored.
-    """
-    folder = Path(folder)
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        return [f"{folder}: no such folder"]
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        entries = {str(name): (int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
-        version = manifest["format"]
-    except FileNotFoundError:
-        return [f"{path}: missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{path}: unreadable ({type(error).__name__}: {error})"]
-    if version != _FORMAT:
-        return [f"{path}: format {version!r}, this release reads {_FORMAT}"]
-    problems: list[str] = []
-    digests: dict[Path, str] = {}
-    for name, (size, digest) in entries.items():
-        relative = PurePosixPath(name)
-        if relative.is_absolute() or ".." in relative.parts:
-            problems.append(f"{path}: names a file outside its folder: {name}")
-            continue
-        file = folder / name
-        if not file.is_file():
-            problems.append(f"{file}: missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{file}: {file.stat().st_size} bytes, the manifest says {size}")
-        else:
-            digests[file] = digest
-    if hashes:
-        found = zip(digests.items(), _sha256_all(list(digests)), strict=True)
-        problems += [f"{file}: SHA-256 differs from the manifest's" for (file, digest), now in found if now != digest]
-    return problems
 
 
 def set_latest(root: Path | str, name: str) -> None:
@@ -199,23 +111,29 @@ def set_latest(root: Path | str, name: str) -> None:
     atomic_write_text(root / LATEST, name + "\n")
 
 
-def find_latest_whole(root: Path | str, *, hashes: bool = True) -> tuple[Path | None, list[str]]:
+def find_latest_whole(
+    root: Path | str, *, hashes: bool = True, sums: Sums = sha256_sums
+) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, and a warning for each one that had to be passed over.
 
     The one that ``latest`` names is taken when it is whole, else the newest whole one: by the last number in its name,
     then by the age of its manifest. (None, ...) when there is none.
+
+    Another process may write meanwhile. A checkpoint that it removes is not damaged: the search starts again, at most
+    three times.
+
+    Raises:
+        NewerFormatError: a newer release wrote the checkpoint to be looked at next. To pass it over would lose its
+            steps, and its files to ``keep_checkpoints``.
     """
-    root = Path(root)
+    return _find_latest_whole(Path(root), hashes, sums, _SEARCHES)
+
+
+def _find_latest_whole(root: Path, hashes: bool, sums: Sums, searches: int) -> tuple[Path | None, list[str]]:
     if not root.is_dir():
         return None, []
-    warnings: list[str] = []
-    named: str | None = None
-    try:
-        named = (root / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        warnings.append(f"{root / LATEST}: unreadable ({type(error).__name__})")
+    named, problem = _read_latest(root)
+    warnings = [problem] if problem else []
     candidates = sorted(
         (p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")), key=_age_key, reverse=True
     )
@@ -225,12 +143,27 @@ def find_latest_whole(root: Path | str, *, hashes: bool = True) -> tuple[Path | 
         else:
             warnings.append(f"{root / LATEST}: names {named!r}, which is not a folder of {root}")
     for candidate in candidates:
-        problems = verify_manifest(candidate, hashes=hashes)
+        problems = verify_manifest(candidate, hashes=hashes, sums=sums)
         if not problems:
             return candidate, warnings
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        warnings.append(f"checkpoint {candidate} is not whole: {problems[0]}{more}")
+        removed = not candidate.is_dir()
+        # a writer moves ``latest`` before it removes older checkpoints, file by file
+        if searches > 1 and (removed or _read_latest(root)[0] != named):
+            return _find_latest_whole(root, hashes, sums, searches - 1)
+        if not removed:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            warnings.append(f"checkpoint {candidate} is not whole: {problems[0]}{more}")
     return None, warnings
+
+
+def _read_latest(root: Path) -> tuple[str | None, str | None]:
+    """The name in ``latest``, and what is wrong with that file; None for either that is not there."""
+    try:
+        return (root / LATEST).read_text(encoding="utf-8").strip(), None
+    except FileNotFoundError:
+        return None, None
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"{root / LATEST}: unreadable ({type(error).__name__})"
 
 
 def _age_key(folder: Path) -> tuple[int, float, str]:
@@ -242,27 +175,38 @@ def _age_key(folder: Path) -> tuple[int, float, str]:
     return (int(numbers[-1]) if numbers else -1, written, folder.name)
 
 
-def clean_leftovers(root: Path | str) -> list[Path]:
-    """Remove what killed processes left half written directly in ``root``; return what was removed.
+def clean_leftovers(root: Path | str, name: str | None = None) -> list[Path]:
+    """Removes what dead processes left half written directly in ``root``; returns what was removed.
 
-    A folder that was being replaced is put back when its successor never arrived. Call it before a run starts to write:
-    another process's temporary files are taken for leftovers.
+    A folder that was being replaced is put back when its successor never arrived. What a live process writes stays.
+    So does what may belong to a process on another host, with a warning, until it has not changed for a day
+    (``ABANDONED_AFTER_S``). Only writers call this: a reader has nothing to remove.
+
+    Args:
+        root: where to look.
+        name: remove only temporaries of this file or folder of ``root``. None: those of all.
     """
     root = Path(root)
     removed: list[Path] = []
     if not root.is_dir():
         return removed
-    for entry in sorted(root.iterdir()):
-        match = _LEFTOVER.match(entry.name)
-        if match is None or entry.absolute() in _in_progress:
+    for path in sorted(root.iterdir()):
+        found = Temporary.at(path)
+        if found is None or name not in (None, found.name):
             continue
-        home = root / match["name"]
-        if match["kind"] == "old" and not home.exists():
-            os.rename(entry, home)
+        if not found.is_abandoned():
+            if found.owner is None or found.owner.is_alive() is None:
+                age = time.time() - found.last_change
+                logger.warning("%s: left alone: a process on another host may be writing it (%.0f s old)", path, age)
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
+        home = root / found.name
+        if found.kind == "old" and not home.exists():
+            with contextlib.suppress(FileNotFoundError):  # another process has just done so
+                os.rename(path, home)
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            entry.unlink(missing_ok=True)
-        removed.append(entry)
+            path.unlink(missing_ok=True)
+        removed.append(path)
     return removed

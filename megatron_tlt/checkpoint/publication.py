@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_tlt.checkpoint.files import atomic_folder, set_latest, write_manifest
+from megatron_tlt.checkpoint.files import atomic_folder, set_latest
+from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import write_errors
 
@@ -15,16 +17,17 @@ from megatron_tlt.platform.files import write_errors
 def remove_older(folder: Path, keep: int) -> None:
     """Removes the oldest checkpoints beside ``folder`` until it and the ``keep`` - 1 before it are left.
 
-    Raises:
-        RunError: one cannot be removed.
+    One that cannot be removed is a warning, as nothing is lost by it; the next call tries again.
     """
     root = folder.parent
     # Newer ones are there only after a damaged one was passed over: they are no reason to lose a whole one.
     kind = folder.name.rstrip("0123456789")
     until = sorted(path for path in root.glob(f"{kind}*") if path.name <= folder.name)
-    with write_errors(root):
-        for old in until[:-keep]:
+    for old in until[:-keep]:
+        try:
             shutil.rmtree(old)
+        except OSError as error:
+            print(f"warning: old checkpoint {old} is not removed: {error}", file=sys.stderr, flush=True)
 
 
 class Publication:
@@ -52,9 +55,10 @@ class Publication:
         pool.shutdown(wait=False)
 
     def _publish(self) -> None:
-        with self._writing:
-            write_manifest(self.temporary)
-        set_latest(self._folder.parent, self._folder.name)
+        with write_errors(self._folder):
+            with self._writing:
+                write_manifest(self.temporary)
+            set_latest(self._folder.parent, self._folder.name)
         remove_older(self._folder, self._keep)
 
     def done(self) -> bool:
@@ -66,7 +70,12 @@ class Publication:
         assert self._result is not None, "not started"
         if not self._result.done():
             return False
-        self._result.result()
+        try:
+            self._result.result()
+        except RunError:
+            raise
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            raise RunError(f"{self._folder}: not published: {type(error).__name__}: {error}") from error
         return True
 
     def abandon(self, error: RunError) -> RunError:

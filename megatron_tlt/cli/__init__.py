@@ -49,5 +49,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("error: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from megatron_tlt.cli import runs
+from megatron_tlt.cli import preflight, runs
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
@@ -16,20 +16,24 @@ FINISHED = "finished"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("config", help="print the resolved config, or some of its values")
+    parser = commands.add_parser("config", help="check a config and print it resolved, or some of its values")
     runs.add_config_arguments(parser)
     parser.add_argument(
         "--get",
         metavar="KEY",
         action="append",
-        help=f"print this key's value alone, a line each (repeatable); '{FINISHED}': whether its run is, yes or no",
+        help=f"print this key's value alone, a line each, tasks and files unchecked (repeatable); "
+        f"'{FINISHED}': whether its run is, yes or no",
     )
     parser.add_argument("--keep", metavar="NAME", help="also write the resolved config there, in the run's folder")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides, check_libraries=False)
+    if arguments.get:  # job scripts ask for values; `tlt doctor` and `tlt train` check what runs
+        config = load_config(arguments.config, arguments.overrides, check_libraries=False)
+    else:
+        config = preflight.load_checked(arguments.config, arguments.overrides, starts=False)
     values = [_value(config, key) for key in arguments.get or ()]
     if arguments.keep:
         atomic_write_text(config.run.dir / arguments.keep, dump_resolved(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_tlt.cli.launch import launch, under_torchrun
@@ -20,6 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("target", type=Path, help="the folder to be written; must not exist")
     parser.add_argument("--processes", type=int, default=1, help="share the work (under torchrun: its processes)")
     parser.add_argument("--nodes", type=int, default=1, help="on which each --processes (slurm/convert.sbatch)")
+    parser.add_argument("--no-verify", action="store_true", help="take the source as it is, whatever its manifest says")
     parser.add_argument("--side-files", type=Path, help="config and tokenizer, where a Megatron checkpoint has none")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
@@ -29,11 +31,20 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("processes", "nodes"):
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option}: found {getattr(arguments, option)}; allowed: at least 1")
-    values = [str(arguments.source), str(arguments.target), str(arguments.side_files or "")]
+    verify = "" if arguments.no_verify else "verify"
+    values = [str(arguments.source), str(arguments.target), str(arguments.side_files or ""), verify]
     if under_torchrun():
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", _WORKER, *values])
-    status = launch(_WORKER, values, LauncherConfig(nnodes=arguments.nodes, nproc_per_node=arguments.processes))
+    launcher = LauncherConfig(nnodes=arguments.nodes, nproc_per_node=arguments.processes)
+    log: Path | None = None
+    if not arguments.traceback:  # torchrun repeats a worker's error at length
+        descriptor, name = tempfile.mkstemp(prefix="tlt-convert-", suffix=".log")
+        os.close(descriptor)
+        log = Path(name)
+    status = launch(_WORKER, values, launcher, log=log)
+    if log is not None and status != 1:  # 1: a message may name it
+        log.unlink(missing_ok=True)
     if status == 0:
         print(f"written: {arguments.target}")
     return status

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.cli.launch import under_torchrun
-from megatron_tlt.config.loader import load_config
-from megatron_tlt.config.model import require_model_folder
+from megatron_tlt.cli.preflight import load_and_examine
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, TltError
 from megatron_tlt.platform.doctor import Check, Needs, check_machine, guarded
@@ -62,12 +61,12 @@ def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False
     config = None
     if path is not None:
         try:
-            config = load_config(path, overrides)
-            require_model_folder(config)
+            config, notes = load_and_examine(path, overrides)
         except TltError as error:
             advice = "correct it; a model's folder must be seen from every node"
             return [Check("config", "fail", line, advice) for line in str(error).splitlines()]
         checks.append(Check("config", "ok", f"{path}, run.dir {config.run.dir}"))
+        checks += [Check("config", "warn", note) for note in notes]
     needs = _needs(config)
     from megatron_tlt.platform import doctor_devices, doctor_nodes
 

@@ -1,31 +1,95 @@
-"""``tlt eval CONFIG [key.path=value ...]``: held-out evaluation of a config's model."""
+"""``tlt eval CONFIG [key.path=value ...]``: evaluation of a run's checkpoint, which may go on training meanwhile."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
-from megatron_tlt.cli import runs
-from megatron_tlt.config.loader import dump_resolved, load_config
-from megatron_tlt.config.model import require_model_folder
-from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.cli import preflight, runs
+from megatron_tlt.config.loader import dump_resolved
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.nodes import node_index
+from megatron_tlt.tasks.limit import PromptLimit
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("eval", help="evaluate a model on the held-out problems")
+    parser = commands.add_parser("eval", help="evaluate a run's checkpoint on the held-out problems or on a file")
     runs.add_config_arguments(parser)
+    parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder, or a step of the run (newest)")
+    parser.add_argument("--data", metavar="FILE", help="a prompt file to evaluate on (the tasks' held-out problems)")
+    parser.add_argument("--verifier", default="math", help="of the file's answers (%(default)s)")
+    parser.add_argument("--json", metavar="F", help="also write the result here")
+    parser.add_argument("--samples", metavar="F", help="also write some responses here, as in a run's samples.jsonl")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
-    require_model_folder(config)
+    config = preflight.load_checked(arguments.config, arguments.overrides)
+    from megatron_tlt.rewards.verifiers import verifiers_of
+    from megatron_tlt.trainer.evaluation import EvaluationRequest
+
+    for option, file in (("--json", arguments.json), ("--samples", arguments.samples)):
+        if file is not None:
+            _check_writable(option, Path(file), config.run.dir)
+    if arguments.samples is not None and config.observe.samples_per_task == 0:
+        raise ConfigError("--samples: observe.samples_per_task is 0; allowed with --samples: 1 or more")
+    checkpoint = None if arguments.checkpoint is None else _checkpoint(arguments.checkpoint, config.run.dir)
+    request = EvaluationRequest(checkpoint, arguments.data, arguments.verifier, arguments.json, arguments.samples)
+    verifiers_of(request.tasks)
+    if request.data is not None:
+        request.problems(config.run.seed, _limit(config))
     # Not config.resolved.yaml: that one belongs to the run itself, and says what a resumed run must agree with.
     own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
     resolved = config.run.dir / "logs" / f"config.eval{own}.yaml"
-    resolved.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(resolved, dump_resolved(config))
+    runs.write_in_run(resolved, dump_resolved(config))
     status = runs.ensure_model(config, resolved, show=arguments.traceback)
     if status == 0:
-        status = runs.start("megatron_tlt.cli.workers.evaluate", config, resolved, show=arguments.traceback)
+        worker, text = "megatron_tlt.cli.workers.evaluate", json.dumps(asdict(request))
+        status = runs.start(worker, config, resolved, text, show=arguments.traceback)
     return status
+
+
+def _check_writable(option: str, file: Path, run: Path) -> None:
+    """So that an evaluation is not lost at its end, nor a file that the run writes.
+
+    Raises:
+        ConfigError: the file is a folder or the run's, or its folder is missing or cannot be written.
+    """
+    if runs.is_run_file(run, file):
+        raise ConfigError(f"{option}: {file} belongs to the run; allowed: a file that no run writes")
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"{option}: cannot write {file}; allowed: a file in a folder that exists and can be written")
+
+
+def _checkpoint(which: str, run: Path) -> str:
+    """The folder of a step of the run, or ``which`` itself.
+
+    Raises:
+        ConfigError: it is no checkpoint.
+    """
+    from megatron_tlt.models.hf_folder import is_megatron_checkpoint
+
+    root = run / "checkpoints"
+    folder = root / f"step_{int(which):06d}" if which.isdecimal() else Path(which)
+    if not is_megatron_checkpoint(folder):
+        there = ", ".join(sorted(path.name for path in root.glob("step_*"))) or "none"
+        raise ConfigError(f"--checkpoint: {folder} is no checkpoint; in {root} there are: {there}")
+    return str(folder)
+
+
+def _limit(config: TltConfig) -> PromptLimit | None:
+    """On the prompts of a file; None where the recipe's model is still to be built, whose ranks then check them."""
+    from megatron_tlt.data.tokenizer import load_tokenizer, prompt_lengths
+    from megatron_tlt.models.hf_folder import side_files_of
+    from megatron_tlt.models.recipe import RECIPE_FILE, model_folder
+
+    folder, rollout = model_folder(config), config.rollout
+    if config.model.recipe is not None and not (folder / RECIPE_FILE).is_file():
+        return None
+    lengths = partial(prompt_lengths, load_tokenizer(side_files_of(folder)))
+    return PromptLimit(rollout.max_prompt_tokens, rollout.filter_overlong_prompts, lengths)

@@ -18,7 +18,7 @@ from typing import IO
 
 import psutil
 
-from megatron_tlt.cli.worker import ERROR_FOLDER, WorkerError, read_first_error
+from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
 from megatron_tlt.platform.nodes import Nodes
@@ -129,6 +129,10 @@ class _Ended:
 def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None) -> int:
     where = f"; what it wrote is in {log}" if log else ""
     error = ended.error
+    said = error is not None and error.message != NOTHING_SAVED.format("SIGINT")
+    if child.signal is not None and ended.death is None and not said:
+        print(f"error: {NOTHING_SAVED.format(signal.Signals(child.signal).name)}", file=sys.stderr)
+        return 128 + child.signal
     died = ended.death is not None and (error is None or error.exit_status == 1)
     if died:
         print(f"error: {ended.death}{where}", file=sys.stderr)

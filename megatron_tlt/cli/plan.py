@@ -8,13 +8,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.cli import plan_cluster, runs
+from megatron_tlt.cli import plan_cluster, preflight, runs
 from megatron_tlt.cli.plan_profile import measure_machine
 from megatron_tlt.cli.plan_search import search_layout
 from megatron_tlt.cli.plan_tables import print_reshard, print_step
 from megatron_tlt.cli.planned import PROFILE, machine_of, mean_response, memory_of
 from megatron_tlt.config.layouts import Layout
-from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
@@ -82,13 +81,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.cluster is not None:
-        return plan_cluster.run(arguments, load_config(arguments.config, arguments.overrides))
+        return plan_cluster.run(arguments, preflight.load_checked(arguments.config, arguments.overrides, starts=False))
     bandwidths = _bandwidths(arguments)
     if arguments.plan is not None and not arguments.reshard:
         raise ConfigError("--plan: found without --reshard; allowed: with it")
     if arguments.write is not None and not arguments.search:
         raise ConfigError("--write: found without --search or --cluster; allowed: with one of them")
-    config = load_config(arguments.config, arguments.overrides)
+    config = preflight.load_checked(arguments.config, arguments.overrides, starts=False)
     if arguments.profile is not None:
         return measure_machine(config, arguments.profile)
     if arguments.search:

@@ -28,7 +28,7 @@ def parent_of(path: Path, base: Path) -> str:
 
 def fitting_spot(config: TltConfig, engines: int) -> dict[str, Any]:
     """The ``spot`` section for so many engines: the last of them ends the rollout, the others may train."""
-    if config.spot is None or config.spot.min_replicas < engines:
+    if config.spot is None or (engines > 1 and (config.spot.min_replicas or 1) < engines):
         return {}
     return {"spot": {"min_replicas": engines - 1} if engines > 1 else None}
 

@@ -13,18 +13,25 @@ from pathlib import Path
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.cli.launch import launch, under_torchrun
 from megatron_tlt.cli.worker import LOG_FOLDER
-from megatron_tlt.config.loader import compare_resolved, dump_resolved
+from megatron_tlt.config.loader import RESOLVED, compare_resolved, dump_resolved
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.config.source import read_yaml
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.nodes import node_index, node_name
 
-RESOLVED = "config.resolved.yaml"
 # What a run writes. --fresh removes these and nothing else, so that a mistyped run.dir costs no one their files.
-_RUN_FILES = (RESOLVED, "metrics.jsonl", "lengths.jsonl", "timeline.json", "report.html", "summary.json")
+_RUN_FILES = (
+    RESOLVED,
+    "prompt_files.json",
+    "metrics.jsonl",
+    "lengths.jsonl",
+    "samples.jsonl",
+    "timeline.json",
+    "report.html",
+    "summary.json",
+)
 _RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs", "slurm")
 
 
@@ -47,6 +54,11 @@ def clear_run(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def is_run_file(folder: Path, file: Path) -> bool:
+    """Whether the run in ``folder`` writes ``file`` itself."""
+    return file.name in _RUN_FILES and file.resolve().parent == folder.resolve()
+
+
 def write_resolved(config: TltConfig) -> Path:
     """Writes the resolved config into the run's folder; a run that is there already must be the same one.
 
@@ -58,7 +70,7 @@ def write_resolved(config: TltConfig) -> Path:
     """
     path = config.run.dir / RESOLVED
     if path.is_file():
-        changed = compare_resolved(read_yaml(path), config.model_dump(mode="json"))
+        changed = compare_resolved(path, config)
         if changed:
             raise ConfigError(
                 "\n".join(
@@ -69,12 +81,21 @@ def write_resolved(config: TltConfig) -> Path:
             )
     if config.launcher.nnodes > 1 and node_index():
         path = config.run.dir / "logs" / f"config.node{node_index()}.yaml"
+    write_in_run(path, dump_resolved(config))
+    return path
+
+
+def write_in_run(path: Path, text: str) -> None:
+    """Writes a file of a run's folder, which is made where it is missing.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(path, dump_resolved(config))
     except OSError as error:
-        raise RunError(f"run.dir: cannot write {path}: {error.strerror}") from error
-    return path
+        raise RunError(f"run.dir: cannot write {path}: {error.strerror or error}") from error
+    atomic_write_text(path, text)
 
 
 def is_finished(config: TltConfig) -> bool:
@@ -94,19 +115,20 @@ def progress(folder: Path) -> tuple[int, int]:
     return done, saved
 
 
-def start(module: str, config: TltConfig, resolved: Path, *, show: bool, resumes: bool = False) -> int:
+def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool, resumes: bool = False) -> int:
     """Runs a worker module on all devices: under torchrun in this process's place, else through a launch of its own.
 
-    ``resumes``: it goes on from the run's newest checkpoint, so the launch may begin again where a rank has died.
+    The module gets the path of the resolved config and ``more`` as arguments. ``resumes``: it goes on from the run's
+    newest checkpoint, so the launch may begin again where a rank has died.
     """
     if under_torchrun():
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", module, str(resolved)])
+        os.execv(sys.executable, [sys.executable, "-m", module, str(resolved), *more])
     folder = os.environ.get(LOG_FOLDER)
     file = Path(folder, f"{node_name()}.log") if folder else config.run.dir / "logs" / "workers.log"
     log = None if show else file
     newest = functools.partial(progress, config.run.dir) if resumes else None
-    return launch(module, [str(resolved)], config.launcher, log=log, progress=newest)
+    return launch(module, [str(resolved), *more], config.launcher, log=log, progress=newest)
 
 
 def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_tlt.cli import runs
-from megatron_tlt.config.loader import load_config
+from megatron_tlt.cli import preflight, runs
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
@@ -64,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
+    config = preflight.load_checked(arguments.config, arguments.overrides, starts=False)
     constants = _constants(arguments.constant)
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)

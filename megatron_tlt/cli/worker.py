@@ -23,6 +23,7 @@ ERROR_FOLDER = "TLT_ERROR_FILE"
 LOG_FOLDER = "TLT_LOG_DIR"
 """Where this is set, each rank writes to a file of its own there; rank 0's standard output stays where it is."""
 STOPPED = "stopped"
+NOTHING_SAVED = "stopped by {} before there was anything to save"
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def run_guarded(main: Callable[[], None]) -> int:
             _mark_stopped()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt as error:
-        write_error(error, 128 + signal.SIGINT)
+    except KeyboardInterrupt:
+        write_error(TltError(NOTHING_SAVED.format(signal.SIGINT.name)), 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except Exception as error:
         _end_if_ranks_are_lost(error)

@@ -17,6 +17,7 @@ from megatron_tlt.config.layouts import (
     tensor_problems,
     wrong_values,
 )
+from megatron_tlt.config.migrations import LOWEST_TEMPERATURE
 from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -27,6 +28,8 @@ _SMALLEST_HEAD = 32
 # A layout that does not fit is answered with so many that do.
 _SUGGESTIONS = 3
 _MEGATRON_OPTIMIZERS = ("adam", "sgd")
+# Of a value that earlier releases took and that no mended value stands for.
+_GO_ON_AS_ANOTHER = "a run that has it goes on as another one, with model.path: its newest checkpoint"
 
 
 def _layout(config: TltConfig, shape: ModelShape | None) -> Iterator[str]:
@@ -98,29 +101,55 @@ def _model(config: TltConfig, model: dict[str, Any], where: str) -> Iterator[str
         )
 
 
-def _recipe(config: TltConfig) -> Iterator[str]:
+def _recipe(config: TltConfig, model: dict[str, Any]) -> Iterator[str]:
     recipe = config.model.recipe
     if recipe is None:
         return
     architecture, longest = recipe.architecture, recipe.supervised.max_sequence_tokens
     head = architecture.hidden_size // architecture.num_attention_heads
-    if head < _SMALLEST_HEAD:
+    if recipe.base is None and head < _SMALLEST_HEAD:
         yield (
             f"{RECIPE_ARCHITECTURE}: hidden_size / num_attention_heads = {head}; allowed: at least {_SMALLEST_HEAD} "
             "(vLLM's CPU attention takes no smaller head)"
         )
-    if longest > architecture.max_position_embeddings:
+    positions = positive(model, "max_position_embeddings")
+    if positions and longest > positions:
         yield (
             f"model.recipe.supervised.max_sequence_tokens: found {longest}; allowed: at most "
-            f"max_position_embeddings = {architecture.max_position_embeddings}"
+            f"max_position_embeddings = {positions}"
         )
 
 
-def _files(config: TltConfig) -> Iterator[str]:
-    for index, task in enumerate(config.tasks):
-        for key, path in (("path", task.path), ("held_out_path", task.held_out_path)):
-            if path is not None and not path.is_file():
-                yield f"tasks.{index}.{key}: no file {path}"
+def _micro_batches(config: TltConfig) -> Iterator[str]:
+    """A sequence is never cut: the longest one must fit a micro-batch alone (``data.packing``)."""
+    actor, rollout, recipe = config.actor, config.rollout, config.model.recipe
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if actor.max_tokens_per_micro_batch < longest:
+        yield (
+            f"actor.max_tokens_per_micro_batch: found {actor.max_tokens_per_micro_batch}; allowed: at least "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+        )
+    if recipe is None:
+        return
+    supervised = recipe.supervised
+    if supervised.max_tokens_per_micro_batch < supervised.max_sequence_tokens:
+        yield (
+            "model.recipe.supervised.max_tokens_per_micro_batch: found "
+            f"{supervised.max_tokens_per_micro_batch}; allowed: at least max_sequence_tokens = "
+            f"{supervised.max_sequence_tokens}"
+        )
+
+
+def _precision(config: TltConfig) -> Iterator[str]:
+    sections = {"actor.megatron": config.actor.megatron, "actor.optimizer": config.actor.optimizer}
+    if config.model.recipe is not None:
+        sections["model.recipe.supervised.optimizer"] = config.model.recipe.supervised.optimizer
+    for path, values in sections.items():
+        if values.get("fp16"):
+            yield (
+                f"{path}.fp16: found {values['fp16']!r}; the actor computes in bf16 (actor.megatron.bf16: true) or "
+                "fp32; allowed: false, or absent"
+            )
 
 
 def drafter_problems(speculation: SpeculationConfig) -> list[str]:
@@ -162,6 +191,28 @@ def _drafter(config: TltConfig) -> Iterator[str]:
         )
 
 
+def _buffer(config: TltConfig, model: dict[str, Any]) -> Iterator[str]:
+    if config.drafter is None:
+        return
+    buffer, hidden = config.drafter.buffer, positive(model, "hidden_size")
+    if config.run.deterministic and not buffer.disk_bytes:
+        yield (
+            "drafter.buffer.disk_bytes: found 0; under run.deterministic a resumed run repeats its steps, so the "
+            "drafter's data has to be on disk; allowed: above 0, or run.deterministic false"
+        )
+    if hidden is None:
+        return
+    key = "disk_bytes" if buffer.disk_bytes else "memory_bytes"
+    found = getattr(buffer, key)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    least = config.drafter.entry_bytes(longest, hidden)
+    if found < least:
+        yield (
+            f"drafter.buffer.{key}: found {found}; allowed: at least {least}, for one response of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens"
+        )
+
+
 def _adaptive(config: TltConfig) -> Iterator[str]:
     adaptive = config.speculation.adaptive
     if adaptive is not None and config.run.deterministic and adaptive.tuner != "static":
@@ -183,9 +234,19 @@ def _spot(config: TltConfig) -> Iterator[str]:
             "drafter other responses are sampled; allowed: false, or no spot section"
         )
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
+    if config.drafter is not None and spot.min_entries is not None and engines > 1:
+        # the last engine never waits; which one that is does not depend on how many responses it holds
+        responses, steps, waiting = _responses(config), config.drafter.buffer.max_age + 1, engines - 1
+        most = steps * responses * waiting // engines
+        if spot.min_entries > most:
+            yield (
+                f"spot.min_entries: found {spot.min_entries}; allowed: at most {most}, what {waiting} of {engines} "
+                f"engines hold on average of drafter.buffer.max_age + 1 = {steps} step(s) "
+                f"(trainer.prompts_per_step x algorithm.group_size = {responses} responses in each)"
+            )
     if engines < 2:
         yield "spot: there is one engine, which never waits for another; allowed: two engines and more"
-    elif spot.min_replicas >= engines:
+    elif spot.min_replicas is not None and spot.min_replicas >= engines:
         yield (
             f"spot.min_replicas: found {spot.min_replicas}; allowed: at most {engines - 1}, as the last of the "
             f"{engines} engines ends the rollout"
@@ -248,6 +309,31 @@ def _adam_only(config: TltConfig) -> Iterator[str]:
         yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} is not sharded by it; allowed: false"
 
 
+def _temperatures(config: TltConfig) -> Iterator[str]:
+    values = {"rollout.sampling": config.rollout.sampling.temperature, "evaluation": config.evaluation.temperature}
+    for section, found in values.items():
+        if 0 < found < LOWEST_TEMPERATURE:
+            allowed = f"at least {LOWEST_TEMPERATURE}" + (", or 0" if section != "evaluation" else "")
+            yield f"{section}.temperature: found {found:g}; allowed: {allowed} (vLLM samples at no lower one)"
+
+
+def _router(config: TltConfig) -> Iterator[str]:
+    """Auxiliary losses of a mixture of experts whose batches Megatron-Core would take for others than they are."""
+    where, given = "actor.megatron.moe_router_load_balancing_type", config.actor.megatron
+    found = given.get("moe_router_load_balancing_type")
+    kinds = found if isinstance(found, list) else [found]
+    if "global_aux_loss" in kinds:
+        yield (
+            f"{where}: found {found!r}; a global loss needs micro-batches of one size and number on all data-parallel "
+            f"ranks, which responses do not give; allowed: none, aux_loss, seq_aux_loss, sinkhorn; {_GO_ON_AS_ANOTHER}"
+        )
+    if "seq_aux_loss" in kinds and config.actor.packing:
+        yield (
+            f"{where}: found {found!r} with actor.packing true, where a row of several responses would count as one "
+            f"sequence; allowed: aux_loss, or actor.packing false; {_GO_ON_AS_ANOTHER}"
+        )
+
+
 def check_fields_together(config: TltConfig) -> list[str]:
     """Every rule between keys that does not hold, one line each."""
     lines = []
@@ -255,6 +341,22 @@ def check_fields_together(config: TltConfig) -> list[str]:
         model, where = read_model(config)
     except ConfigError as error:
         lines, model, where = str(error).splitlines(), {}, ""
-    rules = _layout(config, ModelShape.read(model, where)), _model(config, model, where), _recipe(config)
-    others = (rule(config) for rule in (_files, _drafter, _spot, _adaptive, _optimizer, _adam_only))
+    rules = (
+        _layout(config, ModelShape.read(model, where)),
+        _model(config, model, where),
+        _recipe(config, model),
+        _buffer(config, model),
+    )
+    kinds = (
+        _micro_batches,
+        _precision,
+        _drafter,
+        _spot,
+        _adaptive,
+        _temperatures,
+        _router,
+        _optimizer,
+        _adam_only,
+    )
+    others = (rule(config) for rule in kinds)
     return [*lines, *chain(*rules, *others)]

@@ -34,12 +34,18 @@ class DrafterLossConfig(Section):
         return self
 
 
+# What a response takes in the buffer beside its tensors.
+ENTRY_OVERHEAD_BYTES = 4096
+
+
 class DrafterBufferConfig(Section):
     """The online data buffer of one rank.
 
     What it holds takes at most ``disk_bytes`` in files, of which up to ``memory_bytes`` is in memory too; 0 means
-    memory alone, which does not survive the process. Responses are dropped once they are more than ``max_age`` steps
-    old. ``earlier_fraction`` of a batch is drawn from earlier steps, with weight proportional to length.
+    memory alone, which does not survive the process. Responses that the newest two checkpoints refer to stay on disk
+    after the buffer drops them, in at most twice as much again. Responses are dropped once they are more than
+    ``max_age`` steps old. ``earlier_fraction`` of a batch is drawn from earlier steps, the newest of them first, with
+    weight proportional to length.
     """
 
     memory_bytes: PositiveInt = 1 << 30
@@ -55,11 +61,15 @@ class DrafterConfig(Section):
     ``path`` starts it from a folder, else from the target's last layer. ``unroll_steps`` drafts are trained behind one
     another (3 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.
     ``feature_noise`` is the half-width of uniform noise on the features it reads.
+
+    ``draft_vocab_size`` tokens can be drafted, all unless given; the first training step chooses those that the policy
+    is likeliest to say. EAGLE-3 alone can have fewer than all: an EAGLE head drafts with the target's own LM head.
     """
 
     kind: Literal["eagle", "eagle3"] = "eagle"
     path: Path | None = None
     taps: list[NonNegativeInt] | None = None
+    draft_vocab_size: PositiveInt | None = None
     loss: DrafterLossConfig = DrafterLossConfig()
     buffer: DrafterBufferConfig = DrafterBufferConfig()
     optimizer: str = "torch.optim.AdamW"
@@ -81,6 +91,11 @@ class DrafterConfig(Section):
         """Drafts trained behind one another."""
         return self.unroll_steps or (3 if self.kind == "eagle" else 4)
 
+    def entry_bytes(self, tokens: int, hidden_size: int) -> int:
+        """What a response takes in the buffer, of so many tokens with its prompt; EAGLE-3 keeps four hidden states."""
+        columns = 1 if self.kind == "eagle" else 4
+        return tokens * (2 * columns * hidden_size + 4) + ENTRY_OVERHEAD_BYTES
+
     @property
     def regression_weight(self) -> float:
         """The weight of the regression that is in force."""
@@ -93,4 +108,6 @@ class DrafterConfig(Section):
             raise ValueError(f"loss.regression_weight is {self.loss.regression_weight}; EAGLE-3 has none, allowed: 0")
         if self.kind == "eagle" and self.taps is not None:
             raise ValueError("taps are EAGLE-3's; EAGLE takes none")
+        if self.kind == "eagle" and self.draft_vocab_size is not None:
+            raise ValueError("draft_vocab_size is EAGLE-3's; EAGLE drafts with the target's LM head")
         return self

@@ -5,9 +5,11 @@ Paths in a config are relative to the working directory; only ``defaults:`` is r
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,16 @@ from pydantic import ValidationError
 
 from megatron_tlt.config import violations
 from megatron_tlt.config.checks import check_fields_together
+from megatron_tlt.config.identity import identifies_run, identifying
+from megatron_tlt.config.migrations import MIGRATIONS, VERSION_KEY, migrate
 from megatron_tlt.config.passthrough import check_passthrough
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.source import apply_overrides, read_inherited, read_yaml
 from megatron_tlt.errors import ConfigError
 
 _LONGEST_NAME = 80
-# What may differ when a run is resumed: how long, how often, what is shown. All else would make it another run.
-_MAY_CHANGE = (
-    "run.name",
-    "run.dir",
-    "trainer.steps",
-    "trainer.save_every",
-    "trainer.keep_checkpoints",
-    "evaluation.every",
-    "observe",
-    "launcher.collective_timeout_s",
-    "launcher.max_restarts",
-)
+RESOLVED = "config.resolved.yaml"
+"""The whole config of a run, in its folder."""
 
 
 def _run_name(name: str, overrides: Sequence[str]) -> str:
@@ -48,23 +42,69 @@ def _run_name(name: str, overrides: Sequence[str]) -> str:
     return f"{safe[: _LONGEST_NAME - 9]}-{digest}"
 
 
-def _place_run(values: dict[str, Any], path: Path, overrides: Sequence[str]) -> None:
-    """Gives run.name and run.dir: the same command always finds the same folder, another one another folder."""
+def _place_run(values: dict[str, Any], path: Path, overrides: Sequence[str]) -> str | None:
+    """Gives run.name and run.dir: the same run always finds the same folder, another run another folder.
+
+    Returns:
+        The name without overrides where the folder follows from it; None where the caller chose name or folder.
+    """
     run = values.setdefault("run", {})
     if not isinstance(run, dict):
-        return
+        return None
     given = {override.partition("=")[0].strip() for override in overrides}
-    name = run.get("name") or path.stem
+    name, plain = run.get("name") or path.stem, None
     if isinstance(name, str) and not given & {"run.dir", "run.name"}:
-        name = _run_name(name, overrides)
-        if overrides:
+        own = identifying(overrides)
+        plain, name = name, _run_name(name, own)
+        if own:
             run.pop("dir", None)
     run["name"] = name
     if run.get("dir") is None or ("run.name" in given and "run.dir" not in given):
         run["dir"] = f"runs/{name}"
+    return plain
 
 
-def _validate(values: dict[str, Any], source: str, *, check_libraries: bool) -> TltConfig:
+def _in_former_folder(config: TltConfig, plain: str, overrides: Sequence[str]) -> TltConfig:
+    """The config with the folder that its run is in, where an earlier release named the folder.
+
+    Earlier releases put every override into the name, in the order they were given. The folder of this very command
+    comes first, then today's, then one of another command.
+
+    Raises:
+        ConfigError: several folders hold such a run.
+    """
+    same = Path("runs", _run_name(plain, overrides))
+    if same != config.run.dir and _holds(same, config):
+        return _moved(config, same)
+    if (config.run.dir / RESOLVED).is_file():
+        return config
+    found = [file.parent for file in sorted(Path("runs").glob(f"{glob.escape(plain)}+*/{RESOLVED}"))]
+    found = [folder for folder in found if _holds(folder, config)]
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise ConfigError(f"run.dir: not given, and this run is in several folders: {names}; allowed: one of them")
+    return _moved(config, found[0]) if found else config
+
+
+def _holds(folder: Path, config: TltConfig) -> bool:
+    """Whether the folder holds a run that differs from the config in nothing that identifies it."""
+    with contextlib.suppress(ConfigError):
+        return (folder / RESOLVED).is_file() and not compare_resolved(folder / RESOLVED, config)
+    return False
+
+
+def _moved(config: TltConfig, folder: Path) -> TltConfig:
+    run = config.run.model_copy(update={"name": folder.name, "dir": folder})
+    return config.model_copy(update={"run": run})
+
+
+def _validate(
+    values: dict[str, Any],
+    source: str,
+    *,
+    check_libraries: bool,
+    further: Callable[[TltConfig], Sequence[str]] = lambda config: (),
+) -> TltConfig:
     try:
         config = TltConfig.model_validate(values)
     except ValidationError as error:
@@ -73,41 +113,57 @@ def _validate(values: dict[str, Any], source: str, *, check_libraries: bool) -> 
         problems = check_fields_together(config)
         if check_libraries:
             problems += check_passthrough(config)
+        problems += further(config)
         if not problems:
             return config
     raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = (), *, check_libraries: bool = True) -> TltConfig:
+def load_config(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    check_libraries: bool = True,
+    further: Callable[[TltConfig], Sequence[str]] = lambda config: (),
+) -> TltConfig:
     """Loads a launch config.
 
     Args:
         path: the YAML file; its ``defaults:`` are read first.
         overrides: ``key.path=value`` strings, applied in order; a list takes an index, ``tasks.0.weight=2``.
         check_libraries: hold the pass-through dictionaries against the installed Megatron-Core and vLLM.
+        further: checks of more than the config; each line that it returns is a violation.
 
     Raises:
         ConfigError: with one line per violation, each naming file, key, what was found and what is allowed.
     """
     path = Path(path)
     values = read_inherited(path)
+    if VERSION_KEY in values:  # a resolved config, taken as a launch config
+        values = migrate(values, str(path))
     apply_overrides(values, overrides)
-    _place_run(values, path, overrides)
-    return _validate(values, str(path), check_libraries=check_libraries)
+    plain = _place_run(values, path, overrides)
+    config = _validate(values, str(path), check_libraries=check_libraries, further=further)
+    return config if plain is None else _in_former_folder(config, plain, overrides)
 
 
 def load_resolved(path: Path | str) -> TltConfig:
-    """Loads a file that ``dump_resolved`` wrote: as it stands, checked by the schema and the rules between keys."""
-    return _validate(read_yaml(Path(path)), str(path), check_libraries=False)
+    """Loads a file that ``dump_resolved`` wrote: as it stands, checked by the schema and the rules between keys.
+
+    Raises:
+        ConfigError: with one line per violation.
+    """
+    return _validate(migrate(read_yaml(Path(path)), str(path)), str(path), check_libraries=False)
 
 
 def dump_resolved(config: TltConfig) -> str:
     """The whole config as YAML, defaults included; ``load_resolved`` gives an equal config back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000)
+    values = {VERSION_KEY: len(MIGRATIONS), **config.model_dump(mode="json")}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list) and value:
         items = {str(index): item for index, item in enumerate(value)}.items()
@@ -119,15 +175,23 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in _MAY_CHANGE)
+def compare_resolved(path: Path, config: TltConfig) -> list[str]:
+    """One line, ``key: old -> new``, per identifying key that ``config`` has another value of than the file.
 
+    A key that the file does not have is one that a later release added: its default held.
 
-def compare_resolved(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One line, ``key: old -> new``, per key that differs and must not when a run is resumed."""
-    before, after = _flatten(old), _flatten(new)
+    Raises:
+        ConfigError: the file is not a resolved config of this or an earlier release.
+    """
+    values = migrate(read_yaml(path), str(path))
+    try:
+        old = TltConfig.model_validate(values)
+    except ValidationError as error:
+        lines = violations.lines(TltConfig, error)
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from error
+    before, after = (_flatten(each.model_dump(mode="json")) for each in (old, config))
     return [
         f"{key}: {before.get(key, '(absent)')!r} -> {after.get(key, '(absent)')!r}"
         for key in sorted(before.keys() | after.keys())
-        if not _may_change(key) and (key, before.get(key), key in before) != (key, after.get(key), key in after)
+        if identifies_run(key) and (key, before.get(key), key in before) != (key, after.get(key), key in after)
     ]

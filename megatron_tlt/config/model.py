@@ -31,19 +31,21 @@ _COMPARED = (
 
 
 def architecture_file(config: TltConfig) -> Path | None:
-    """The ``config.json`` that describes the model: its folder's, else ``model.architecture``; None for a recipe.
+    """The ``config.json`` that describes the model: its folder's, else ``model.architecture``.
+
+    None for a recipe without ``base``.
 
     Raises:
         ConfigError: neither is there, or the two disagree.
     """
     model = config.model
     if model.recipe is not None:
-        return None
+        return None if model.recipe.base is None else _folder_file(model.recipe.base, "model.recipe.base")
     if model.path is None or (model.architecture is not None and not model.path.is_dir()):
         assert model.architecture is not None
         _read(model.architecture, "model.architecture")
         return model.architecture
-    file = _folder_file(model.path)
+    file = _folder_file(model.path, "model.path")
     if model.architecture is not None and (found := list(_disagreements(file, model.architecture))):
         raise ConfigError("\n".join(found))
     return file
@@ -55,10 +57,12 @@ def read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
     Raises:
         ConfigError: as ``architecture_file``; a file that cannot be read.
     """
-    if config.model.recipe is not None:
-        return config.model.recipe.architecture.model_dump(), RECIPE_ARCHITECTURE
-    file = architecture_file(config)
-    assert file is not None
+    file, recipe = architecture_file(config), config.model.recipe
+    if file is None:
+        assert recipe is not None
+        return recipe.architecture.model_dump(), RECIPE_ARCHITECTURE
+    if recipe is not None:
+        return _read(file, "model.recipe.base"), str(file)
     return _read(file, "model.path" if file != config.model.architecture else "model.architecture"), str(file)
 
 
@@ -77,14 +81,14 @@ def require_model_folder(config: TltConfig) -> None:
     )
 
 
-def _folder_file(path: Path) -> Path:
+def _folder_file(path: Path, key: str) -> Path:
     if not path.is_dir():
-        raise ConfigError(f"model.path: no folder {path}; allowed: a Hugging Face model folder")
+        raise ConfigError(f"{key}: no folder {path}; allowed: a Hugging Face model folder")
     file = path / "config.json"
-    if not file.is_file() and (path / "hf" / "config.json").is_file():  # a Megatron checkpoint
+    if not file.is_file() and key == "model.path" and (path / "hf" / "config.json").is_file():  # a Megatron checkpoint
         file = path / "hf" / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path: no config.json in {path}; allowed: a Hugging Face model folder")
+        raise ConfigError(f"{key}: no config.json in {path}; allowed: a Hugging Face model folder")
     return file
 
 

@@ -85,22 +85,37 @@ class SupervisedRecipe(Section):
 
 
 class RecipeConfig(Section):
-    """How to build the model where no trained one is at hand; the result is cached under a hash of all of this."""
+    """How to build the model that the run starts from; the result is cached under a hash of all of this.
+
+    ``supervised`` trains on the tasks' worked solutions: the Hugging Face folder ``base`` with its own tokenizer or,
+    without ``base``, a new model of ``architecture`` with a ``tokenizer`` trained on the tasks.
+    """
 
     cache_dir: Path = Path("runs/models")
     seed: NonNegativeInt = 0
+    base: Path | None = None
     architecture: ArchitectureConfig = ArchitectureConfig()
     tokenizer: TokenizerRecipe = TokenizerRecipe()
     supervised: SupervisedRecipe = SupervisedRecipe()
+
+    @model_validator(mode="after")
+    def _base_has_both(self) -> RecipeConfig:
+        default = RecipeConfig.model_fields
+        for name in ("architecture", "tokenizer"):
+            if self.base is not None and getattr(self, name) != default[name].default:
+                raise ValueError(f"{name} is given, but base has its own; allowed: one of the two")
+        return self
 
 
 class ModelConfig(Section):
     """The policy to start from: a Hugging Face folder (``path``) or a recipe that builds one.
 
     ``architecture`` is a Hugging Face ``config.json`` for checks and plans where the folder is not at hand.
+    ``verify`` compares the weights with their folder's ``manifest.json`` before they are used.
     """
 
     path: Path | None = None
+    verify: bool = True
     architecture: Path | None = None
     recipe: RecipeConfig | None = None
 
@@ -112,13 +127,18 @@ class ModelConfig(Section):
 
 
 class TaskConfig(Section):
-    """One source of problems: a generator by name or a prompt file.
+    """One source of problems: a generator by name, a dataset of reasoning-gym or a prompt file.
 
-    ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator;
-    ``kind: file`` takes ``path`` (JSONL or parquet) and ``verifier``.
+    ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator: short prompts with
+    worked solutions; ``kind: reasoning_gym`` takes the ``name`` of any dataset of that library and ``params`` for its
+    config, and rewards with its score; ``kind: file`` takes ``path`` (JSONL or parquet) and ``verifier``.
+
+    ``chat`` puts plain prompts through the model's chat template, after ``system_prompt``. ``answer_format`` says where
+    the verifier looks for the answer (the last ``<answer>`` tag, the last box, the last line) and adds a sentence that
+    asks for it, in whose place ``instruction`` stands where it is given.
     """
 
-    kind: Literal["generated", "file"] = "generated"
+    kind: Literal["generated", "reasoning_gym", "file"] = "generated"
     name: str
     weight: Annotated[float, Field(gt=0)] = 1.0
     params: dict[str, Any] = Field(default_factory=dict)
@@ -126,13 +146,23 @@ class TaskConfig(Section):
     held_out_path: Path | None = None
     held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     verifier: str = "math"
+    chat: bool = False
+    system_prompt: str | None = None
+    instruction: str | None = None
+    answer_format: Literal["answer_tag", "boxed", "last_line"] | None = None
 
     @model_validator(mode="after")
-    def _file_has_path(self) -> TaskConfig:
+    def _kind_has_options(self) -> TaskConfig:
         if self.kind == "file" and self.path is None:
             raise ValueError("a task of kind 'file' needs 'path'")
-        if self.kind == "generated" and self.path is not None:
-            raise ValueError("a task of kind 'generated' takes no 'path'")
+        if self.kind != "file" and self.path is not None:
+            raise ValueError(f"a task of kind '{self.kind}' takes no 'path'")
+        if self.kind == "reasoning_gym" and self.answer_format is None:
+            raise ValueError("a task of kind 'reasoning_gym' needs 'answer_format': answer_tag, boxed or last_line")
+        if self.kind == "generated" and (self.answer_format or self.instruction):
+            raise ValueError("a task of kind 'generated' asks for its answer itself; no answer_format or instruction")
+        if self.kind != "file" and self.system_prompt is not None and not self.chat:
+            raise ValueError("system_prompt is a chat message; it needs 'chat: true'")
         return self
 
 
@@ -170,10 +200,14 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The in-process vLLM engines; ``vllm`` goes to EngineArgs as it is."""
+    """The in-process vLLM engines; ``vllm`` goes to EngineArgs as it is.
+
+    A prompt above ``max_prompt_tokens`` is an error, or left out and counted where ``filter_overlong_prompts`` is true.
+    """
 
     tensor_parallel_size: PositiveInt = 1
     max_prompt_tokens: PositiveInt = 1024
+    filter_overlong_prompts: bool = False
     max_response_tokens: PositiveInt = 4096
     sampling: SamplingConfig = SamplingConfig()
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -206,11 +240,16 @@ class AlgorithmConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation: one greedy response and ``samples`` sampled ones per problem."""
+    """Held-out evaluation: one greedy response and ``samples`` sampled ones per problem.
+
+    ``top_p`` and ``top_k`` of the sampled ones are ``rollout.sampling``'s where they are not given.
+    """
 
     problems: PositiveInt = 200
     samples: PositiveInt = 4
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Fraction | None = None
+    top_k: int | None = Field(default=None, ge=-1)
     every: NonNegativeInt = 0
     greedy: bool = True
 
@@ -250,11 +289,17 @@ class WandbConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What is written besides metrics.jsonl, timeline.json, report.html and summary.json."""
+    """What is written besides metrics.jsonl, timeline.json, report.html and summary.json.
+
+    ``samples_per_task`` responses of each task, step and evaluation at most go into samples.jsonl as text (0: none); a
+    text that is longer than ``sample_characters`` loses its middle.
+    """
 
     tensorboard: bool = True
     wandb: WandbConfig | None = None
     progress: bool = True
+    samples_per_task: NonNegativeInt = 3
+    sample_characters: PositiveInt = 8000
 
 
 class TltConfig(Section):

@@ -23,8 +23,9 @@ class SuffixConfig(Section):
     """The suffix-tree drafter: what it keeps of earlier responses to a problem, and for how long.
 
     A tree per problem, or one of all (``scope``), and with ``own_tree`` one of each request's own prompt and response.
-    ``window`` past epochs count besides the running one, each ``epoch_decay`` of the one after it. ``max_bytes`` bounds
-    the trees of all problems of one engine. A match of m tokens is drafted from for up to ``factor * m + offset``, as
+    The last ``window`` steps that had the problem count besides the running one, each ``epoch_decay`` of the one after
+    it. Every engine keeps the responses of all engines. ``max_bytes`` bounds these and the trees of one engine; past
+    responses take at most half of it. A match of m tokens is drafted from for up to ``factor * m + offset``, as
     long as a token's probability is at least ``min_probability``.
     """
 
@@ -63,8 +64,9 @@ class AdaptiveConfig(Section):
     """Which strategy is in force, chosen while decoding goes on.
 
     Speculation begins once ``patience`` engine steps in a row had at most ``threshold`` requests, and ends above
-    ``threshold + hysteresis``. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off,
-    ngram-3 and eagle-5; without any, some of each drafter that the engine has. ``options`` are the tuner's own.
+    ``threshold + hysteresis``: the tuner learns about batches up to that, or up to ``rollout.vllm.max_num_seqs`` where
+    that is less. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off, ngram-3 and
+    eagle-5; without any, some of each drafter that the engine has. ``options`` are the tuner's own.
     ``lengths`` gives requests drafts by the length that their responses are expected to have, under all strategies:
     the long ones all, medium ones half and short ones none (``classes``), or those that end the batch soonest
     (``optimal``, for which the most of each drafter is strategy enough).

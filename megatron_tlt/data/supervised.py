@@ -76,9 +76,20 @@ def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: fl
 def encode_examples(
     tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int, careless_fraction: float = 0.0
 ) -> list[Example]:
-    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer."""
-    examples = (encode_example(tokenizer, problem, careless_fraction) for problem in problems)
-    return [example for example in examples if len(example) <= max_tokens]
+    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer.
+
+    Raises:
+        ConfigError: every example is longer.
+    """
+    examples = [encode_example(tokenizer, problem, careless_fraction) for problem in problems]
+    fitting = [example for example in examples if len(example) <= max_tokens]
+    if not fitting:
+        shortest = min((len(example) for example in examples), default=0)
+        raise ConfigError(
+            f"model.recipe.supervised.max_sequence_tokens: found {max_tokens}; each of {len(examples)} examples is "
+            f"longer; allowed: at least {shortest}, so that one fits"
+        )
+    return fitting
 
 
 def collate(examples: Sequence[Example], pad_id: int, multiple_of: int = 1) -> Batch:

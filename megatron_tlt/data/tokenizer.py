@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ MODEL_FILE = "tokenizer.model"
 META_FILE = "tokenizer_meta.json"  # says that the folder's tokenizer.model is ours and how it is to be read
 META_FORMAT = "megatron_tlt.sentencepiece.v1"
 HF_FILES = ("tokenizer.json", "tokenizer_config.json")
+_BATCH = 1000  # prompts that are tokenized at once
+_NO_TEMPLATE = "{}: its tokenizer has no chat template; allowed: one with a template, or prompts that are plain text"
 
 
 class Tokenizer(Protocol):
@@ -25,19 +28,34 @@ class Tokenizer(Protocol):
         """Ids are below this."""
 
     @property
-    def eos_id(self) -> int: ...
+    def eos_id(self) -> int:
+        """The end of a sequence, as supervised targets have it."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every token that ends a response: ``eos_id`` first, then the folder's other ``eos_token_id``, ascending."""
 
     @property
     def pad_id(self) -> int: ...
 
+    @property
+    def has_chat_template(self) -> bool: ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, no special tokens added."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; end-of-sequence and padding give nothing."""
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """The number of ids that ``encode`` gives for each text, computed in one batch."""
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
-        """The ids of chat messages up to where the answer begins; None without a chat template."""
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text of ids; special tokens (end of sequence, padding) give nothing, or their names if asked for."""
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str:
+        """Chat messages through the chat template, up to where the answer starts.
+
+        Raises:
+            ConfigError: there is no chat template, or the template refuses the messages.
+        """
 
     def save(self, folder: Path) -> None:
         """Copies whatever makes ``folder`` loadable by ``load_tokenizer`` and by ``transformers``."""
@@ -54,6 +72,7 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=(folder / MODEL_FILE).read_bytes())
         except (OSError, RuntimeError) as error:
             raise ConfigError(f"{folder / MODEL_FILE}: not a readable SentencePiece model") from error
+        self.stop_ids = stop_token_ids(folder, self.eos_id)
 
     @property
     def vocab_size(self) -> int:
@@ -67,14 +86,28 @@ class SentencePieceTokenizer:
     def pad_id(self) -> int:
         return int(self._model.pad_id())
 
+    @property
+    def has_chat_template(self) -> bool:
+        return False
+
     def encode(self, text: str) -> list[int]:
         return list(self._model.encode(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(i) for i in ids]))
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in self._model.encode(list(texts))]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
-        return None
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        ids = [int(i) for i in ids]
+        if not special_tokens:
+            return str(self._model.decode(ids))
+        runs = [(special, list(run)) for special, run in itertools.groupby(ids, self._model.is_control)]
+        return "".join(
+            "".join(map(self._model.id_to_piece, run)) if special else str(self._model.decode(run))
+            for special, run in runs
+        )
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str:
+        raise ConfigError(_NO_TEMPLATE.format(self._folder))
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +121,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        self._folder = folder
         try:
             # A local folder only: never a name to look up, never code from the folder.
             self._hf: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -96,6 +130,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {reason[0]}") from error
         if self._hf.eos_token_id is None:
             raise ConfigError(f"{folder}: its tokenizer has no end-of-sequence token; set eos_token")
+        self.stop_ids = stop_token_ids(folder, self.eos_id)
 
     @property
     def vocab_size(self) -> int:
@@ -109,18 +144,31 @@ class HuggingFaceTokenizer:
     def pad_id(self) -> int:
         return int(self._hf.pad_token_id if self._hf.pad_token_id is not None else self._hf.eos_token_id)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
     def encode(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=False))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        ids = [int(i) for i in ids]
-        return str(self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        if not texts:
+            return []
+        encoded = self._hf(list(texts), add_special_tokens=False, return_attention_mask=False)
+        return [len(ids) for ids in encoded["input_ids"]]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
-        if not self._hf.chat_template:
-            return None
-        text = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.encode(text)
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        ids = [int(i) for i in ids]
+        return str(self._hf.decode(ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False))
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str:
+        if not self.has_chat_template:
+            raise ConfigError(_NO_TEMPLATE.format(self._folder))
+        try:
+            return str(self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template is a program and raises what it likes
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(f"the chat template of {self._folder} refuses the messages: {reason[0]}") from error
 
     def save(self, folder: Path) -> None:
         self._hf.save_pretrained(str(folder))
@@ -143,11 +191,70 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     return SentencePieceTokenizer(folder)
 
 
-def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
-    """A problem's prompt: through the chat template where the problem has messages and the tokenizer a template."""
+def stop_token_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
+    """``eos_id``, then every other ``eos_token_id`` of a model folder, ascending.
+
+    They stand in ``generation_config.json`` or, where that is absent, in ``config.json``: transformers reads them so.
+
+    Raises:
+        ConfigError: the file cannot be read, or ``eos_token_id`` is no token id and no list of them.
+    """
+    files = [folder / name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
+    if not files:
+        return (eos_id,)
+    try:
+        found = json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{files[0]}: cannot be read; it must be a JSON object") from error
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+        raise ConfigError(f"{files[0]}: eos_token_id is {found!r}; allowed: a token id or a list of them")
+    return (eos_id, *sorted(set(ids) - {eos_id}))
+
+
+def prompt_text(tokenizer: Tokenizer, problem: Problem) -> str:
+    """What the model reads: the problem's prompt, or its chat messages through the chat template.
+
+    Raises:
+        ConfigError: the problem has messages, and the tokenizer no chat template or one that refuses them.
+    """
     messages = problem.metadata.get("messages")
-    ids = tokenizer.encode_chat(messages) if messages else None
-    return tokenizer.encode(problem.prompt) if ids is None else ids
+    return problem.prompt if messages is None else tokenizer.chat_text(messages)
+
+
+def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
+    """The ids of :func:`prompt_text`.
+
+    Raises:
+        ConfigError: as :func:`prompt_text`, with the problem's id.
+    """
+    try:
+        return tokenizer.encode(prompt_text(tokenizer, problem))
+    except ConfigError as error:
+        raise ConfigError(f"problem {problem.uid}: {error}") from error
+
+
+def prompt_lengths(
+    tokenizer: Tokenizer, problems: Sequence[Problem], advance: Callable[[int], object] = lambda count: None
+) -> list[int | str]:
+    """The tokens of each prompt as ``encode_prompt`` counts them, in batches; text says why a prompt has none.
+
+    ``advance`` gets the number of prompts of each batch that is done.
+    """
+    lengths: list[int | str] = []
+    for start in range(0, len(problems), _BATCH):
+        texts: list[str] = []
+        refused: dict[int, str] = {}
+        for i, problem in enumerate(problems[start : start + _BATCH]):
+            try:
+                texts.append(prompt_text(tokenizer, problem))
+            except ConfigError as error:
+                refused[i] = str(error)
+                texts.append("")
+        counts = tokenizer.count_tokens(texts)
+        lengths += [refused.get(i, count) for i, count in enumerate(counts)]
+        advance(len(texts))
+    return lengths
 
 
 def copy_file(source: Path, target: Path) -> None:

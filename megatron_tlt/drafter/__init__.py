@@ -8,12 +8,14 @@ from megatron_tlt.drafter.folder import drafter_from_target, first_drafter, load
 from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.drafter.model import DraftModel, SharedWeights
 from megatron_tlt.drafter.pairs import Pair, read_pairs, write_pairs
+from megatron_tlt.drafter.session import SessionResult, train_session
 from megatron_tlt.drafter.state import TrainerState
 from megatron_tlt.drafter.target_states import TargetStates
-from megatron_tlt.drafter.training import DrafterTrainer, SessionResult, StepResult, train_session
+from megatron_tlt.drafter.training import FAILURES, DrafterTrainer, StepResult
 from megatron_tlt.drafter.warmup import WarmupPlan, WarmupReport, warm_up
 
 __all__ = [
+    "FAILURES",
     "Acceptance",
     "DataBuffer",
     "DraftModel",

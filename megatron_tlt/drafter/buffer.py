@@ -2,7 +2,7 @@
 
 TLT (2511.16665): the responses that are finished while others still decode are the short ones, so a drafter that
 learned from them alone would be wrong about long ones; long responses of the step before are mixed in (one-step-off
-sampling).
+sampling). Older responses come from an older policy, so they are drawn only where newer ones are too few.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_tlt.checkpoint.files import clean_leftovers
 from megatron_tlt.config.drafter import DrafterBufferConfig
 from megatron_tlt.drafter.entry import (
     DamagedEntry,
@@ -65,8 +68,13 @@ class DataBuffer:
     ends. Files are written whole or not at all, and read only if every byte is as it was written. With ``disk_bytes`` 0
     nothing is written. One process uses a folder at a time; no method is safe against another thread.
 
+    A checkpoint refers to entries by key (:meth:`snapshot`), and a resumed run gets exactly these back
+    (:meth:`restore`). Files of dropped entries stay while the newest two checkpoints refer to them: all files together
+    take at most three times ``disk_bytes``.
+
     Args:
-        folder: this rank's own; made if need be. What is in it is taken over, the oldest dropped beyond the bounds.
+        folder: this rank's own; made if need be. All that is in it is taken over, even beyond the bounds, which hold
+            after :meth:`restore` or the first :meth:`add`.
         config: the bounds.
         seed: of :meth:`sample`.
         width: of all entries' hidden states; files of another drafter's are dropped. None takes any.
@@ -79,14 +87,16 @@ class DataBuffer:
         self._newest_step = 0
         self._bytes = 0
         self._memory_bytes = 0
+        # keys of the newest published checkpoint and of the one in flight
+        self._checkpointed: deque[frozenset[str]] = deque(maxlen=2)
+        self._kept_files: set[str] = set()  # keys of dropped entries that a checkpoint refers to
         self.counts = BufferCounts()
         if config.disk_bytes:
             self._open()
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self._folder.glob(f".*{_SUFFIX}.tmp-*"):
-            leftover.unlink()
+        clean_leftovers(self._folder)
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             self.counts.found += 1
             try:
@@ -98,8 +108,6 @@ class DataBuffer:
                 continue
             self._keep(_Stored(description, None, True, 0))
         self._drop_other_widths()
-        self._expire()
-        self._make_room()
 
     def _drop_other_widths(self) -> None:
         others = [item for item in self._stored.values() if self._width not in (None, item.description.width)]
@@ -145,6 +153,11 @@ class DataBuffer:
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    @property
+    def earlier_fraction(self) -> float:
+        """Of a batch: how much of it is of earlier steps."""
+        return self._config.earlier_fraction
 
     def __contains__(self, key: str) -> bool:
         return key in self._stored
@@ -203,8 +216,13 @@ class DataBuffer:
     def _drop(self, stored: _Stored, reason: str) -> None:
         self._forget(stored)
         self.counts.dropped[reason] += 1
-        if self._config.disk_bytes:
+        if stored.on_disk and self._is_checkpointed(stored.description.key):
+            self._kept_files.add(stored.description.key)
+        elif self._config.disk_bytes:
             self._path(stored.description.key).unlink(missing_ok=True)
+
+    def _is_checkpointed(self, key: str) -> bool:
+        return any(key in keys for keys in self._checkpointed)
 
     def _expire(self) -> None:
         oldest = self._newest_step - self._config.max_age
@@ -212,10 +230,13 @@ class DataBuffer:
             self._drop(stored, "expired")
 
     def _make_room(self) -> None:
-        """Drops the shortest entries until the rest fits: of earlier steps as long as these take more than half."""
+        """Drops entries until the rest fits, those of earlier steps as long as these take more than half.
+
+        Those of the oldest step go first, of one step the shortest.
+        """
 
         def shortest_last(items: list[_Stored]) -> list[_Stored]:
-            return sorted(items, key=lambda item: (-item.description.length, item.description.key))
+            return sorted(items, key=lambda i: (-i.description.step, -i.description.length, i.description.key))
 
         if self._bytes <= self.capacity:
             return
@@ -250,6 +271,7 @@ class DataBuffer:
         # No flush to the platter: a killed process loses nothing by it, and a torn file is found by its sum.
         atomic_write_bytes(self._path(stored.description.key), to_bytes(stored.entry), durable=False)
         stored.on_disk = True
+        self._kept_files.discard(stored.description.key)
 
     def flush(self) -> list[str]:
         """Writes what is only in memory; the keys of all entries that now survive this process (none without a disk).
@@ -263,11 +285,44 @@ class DataBuffer:
             self._write(stored)
         return sorted(self._stored)
 
-    def rewind(self, step: int) -> None:
-        """Drops the entries of steps behind ``step``: a run that resumes there samples them again."""
-        for stored in [item for item in self._stored.values() if item.description.step > step]:
-            self._drop(stored, "rewound")
-        self._newest_step = min(self._newest_step, step)
+    def snapshot(self) -> list[str]:
+        """Flushes for a checkpoint, and returns the keys that the checkpoint refers to.
+
+        A save begins after the one before is published, so the files of both stay, even of entries that are dropped
+        later. Files that only earlier checkpoints refer to are removed. To save the same step again replaces its
+        checkpoint, so the one before it counts as before.
+        """
+        keys = self.flush()
+        if not self._checkpointed or not self._checkpointed[-1].issuperset(keys):
+            self._checkpointed.append(frozenset(keys))
+        for key in [key for key in self._kept_files if not self._is_checkpointed(key)]:
+            self._kept_files.remove(key)
+            self._path(key).unlink(missing_ok=True)
+        return keys
+
+    def restore(self, step: int, keys: Collection[str] | None = None) -> int:
+        """Drops what the buffer did not hold after ``step``; a resumed run samples later steps again.
+
+        Args:
+            step: the newest step that is kept, -1 for none.
+            keys: what :meth:`snapshot` returned; all others are dropped. None keeps what the bounds allow.
+
+        Returns:
+            How many of ``keys`` are missing; 0 without a disk, as none is expected then.
+        """
+        items = list(self._stored.values())
+        past = {item.description.key for item in items if item.description.step <= step}
+        known = frozenset(past if keys is None else keys)
+        missing = len(known - past) if self._config.disk_bytes else 0
+        self._checkpointed.append(known)
+        for stored in items:
+            if stored.description.key not in past & known:
+                self._drop(stored, "rewound")
+        self._newest_step = max(0, step)
+        if keys is None:
+            self._expire()
+        self._make_room()
+        return missing
 
     def get(self, key: str) -> Entry | None:
         """The entry, read from its file if need be; None where it is not there, or its file was damaged."""
@@ -285,17 +340,20 @@ class DataBuffer:
             return None
 
     def sample(self, count: int, step: int, draw: int) -> list[Entry]:
-        """Up to ``count`` different entries: of ``step`` evenly, of earlier steps with weight proportional to length.
+        """Up to ``count`` different entries of ``step`` and earlier ones.
 
-        ``earlier_fraction`` of them come from earlier steps; where one side has too few, the other fills up. The same
-        seed, step, draw and content give the same entries, wherever these are kept.
+        Those of ``step`` are drawn evenly. Earlier ones are drawn with weight proportional to length, from the newest
+        of their steps first; older ones only fill up. ``earlier_fraction`` of the batch comes from earlier steps, all
+        of it where ``step`` has none yet, as during its rollout. Where one side has too few, the other fills up.
+
+        The same seed, step, draw and content give the same entries, wherever these are kept.
         """
         digest = hashlib.blake2b(f"{self._seed}/{step}/{draw}".encode(), digest_size=8).digest()
         rng = random.Random(int.from_bytes(digest, "big"))
         descriptions = [item for item in self.descriptions if item.step <= step]
         # Efraimidis and Spirakis (2006): the largest of u ** (1 / weight) are a weighted sample without replacement.
         drawn = {item.key: rng.random() ** (1.0 if item.step == step else 1.0 / item.length) for item in descriptions}
-        ranked = sorted(descriptions, key=lambda item: (-drawn[item.key], item.key))
+        ranked = sorted(descriptions, key=lambda item: (-item.step, -drawn[item.key], item.key))
         current = [item.key for item in ranked if item.step == step]
         earlier = [item.key for item in ranked if item.step < step]
         wanted = min(len(earlier), max(round(count * self._config.earlier_fraction), count - len(current)))

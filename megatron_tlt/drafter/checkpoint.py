@@ -17,8 +17,16 @@ import torch
 from transformers import LlamaConfig
 
 from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_payload
-from megatron_tlt.drafter.folder import ARCHITECTURES, WEIGHTS, build_drafter, foreign_options, write_config
-from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
+from megatron_tlt.checkpoint.weights import verify_weights
+from megatron_tlt.drafter.folder import (
+    ARCHITECTURES,
+    WEIGHTS,
+    build_drafter,
+    foreign_options,
+    require_chosen,
+    write_config,
+)
+from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, as_dtype
 from megatron_tlt.drafter.state import TrainerState
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
@@ -60,7 +68,7 @@ def write_checkpoint(folder: Path, model: DraftModel, state: TrainerState, extra
 
 
 def read_checkpoint(folder: Path) -> tuple[TrainerState, dict[str, Any]]:
-    """The state in a checkpoint and what its writer put beside it.
+    """The state in a checkpoint and what its writer put beside it. The caller has verified the file.
 
     Raises:
         ConfigError: there is none, or its file cannot be read.
@@ -107,8 +115,10 @@ def load_without_target(folder: Path) -> DraftModel:
 
     Raises:
         ConfigError: what is there is no drafter; the file, key or tensor that says so is named.
+        RunError: the weights are damaged.
     """
     config, kind = _config(folder)
+    verify_weights(folder)
     wrong = foreign_options(config)
     if config.num_hidden_layers != 1:
         wrong.append(f"num_hidden_layers is {config.num_hidden_layers}; a drafter has 1")
@@ -127,5 +137,6 @@ def load_without_target(folder: Path) -> DraftModel:
             wrong.append(f"{folder}: tensor {name!r} has entries that are not finite")
     if wrong:
         raise ConfigError("\n".join(wrong[:10]))
-    model.load_state_dict({name: tensors[name].float() for name in model.state_dict()})
+    model.load_state_dict({name: as_dtype(tensors[name], torch.float32) for name in model.state_dict()})
+    require_chosen(model, folder)
     return model

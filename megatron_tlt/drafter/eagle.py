@@ -33,8 +33,14 @@ class Eagle(DraftModel):
         return self.feature_size
 
     @property
-    def head_VH(self) -> torch.Tensor:
+    def head_DH(self) -> torch.Tensor:
         return self.shared.head
+
+    def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
+        """The feature is in the LM head's space already: no column is scaled by itself."""
+        with torch.no_grad():
+            self.fc.weight.zero_()
+            self.fc.weight[:, -self.feature_size :].fill_diagonal_(scale)
 
     def combine(self, hidden_TF: torch.Tensor) -> torch.Tensor:
         return hidden_TF

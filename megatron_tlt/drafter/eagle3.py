@@ -28,6 +28,9 @@ class Eagle3Layer(DraftLayer):
 class Eagle3(DraftModel):
     """``eagle_config.eagle_aux_hidden_state_layer_ids`` of its config names the tapped layers.
 
+    With a ``draft_vocab_size`` below the vocabulary it drafts some tokens only: ``d2t`` holds, as in published folders,
+    the target's id of each row of the LM head less the row's number.
+
     Layer id i means the stream that enters the target's layer i (behind layer i - 1), before any norm: transformers'
     ``hidden_states[i]`` for i below the number of layers.
     """
@@ -39,7 +42,10 @@ class Eagle3(DraftModel):
         self.fc = nn.Linear(NUM_TAPS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = DraftNorm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, drafted, bias=False)
+        self.d2t: torch.Tensor | None
+        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long) if drafted < config.vocab_size else None)
 
     @property
     def feature_size(self) -> int:
@@ -50,8 +56,28 @@ class Eagle3(DraftModel):
         return self.feature_size + int(self.config.hidden_size)
 
     @property
-    def head_VH(self) -> torch.Tensor:
+    def head_DH(self) -> torch.Tensor:
         return self.lm_head.weight
+
+    @property
+    def draft_ids_D(self) -> torch.Tensor | None:
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def choose_vocabulary(self, weights_V: torch.Tensor) -> None:
+        if self.d2t is not None:
+            largest = weights_V.sort(descending=True, stable=True).indices[: len(self.d2t)].sort().values
+            self.d2t.copy_(largest - torch.arange(len(largest), device=largest.device))
+            self.lm_head.weight.copy_(self.shared.head[largest])
+
+    def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
+        """The last tapped layer's stream, each column at unit size, then at the size it has behind the final norm."""
+        hidden = int(self.config.hidden_size)
+        with torch.no_grad():
+            self.fc.weight.zero_()
+            columns = slice(self.feature_size - hidden, self.feature_size)
+            self.fc.weight[:, columns] = torch.diag(1.0 / rms_E[columns])
+            self.norm.weight.copy_(scale * rms_E[self.feature_size :])
 
     def combine(self, hidden_TF: torch.Tensor) -> torch.Tensor:
         return self.fc(hidden_TF)

@@ -19,12 +19,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES
 from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.errors import ConfigError
 
 MAX_KEY_CHARACTERS = 200
-# An entry counts with its tensors and so much for the rest of its file.
-OVERHEAD_BYTES = 4096
 
 _MAGIC = b"TLTDRAFT"
 _PREFIX = struct.Struct("<8sII")  # magic, CRC-32 of the rest, bytes of the description
@@ -104,7 +103,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """What it counts for in memory and on disk; its file is never larger."""
-        return sum(tensor.nbytes for tensor in self.tensors().values()) + OVERHEAD_BYTES
+        return sum(tensor.nbytes for tensor in self.tensors().values()) + ENTRY_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def read_description(path: Path) -> Description:
     """
     try:
         with open(path, "rb") as file:
-            return _described(file.read(OVERHEAD_BYTES), path.stat().st_size)[0]
+            return _described(file.read(ENTRY_OVERHEAD_BYTES), path.stat().st_size)[0]
     except OSError as error:
         raise DamagedEntry(f"it cannot be read: {error}") from error
 

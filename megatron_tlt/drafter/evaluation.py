@@ -40,7 +40,8 @@ class Acceptance:
 
 def _argmax(model: DraftModel, head_input_TH: torch.Tensor) -> torch.Tensor:
     """The likeliest token of each row, (T); logits of some rows at a time."""
-    return torch.cat([project(rows, model.head_VH).argmax(-1) for rows in head_input_TH.split(_CHUNK_ROWS)])
+    drafted = torch.cat([project(rows, model.head_DH).argmax(-1) for rows in head_input_TH.split(_CHUNK_ROWS)])
+    return drafted if model.draft_ids_D is None else model.draft_ids_D[drafted]
 
 
 @torch.no_grad()

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import save
 from transformers import LlamaConfig, PretrainedConfig
 
+from megatron_tlt.checkpoint.manifest import rewriting
+from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.eagle import Eagle
 from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
-from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors
+from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors, as_dtype
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import family_of, head_dim, rope_parameters
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
@@ -56,16 +58,19 @@ def taps_of(config: PretrainedConfig) -> tuple[int, ...]:
     return tuple((getattr(config, "eagle_config", None) or {}).get(_TAPS_KEY, ()))
 
 
-def draft_config(target: PretrainedConfig, kind: Kind, taps: Sequence[int] | None = None) -> LlamaConfig:
+def draft_config(
+    target: PretrainedConfig, kind: Kind, taps: Sequence[int] | None = None, draft_vocab_size: int | None = None
+) -> LlamaConfig:
     """The config of a drafter for a target: its sizes, epsilon and rotary positions, in one dense Llama layer.
 
     Args:
         target: the target's config.
         kind: EAGLE or EAGLE-3.
         taps: the layers that EAGLE-3 taps (see :class:`~megatron_tlt.drafter.eagle3.Eagle3`), ascending.
+        draft_vocab_size: tokens that EAGLE-3 can draft; None for all.
 
     Raises:
-        ConfigError: a target of another family, or taps that it has not.
+        ConfigError: a target of another family, taps that it has not, or more tokens than it has.
     """
     family_of(target, "target")
     config = LlamaConfig(
@@ -94,7 +99,11 @@ def draft_config(target: PretrainedConfig, kind: Kind, taps: Sequence[int] | Non
                 f"EAGLE-3 taps layers {tuple(taps)}; allowed: {NUM_TAPS} different ones, ascending, "
                 f"from 0 to {target.num_hidden_layers}"
             )
-        config.draft_vocab_size = target.vocab_size
+        if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
+            raise ConfigError(
+                f"draft_vocab_size is {draft_vocab_size}; allowed: at most the target's vocabulary, {target.vocab_size}"
+            )
+        config.draft_vocab_size = draft_vocab_size or target.vocab_size
         config.eagle_config = {"use_aux_hidden_state": True, _TAPS_KEY: list(taps)}
     return config
 
@@ -113,58 +122,68 @@ def _target_layer(weights: TargetTensors, num_layers: int) -> dict[str, torch.Te
 
 
 def _first_weights(model: DraftModel, layer: dict[str, torch.Tensor], norm: torch.Tensor, std: float) -> dict[str, Any]:
-    """A drafter's first weights: the features pass through ``fc`` into what was the target's last layer.
+    """A drafter's first weights: the features pass through ``fc``, and the layer adds nothing to them yet.
 
-    Half of ``fc`` (and of EAGLE-3's projections) has no counterpart in the target and is drawn from N(0, std); so are
-    the MLP's gate and up projections where the target has experts instead, with a down projection of zeros.
+    Its output projections are zero, since what the target's last layer adds belongs to another space than the features:
+    where that stream has outliers, an unrolled drafter would explode. The other projections and norms are that layer's,
+    but for what reads the embedding, which has no counterpart in the target and is drawn from N(0, std).
     """
     hidden = int(model.config.hidden_size)
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.state_dict().items():
         tail = name.removeprefix("midlayer.").removeprefix("layers.0.")
-        if tail in layer and parameter.shape == layer[tail].shape:
-            found[name] = layer[tail]
+        if tail in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            found[name] = torch.zeros_like(parameter)
+        elif tail == "fc.weight":
+            found[name] = torch.zeros_like(parameter)
+            found[name][:, -hidden:] = torch.eye(hidden)
         elif tail == "hidden_norm.weight":
             found[name] = layer["input_layernorm.weight"]
+        elif tail == "input_layernorm.weight":  # of EAGLE-3's embedding, though one of that name is in the layer
+            found[name] = torch.ones(hidden)
         elif tail == "norm.weight":
             found[name] = norm
-        elif tail == "lm_head.weight":
-            found[name] = model.shared.head.float()
-        elif tail == "mlp.down_proj.weight":
+        elif tail == "d2t":
             found[name] = torch.zeros_like(parameter)
+        elif tail == "lm_head.weight":
+            found[name] = model.shared.head[: len(parameter)].float()
+        elif tail in layer and parameter.shape == layer[tail].shape:
+            found[name] = layer[tail]
         elif parameter.ndim == 1:
             found[name] = torch.ones_like(parameter)
         else:
-            drawn = torch.empty(parameter.shape).normal_(0.0, std)
-            if tail == "fc.weight":
-                drawn[:, -hidden:] += torch.eye(hidden)
-            elif tail in layer:  # a projection over [embedding; feature]
-                drawn[:, -hidden:] = layer[tail]
-            found[name] = drawn
-    # The norm of EAGLE-3's embedding half has no counterpart, though one of that name and shape is in the layer.
-    if "midlayer.input_layernorm.weight" in found:
-        found["midlayer.input_layernorm.weight"] = torch.ones(hidden)
+            found[name] = torch.empty(parameter.shape).normal_(0.0, std)
+            if tail in layer:  # a projection over [embedding; feature]
+                found[name][:, -hidden:] = layer[tail]
     return found
 
 
 def drafter_from_target(
-    target: Path, kind: Kind, seed: int, taps: Sequence[int] | None = None, weights: TargetTensors | None = None
+    target: Path,
+    kind: Kind,
+    seed: int,
+    taps: Sequence[int] | None = None,
+    weights: TargetTensors | None = None,
+    draft_vocab_size: int | None = None,
 ) -> DraftModel:
-    """A drafter that starts from the last layer of the Hugging Face folder ``target``, in float32.
+    """A drafter that starts from the Hugging Face folder ``target``, in float32: it repeats the target's feature.
 
-    ``weights`` are the target's where they are not the folder's. The same seed gives the same weights.
+    Training scales that start to its first data, and chooses on it which ``draft_vocab_size`` tokens can be drafted
+    (:func:`~megatron_tlt.drafter.start.calibrate_start`). ``weights`` are the target's where they are not the folder's.
+    The same seed gives the same weights.
 
     Raises:
         ConfigError: the folder cannot be read, or holds no model that is supported.
     """
     target_config, weights = read_hf_config(target), weights or SafetensorsFolder(target)
     shared = SharedWeights.of(weights, bool(target_config.tie_word_embeddings))
-    model = build_drafter(draft_config(target_config, kind, taps), kind, shared)
+    model = build_drafter(draft_config(target_config, kind, taps, draft_vocab_size), kind, shared)
     layer = _target_layer(weights, target_config.num_hidden_layers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         std = float(getattr(target_config, "initializer_range", 0.02))
         model.load_state_dict(_first_weights(model, layer, weights.read("model.norm.weight").float(), std))
+    model.from_target = True
     return model
 
 
@@ -179,14 +198,15 @@ def write_config(model: DraftModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes ``config.json`` and ``model.safetensors``; the weights are wholly new or wholly old, config first.
+    """Writes ``config.json``, ``model.safetensors`` and a manifest; the weights are wholly new or wholly old.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    write_config(model, folder, dtype)
-    atomic_write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    tensors = {name: as_dtype(tensor.detach(), dtype).cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with rewriting(folder) as staged:
+        write_config(model, staged, dtype)
+        atomic_write_bytes(staged / WEIGHTS, save(tensors, metadata={"format": "pt"}))
 
 
 def foreign_options(config: PretrainedConfig) -> list[str]:
@@ -202,9 +222,6 @@ def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]
         for key in keys
         if (found := getattr(own, key, None)) != (allowed := getattr(expected, key))
     ]
-    reduced = getattr(own, "draft_vocab_size", None)
-    if reduced not in (None, expected.vocab_size):
-        wrong.append(f"draft_vocab_size is {reduced}; allowed: the target's whole vocabulary, {expected.vocab_size}")
     if rope_parameters(own) != rope_parameters(expected):
         wrong.append(f"rope_parameters are {rope_parameters(own)}; the target's are {rope_parameters(expected)}")
     return wrong + foreign_options(own)
@@ -226,7 +243,13 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
         own = LlamaConfig(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    config = draft_config(target, kind, (taps_of(own) or None) if kind == "eagle3" else None)
+    eagle3 = kind == "eagle3"
+    try:
+        config = draft_config(
+            target, kind, (taps_of(own) or None) if eagle3 else None, getattr(own, "draft_vocab_size", None)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
     if wrong := _differences(own, config):
         raise ConfigError("\n".join(f"{file}: {line}" for line in wrong))
     for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
@@ -237,23 +260,52 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
     for name, shape in shapes.items():
         if weights.shape(name) != shape:
             raise ConfigError(f"{folder}: tensor {name!r} has shape {weights.shape(name)}; allowed: {shape}")
-    model.load_state_dict({name: weights.read(name).float() for name in shapes})
+    model.load_state_dict({name: as_dtype(weights.read(name), torch.float32) for name in shapes})
+    _check_vocabulary(model, folder)
     return model
+
+
+def _check_vocabulary(model: DraftModel, folder: Path) -> None:
+    if model.draft_ids_D is None:
+        return
+    if len(set(model.draft_ids_D.tolist())) < len(model.draft_ids_D):
+        raise ConfigError(f"{folder}: tensor 'd2t' names a token twice; allowed: each once")
+    lowest, highest, largest = int(model.draft_ids_D.min()), int(model.draft_ids_D.max()), model.config.vocab_size - 1
+    if lowest < 0 or highest > largest:
+        raise ConfigError(f"{folder}: tensor 'd2t' names tokens {lowest} to {highest}; allowed: 0 to {largest}")
+
+
+def require_chosen(model: DraftModel, folder: Path) -> None:
+    """A drafter of a part of the vocabulary has to be trained before it is used elsewhere: training chooses the part.
+
+    Raises:
+        ConfigError: it was never chosen.
+    """
+    table = dict(model.named_buffers()).get("d2t")
+    if table is not None and not table.any():
+        raise ConfigError(f"{folder}: the drafter was never trained: which tokens it drafts ('d2t') is not chosen")
 
 
 def first_drafter(config: DrafterConfig, target: Path, seed: int, weights: TargetTensors | None = None) -> DraftModel:
     """The drafter that a config starts from: the one in its folder, or one made from the target's last layer.
 
+    A collective over the world where the config has a folder, whose weights are compared with its manifest.
+
     ``target`` is the target's Hugging Face folder; one without weights will do where ``weights`` are given.
 
     Raises:
         ConfigError: as :func:`load_drafter` and :func:`drafter_from_target` do, or ``taps`` are not the folder's.
+        RunError: the drafter's weights are damaged.
     """
     if config.path is None:
-        return drafter_from_target(target, config.kind, seed, config.taps, weights)
+        return drafter_from_target(target, config.kind, seed, config.taps, weights, config.draft_vocab_size)
+    verify_weights(config.path)
     target_config = read_hf_config(target)
     shared = SharedWeights.of(weights or SafetensorsFolder(target), bool(target_config.tie_word_embeddings))
     model = load_drafter(config.path, target_config, config.kind, shared)
+    require_chosen(model, config.path)
     if config.taps is not None and tuple(config.taps) != taps_of(model.config):
         raise ConfigError(f"drafter.taps is {config.taps}; {config.path} was made for {list(taps_of(model.config))}")
+    if config.draft_vocab_size not in (None, own := getattr(model.config, "draft_vocab_size", None)):
+        raise ConfigError(f"drafter.draft_vocab_size is {config.draft_vocab_size}; {config.path} was made with {own}")
     return model

@@ -1,7 +1,8 @@
 """The drafter's losses, per token and as sums over a pack; every token's loss is that of one draft.
 
-Shapes: R rows (drafts whose prediction lies in a response), H hidden size, V vocabulary, M categories compared: all of
-the vocabulary, or the target's top k and one for the rest.
+Shapes: R rows (drafts whose prediction lies in a response), H hidden size, V vocabulary, D tokens that can be drafted,
+M categories compared: these, or the target's top k and one for the rest. The target's probabilities p of them sum to
+less than 1 where it says tokens that cannot be drafted; the drafter has q = 0 there, and they weigh nothing in a loss.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def kl_divergence(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tenso
 
 
 def total_variation(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tensor:
-    """``1/2 sum |p - q|``: the probability that a draft sampled from q is rejected (Bebop, 2606.12370).
+    """``1 - sum min(p, q)``: the probability that a draft sampled from q is rejected (Bebop, 2606.12370).
 
     Its gradient vanishes where the two hardly overlap: it is for a drafter that another loss has warmed up.
     """
-    return 0.5 * (log_p_RM.exp() - log_q_RM.exp()).abs().sum(-1)
+    return 1.0 - torch.minimum(log_p_RM.exp(), log_q_RM.exp()).sum(-1)
 
 
 LOSSES: dict[str, DistributionLoss] = {"eagle": cross_entropy, "kl": kl_divergence, "tv": total_variation}
@@ -83,53 +84,74 @@ class Drafted:
 
 
 def compared_log_probs(logits_RV: torch.Tensor, top: TargetTop) -> tuple[torch.Tensor, torch.Tensor]:
-    """(target's, drafter's) log-probs over the top k and the rest, each (R, k + 1); the rest's never by subtraction."""
+    """(target's, drafter's) log-probs over the top k and the rest, each (R, k + 1); the rest's never by subtraction.
+
+    Logits of tokens that cannot be drafted are minus infinity.
+    """
     total = logits_RV.logsumexp(-1, keepdim=True)
     rest = logits_RV.scatter(-1, top.token_ids, float("-inf")).logsumexp(-1, keepdim=True)
     log_q = torch.cat([logits_RV.gather(-1, top.token_ids), rest], dim=-1) - total
-    return torch.cat([top.log_probs, top.tail_log_prob[:, None]], dim=-1), log_q
+    log_p = torch.cat([top.log_probs, top.tail_log_prob[:, None]], dim=-1)
+    return log_p.masked_fill(log_q == float("-inf"), float("-inf")), log_q
 
 
 def _chunk_loss(
     distribution_loss: DistributionLoss,
     head_input_RH: torch.Tensor,
-    head_VH: torch.Tensor,
+    head_DH: torch.Tensor,
+    draft_ids_D: torch.Tensor | None,
     target_hidden_RH: torch.Tensor,
     target_head_VH: torch.Tensor,
     top: TargetTop | None,
-) -> torch.Tensor:
-    """Losses of some rows, (R); nothing of width V outlives this call."""
-    logits_RV = project(head_input_RH, head_VH)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and acceptance probabilities of some rows, each (R); nothing of width V outlives this call."""
+    logits_RD = project(head_input_RH, head_DH)
+    drafted_R1 = logits_RD.detach().argmax(-1, keepdim=True)
+    if draft_ids_D is not None:
+        drafted_R1 = draft_ids_D[drafted_R1]
     if top is not None:
-        return distribution_loss(*compared_log_probs(logits_RV, top))
+        logits_RV = logits_RD
+        if draft_ids_D is not None:
+            excluded = logits_RD.new_full((len(logits_RD), len(target_head_VH)), float("-inf"))
+            logits_RV = excluded.index_copy(1, draft_ids_D, logits_RD)
+        accepted_R = torch.where(top.token_ids == drafted_R1, top.log_probs.exp(), 0.0).sum(-1)
+        return distribution_loss(*compared_log_probs(logits_RV, top)), accepted_R
     with torch.no_grad():
         log_p_RV = project(target_hidden_RH, target_head_VH).log_softmax(-1)
-    return distribution_loss(log_p_RV, logits_RV.log_softmax(-1))
+        accepted_R = log_p_RV.gather(-1, drafted_R1)[:, 0].exp()
+        log_p_RD = log_p_RV if draft_ids_D is None else log_p_RV[:, draft_ids_D]
+    return distribution_loss(log_p_RD, logits_RD.log_softmax(-1)), accepted_R
 
 
 def draft_loss(
     config: DrafterLossConfig,
     regression_weight: float,
     drafted: Drafted,
-    head_VH: torch.Tensor,
+    head_DH: torch.Tensor,
     target_head_VH: torch.Tensor,
     chunk_rows: int,
+    draft_ids_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of all rows' losses, and sums to be logged (unweighted by ``weights_R``).
 
+    ``accepted`` sums the target's probabilities of the drafter's likeliest tokens: how many of these drafts a target
+    that samples would accept. With stored top-k distributions a token outside of them counts as rejected.
+
     ``regression_weight * SmoothL1(feature, target's hidden) + distribution_weight * loss(p, q)`` (TLT, 2511.16665). The
-    head runs over ``chunk_rows`` rows at a time and again for the backward pass, so (R, V) is never held.
+    head runs over ``chunk_rows`` rows at a time and again for the backward pass, so (R, V) is never held. Its rows are
+    the logits of the target's tokens ``draft_ids_D``, or of all.
     """
     rows = len(drafted.weights_R)
     loss = drafted.head_input_RH.new_zeros((), dtype=torch.float32)
-    distribution_sum, regression_sum = loss.detach(), loss.detach()
+    distribution_sum, regression_sum, accepted_sum = loss.detach(), loss.detach(), loss.detach()
     for low in range(0, rows, chunk_rows):
         high = min(low + chunk_rows, rows)
-        losses_R = checkpoint(
+        losses_R, accepted_R = checkpoint(
             _chunk_loss,
             LOSSES[config.name],
             drafted.head_input_RH[low:high],
-            head_VH,
+            head_DH,
+            draft_ids_D,
             drafted.target_hidden_RH[low:high],
             target_head_VH,
             None if drafted.top is None else drafted.top.rows(low, high),
@@ -138,13 +160,18 @@ def draft_loss(
         )
         loss = loss + config.distribution_weight * (losses_R * drafted.weights_R[low:high]).sum()
         distribution_sum = distribution_sum + losses_R.detach().sum()
+        accepted_sum = accepted_sum + accepted_R.sum()
     if regression_weight:
         errors_R = F.smooth_l1_loss(
             drafted.features_RH.float(), drafted.target_hidden_RH.float(), reduction="none"
         ).mean(-1)
         loss = loss + regression_weight * (errors_R * drafted.weights_R).sum()
         regression_sum = errors_R.detach().sum()
-    return loss, {"distribution_loss": distribution_sum, "regression_loss": regression_sum}
+    return loss, {
+        "distribution_loss": distribution_sum,
+        "regression_loss": regression_sum,
+        "accepted": accepted_sum,
+    }
 
 
 def reward_weight(config: DrafterLossConfig, reward: float) -> float:

@@ -63,6 +63,11 @@ def project(hidden_TH: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:
     return F.linear(hidden_TH.to(head_VH.dtype), head_VH).float()
 
 
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A drafter's tensor in ``dtype``; its table of a draft vocabulary stays integers."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 class DraftModel(nn.Module, ABC):
     """A drafter over packed sequences.
 
@@ -73,6 +78,8 @@ class DraftModel(nn.Module, ABC):
     """
 
     kind: ClassVar[Kind]
+    #: Its weights are those that ``drafter_from_target`` gave it: the first training step scales them to the data.
+    from_target = False
 
     def __init__(self, config: PretrainedConfig, shared: SharedWeights) -> None:
         super().__init__()
@@ -106,8 +113,23 @@ class DraftModel(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def head_VH(self) -> torch.Tensor:
-        """The LM head behind :meth:`forward`."""
+    def head_DH(self) -> torch.Tensor:
+        """The LM head behind :meth:`forward`, a row for each token that can be drafted."""
+
+    @property
+    def draft_ids_D(self) -> torch.Tensor | None:
+        """The target's ids of the tokens that can be drafted, ascending; None where all can be."""
+        return None
+
+    @abstractmethod
+    def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
+        """Makes a drafter whose output projections are zero repeat the target's feature, times ``scale``.
+
+        ``rms_E`` is the root mean square of each column of an entry's hidden states.
+        """
+
+    def choose_vocabulary(self, weights_V: torch.Tensor) -> None:
+        """Drafts the tokens of largest weight from now on, where it cannot draft all; equal weights by lower id."""
 
     @abstractmethod
     def combine(self, hidden_TF: torch.Tensor) -> torch.Tensor:

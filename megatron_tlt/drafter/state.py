@@ -16,11 +16,11 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The trainable tensors, the optimizer's state, and the version that they are.
+    """The drafter's tensors, the optimizer's state, and the version that they are.
 
-    ``parameters`` by name; ``optimizer`` by ``NAME/ENTRY`` (``fc.weight/exp_avg``), what it keeps as numbers in
-    ``numbers`` under the same names, its groups' own numbers (rate, decay) under ``/ENTRY``. Tensors are the live ones
-    where the trainer gave them: copy what has to stay.
+    ``parameters`` by name, the table of a draft vocabulary (``d2t``) among them; ``optimizer`` by ``NAME/ENTRY``
+    (``fc.weight/exp_avg``), what it keeps as numbers in ``numbers`` under the same names, its groups' own numbers
+    (rate, decay) under ``/ENTRY``. Tensors are the live ones where the trainer gave them: copy what has to stay.
     """
 
     version: int

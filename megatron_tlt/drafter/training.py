@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megatron_tlt.config.drafter import DrafterConfig
-from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
+from megatron_tlt.drafter.loss_guard import ALARMS, Alarm, LossGuard
 from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss
 from megatron_tlt.drafter.model import DraftModel
 from megatron_tlt.drafter.packing import Pack, build_packs, uniform_noise
+from megatron_tlt.drafter.start import calibrate_start
 from megatron_tlt.drafter.state import TrainerState, broadcast_state, capture_optimizer, restore_optimizer
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.optim.choice import OptimizerKeys, plain_optimizer
 from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
 
-Outcome = Literal["trained", "stopped", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"]
-SessionOutcome = Literal[
-    "completed", "stopped", "no_tokens", "non_finite_loss", "non_finite_gradient", "non_finite_update"
-]
+Failure = Literal["non_finite_loss", "non_finite_gradient", "non_finite_update", Alarm]
+Outcome = Literal["trained", "stopped", "no_tokens", Failure]
+FAILURES: dict[str, str] = {
+    "non_finite_loss": "the loss is not finite",
+    "non_finite_gradient": "the gradient is not finite",
+    "non_finite_update": "the optimizer's update is not finite",
+    **{str(name): why for name, why in ALARMS.items()},
+}
+"""Outcomes after which the drafter of before the session stays, and what each means."""
 _KEYS = OptimizerKeys("drafter.optimizer", "drafter.optimizer_arguments", "drafter.weight_decay")
 _SUMS = (
     "loss",
@@ -35,22 +41,19 @@ _SUMS = (
     "failed_ranks",
     "stopped_ranks",
 )
+_DEPTH_SUMS = ("loss", "accepted", "drafts")
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step ended, and its metrics over all ranks (losses per draft; empty where nothing was trained)."""
+    """How a step ended, and its metrics over all ranks (losses per draft; empty where nothing was trained).
+
+    ``loss_depth_j`` is the distribution loss of the j-th draft in a row, ``acceptance_depth_j`` the probability that a
+    target that samples accepts it where the drafts before it were, and ``acceptance_length`` what follows from these:
+    tokens per verification.
+    """
 
     outcome: Outcome
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class SessionResult:
-    """How a session ended, its number of steps, and the metrics of the last one."""
-
-    outcome: SessionOutcome
-    steps: int
     metrics: dict[str, float]
 
 
@@ -71,7 +74,7 @@ class DrafterTrainer:
     def __init__(self, model: DraftModel, config: DrafterConfig, seed: int, group: RankGroup | None = None) -> None:
         if model.kind != config.kind:
             raise ConfigError(f"drafter.kind is {config.kind}; the drafter that was given is {model.kind}")
-        self.model, self.config, self.group = model, config, group
+        self.model, self.config, self._group = model, config, group
         self.version = 0
         self._seed = seed
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -84,7 +87,26 @@ class DrafterTrainer:
             _KEYS,
         )
         self._device = next(iter(self._named.values())).device
-        self._failure: Outcome | None = None
+        self._failure: Failure | None = None
+        # total variation has no such bound: it is at most 1
+        self._guard = LossGuard(None if config.loss.name == "tv" else len(model.head_DH))
+        depths = [f"{name}_depth_{depth + 1}" for depth in range(config.steps) for name in _DEPTH_SUMS]
+        self._sum_names = (*_SUMS, *depths)
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The ranks that take the next step together."""
+        return self._group
+
+    @group.setter
+    def group(self, group: RankGroup | None) -> None:
+        self._group = group
+        self._guard.reset()  # ranks that have seen other losses would not end the session at the same step
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What the drafter is made of, live: parameters, and the table of a draft vocabulary."""
+        return self.model.state_dict()
 
     @property
     def state(self) -> TrainerState:
@@ -94,9 +116,7 @@ class DrafterTrainer:
             ConfigError: the optimizer keeps what is neither tensor nor number.
         """
         tensors, numbers = capture_optimizer(self._optimizer, self._named)
-        return TrainerState(
-            self.version, {name: parameter.detach() for name, parameter in self._named.items()}, tensors, numbers
-        )
+        return TrainerState(self.version, self._tensors, tensors, numbers)
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -133,17 +153,17 @@ class DrafterTrainer:
         Raises:
             RunError: it is of another drafter; the first tensor that differs is named.
         """
-        for name, parameter in self._named.items():
+        for name, tensor in self._tensors.items():
             found = state.parameters.get(name)
-            if found is None or found.shape != parameter.shape:
+            if found is None or found.shape != tensor.shape:
                 shape = "missing" if found is None else tuple(found.shape)
-                raise RunError(f"drafter state: {name} is {shape}; the drafter has {tuple(parameter.shape)}")
-        with torch.no_grad():
-            for name, parameter in self._named.items():
-                parameter.copy_(state.parameters[name])
+                raise RunError(f"drafter state: {name} is {shape}; the drafter has {tuple(tensor.shape)}")
+        for name, tensor in self._tensors.items():
+            tensor.copy_(state.parameters[name])
         restore_optimizer(self._optimizer, self._named, state)
         self.version = state.version
         self._failure = None
+        self._guard.reset()
 
     def synchronize(self, source: int) -> None:
         """Gives all ranks of the group global rank ``source``'s state: there is one drafter, not one per rank.
@@ -154,12 +174,16 @@ class DrafterTrainer:
         if self.group is not None:
             self.load_state(broadcast_state(self.state, source, self._device, self.group))
 
-    def train_step(self, entries: Iterable[Entry], should_stop: Callable[[], bool] = lambda: False) -> StepResult:
+    def train_step(
+        self, entries: Iterable[Entry], should_stop: Callable[[], bool] = lambda: False, session: int = 0
+    ) -> StepResult:
         """One optimizer step on the entries of all ranks; a rank may have none.
 
         The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What
         is not finite stops training by name on all ranks; parameters are then those of the last good step. A rank that
-        ``should_stop`` says so to, between two micro-batches, ends the step on all ranks: nothing of it stays.
+        ``should_stop`` says so to, between two micro-batches, ends the step on all ranks: nothing of it stays. The
+        first step of a drafter that was made from its target chooses that start's scale on the step's entries.
+        Losses within one ``session`` are compared with each other: one that goes wrong ends training by name too.
 
         Whatever is raised, parameters are those of the last whole step.
 
@@ -172,22 +196,38 @@ class DrafterTrainer:
             raise RunError(f"drafter training stopped with {self._failure}; load a state to go on")
         self._optimizer.zero_grad(set_to_none=False)
         error: Exception | None = None
+        packs: list[tuple[Pack, list[Entry]]] = []
         try:
-            sums = self._accumulate(entries, should_stop)
+            packs = self.micro_batches(list(entries))
         except Exception as caught:  # whatever it is: the other ranks wait for this one
             error = caught
+        if self.version == 0 and self.model.from_target:
+            error = calibrate_start(self.model, [pack for pack, _ in packs], self._reduce) or error
+        try:
+            sums = self._accumulate(packs, should_stop)
+        except Exception as caught:  # as above
+            error = caught
+        if error is not None:
             sums = self._sums(failed_ranks=1.0)
         try:
-            return self._reduce_and_update(sums, error)
+            return self._reduce_and_update(sums, error, session)
         except Exception:
             # a collective that was given up may still write to them
             self._optimizer.zero_grad(set_to_none=True)
             raise
 
-    def _reduce_and_update(self, sums: torch.Tensor, error: Exception | None) -> StepResult:
+    def micro_batches(self, entries: Sequence[Entry]) -> list[tuple[Pack, list[Entry]]]:
+        """What a step computes at a time, with the entries in it.
+
+        Raises:
+            ConfigError: entries that do not fit the drafter.
+        """
+        return build_packs(entries, self.config.max_tokens_per_micro_batch, self.config.loss, self.model.entry_size)
+
+    def _reduce_and_update(self, sums: torch.Tensor, error: Exception | None, session: int) -> StepResult:
         """The part of a step that all ranks of the group take in lockstep."""
         self._reduce([sums])  # before the gradients: a step that is dropped does not move these
-        totals = dict(zip(_SUMS, sums.tolist(), strict=True))
+        totals = dict(zip(self._sum_names, sums.tolist(), strict=True))
         if error is not None:
             raise error
         if totals["failed_ranks"]:
@@ -211,15 +251,15 @@ class DrafterTrainer:
             torch._foreach_mul_(gradients, self.config.clip_grad / norm)
         if not self._update():
             return self._fail("non_finite_update")
-        return StepResult("trained", self._metrics(totals, norm))
+        metrics = self._metrics(totals, norm)
+        alarm = self._guard.check(session, metrics["loss_depth_1"])
+        return StepResult("trained", metrics) if alarm is None else self._fail(alarm, metrics)
 
-    def _accumulate(self, entries: Iterable[Entry], should_stop: Callable[[], bool]) -> torch.Tensor:
-        """Adds the gradients of this rank's entries up; the sums of _SUMS."""
-        config = self.config
+    def _accumulate(self, packs: Sequence[tuple[Pack, list[Entry]]], should_stop: Callable[[], bool]) -> torch.Tensor:
+        """Adds the gradients of this rank's entries up; the sums that are logged."""
         if should_stop():
             return self._sums(stopped_ranks=1.0)
         sums = self._sums()
-        packs = build_packs(list(entries), config.max_tokens_per_micro_batch, config.loss, self.model.entry_size)
         for number, (pack, members) in enumerate(packs):
             if number and should_stop():
                 return self._sums(stopped_ranks=1.0)
@@ -229,7 +269,8 @@ class DrafterTrainer:
         return sums
 
     def _sums(self, **values: float) -> torch.Tensor:
-        return torch.tensor([values.get(name, 0.0) for name in _SUMS], dtype=torch.float64, device=self._device)
+        numbers = [values.get(name, 0.0) for name in self._sum_names]
+        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
 
     def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.group is not None:
@@ -237,9 +278,19 @@ class DrafterTrainer:
 
     def _metrics(self, totals: dict[str, float], norm: float) -> dict[str, float]:
         per_draft = {name: totals[name] / totals["drafts"] for name in ("distribution_loss", "regression_loss")}
+        per_depth: dict[str, float] = {}
+        length = alive = 1.0
+        for depth in range(1, self.config.steps + 1):
+            drafts = max(1.0, totals[f"drafts_depth_{depth}"])
+            per_depth[f"loss_depth_{depth}"] = totals[f"loss_depth_{depth}"] / drafts
+            per_depth[f"acceptance_depth_{depth}"] = totals[f"accepted_depth_{depth}"] / drafts
+            alive *= per_depth[f"acceptance_depth_{depth}"]
+            length += alive
         return {
             "loss": totals["loss"] / totals["tokens"],
             **per_draft,
+            **per_depth,
+            "acceptance_length": length,
             "grad_norm": norm,
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "drafts": totals["drafts"],
@@ -247,10 +298,10 @@ class DrafterTrainer:
             "version": float(self.version),
         }
 
-    def _fail(self, outcome: Outcome) -> StepResult:
+    def _fail(self, outcome: Failure, metrics: dict[str, float] | None = None) -> StepResult:
         self._optimizer.zero_grad(set_to_none=True)
         self._failure = outcome
-        return StepResult(outcome, {})
+        return StepResult(outcome, metrics or {})
 
     def _update(self) -> bool:
         """Steps the optimizer; False, with the parameters of before, where what comes out is not finite."""
@@ -288,14 +339,19 @@ class DrafterTrainer:
                     config.loss,
                     config.regression_weight,
                     self._drafted(pack, step, rows, head_input, features),
-                    self.model.head_VH,
+                    self.model.head_DH,
                     self.model.shared.head,
                     config.logit_chunk_tokens,
+                    self.model.draft_ids_D,
                 )
                 total = total + decay * loss
                 sums[0] += decay * loss.detach()
                 sums[1] += logged["distribution_loss"]
                 sums[2] += logged["regression_loss"]
+                at = len(_SUMS) + step * len(_DEPTH_SUMS)
+                sums[at] += logged["distribution_loss"]
+                sums[at + 1] += logged["accepted"]
+                sums[at + 2] += len(rows)
                 sums[3] += decay * len(rows)
                 sums[4] += len(rows)
         sums[5] = len(members)
@@ -312,29 +368,3 @@ class DrafterTrainer:
             stored = pack.top
             top = TargetTop(stored.token_ids[beside], stored.log_probs[beside], stored.tail_log_prob[beside])
         return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, top)
-
-
-def train_session(
-    trainer: DrafterTrainer,
-    buffer: DataBuffer,
-    step: int,
-    entries_per_step: int,
-    max_steps: int,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> SessionResult:
-    """Trains on a buffer until ``max_steps`` are done, a rank is told to stop, or a step ends otherwise than well.
-
-    ``step`` is the RL step. All ranks of the trainer's group call this together, each with a buffer of its own, and end
-    it together: each asks ``should_stop`` before and between its micro-batches, and one is enough.
-    """
-
-    def drawn() -> Iterator[Entry]:
-        yield from buffer.sample(entries_per_step, step, trainer.version)
-
-    metrics: dict[str, float] = {}
-    for done in range(max_steps):
-        result = trainer.train_step(drawn(), should_stop)
-        if result.outcome != "trained":
-            return SessionResult(result.outcome, done, metrics)
-        metrics = result.metrics
-    return SessionResult("completed", max_steps, metrics)

@@ -7,6 +7,7 @@ the checkpoint, ``drafter`` (at the end) the folder that vLLM loads, ``report.js
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,15 +15,18 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.config.drafter import DrafterBufferConfig, DrafterConfig
+from megatron_tlt.checkpoint.manifest import rewriting
+from megatron_tlt.checkpoint.weights import verify_weights
+from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES, DrafterBufferConfig, DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.checkpoint import STATE, read_checkpoint, write_checkpoint
-from megatron_tlt.drafter.entry import OVERHEAD_BYTES, Entry
+from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.evaluation import teacher_forced_acceptance
 from megatron_tlt.drafter.folder import save_drafter
 from megatron_tlt.drafter.model import DraftModel
 from megatron_tlt.drafter.pairs import Pair, digest_of
-from megatron_tlt.drafter.training import DrafterTrainer, train_session
+from megatron_tlt.drafter.session import train_session
+from megatron_tlt.drafter.training import FAILURES, DrafterTrainer
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.platform.files import atomic_write_text
@@ -69,7 +73,10 @@ class WarmupPlan:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """``history``: step, acceptance_length, accepted_per_depth and (behind step 0) the last step's loss."""
+    """``history``: step, acceptance_length, accepted_per_depth and (after step 0) the last step's losses.
+
+    ``loss`` is what is trained on; ``loss_per_depth`` the distribution losses of the drafts in a row.
+    """
 
     kind: str
     depth: int
@@ -160,6 +167,7 @@ def warm_up(
     trainer = DrafterTrainer(model, config, plan.seed)
     history: list[dict[str, Any]] = []
     if (folder / TRAINING / STATE).is_file():
+        verify_weights(folder / TRAINING)
         state, extra = read_checkpoint(folder / TRAINING)
         trainer.load_state(state)
         history = extra["history"]
@@ -198,7 +206,7 @@ def _cache(
 ) -> tuple[DataBuffer, DataBuffer] | None:
     """The buffers of what is trained on and what is held out, with an entry for each pair; None where stopped."""
     per_token = model.entry_size * _BYTES_PER_FEATURE + torch.int32.itemsize
-    size = sum(pair.length * per_token + OVERHEAD_BYTES for pair in pairs)
+    size = sum(pair.length * per_token + ENTRY_OVERHEAD_BYTES for pair in pairs)
     bounds = DrafterBufferConfig(memory_bytes=min(size, _IN_MEMORY), disk_bytes=size)
     training, held_out = (
         DataBuffer(folder / name, bounds, plan.seed, model.entry_size) for name in ("train", "held_out")
@@ -221,6 +229,10 @@ def _cache(
     return None if should_stop() else (training, held_out)
 
 
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
+
+
 def _train(
     trainer: DrafterTrainer,
     training: DataBuffer,
@@ -233,13 +245,25 @@ def _train(
 ) -> bool:
     """Trains up to the plan's steps, saving and evaluating on the way; False where it was told to stop."""
 
-    def evaluate(loss: float | None) -> None:
+    def evaluate(metrics: dict[str, float]) -> None:
         found = teacher_forced_acceptance(
             trainer.model, held_out, plan.depth, trainer.config.max_tokens_per_micro_batch
         )
-        row = {"step": trainer.version, "acceptance_length": found.acceptance_length}
-        history.append({**row, "accepted_per_depth": list(found.accepted_per_depth), "loss": loss})
-        progress.step_done(trainer.version, {"speculation/acceptance_length": found.acceptance_length})
+        accepted = list(found.accepted_per_depth)
+        per_depth = [value for name, value in metrics.items() if name.startswith("loss_depth_")]
+        history.append(
+            {
+                "step": trainer.version,
+                "acceptance_length": found.acceptance_length,
+                "accepted_per_depth": accepted,
+                "loss": metrics.get("loss"),
+                "loss_per_depth": per_depth,
+            }
+        )
+        shown = {"speculation/acceptance_length": found.acceptance_length}
+        progress.step_done(trainer.version, shown)
+        losses = f"; loss per depth {_numbers(per_depth)} nats" if per_depth else ""
+        progress.message(f"  accepted per depth {_numbers(accepted)}{losses}")
 
     shown = trainer.version
 
@@ -250,7 +274,7 @@ def _train(
         return should_stop()
 
     if not history:
-        evaluate(None)
+        evaluate({})
     # the row at the end of an earlier, shorter warm-up would not be there without that one
     history[:] = [row for row in history if row["step"] % plan.evaluate_every == 0 or row["step"] == plan.steps]
     progress.start("warm-up", plan.steps)
@@ -260,12 +284,20 @@ def _train(
         stops = [every * (version // every + 1) for every in (plan.save_every, plan.evaluate_every)]
         count = min(*stops, plan.steps) - version
         session = train_session(trainer, training, 0, plan.entries_per_step, count, between_micro_batches)
+        if session.outcome in FAILURES:
+            found = [value for name, value in session.metrics.items() if name.startswith("loss_depth_")]
+            raise RunError(
+                f"warm-up: training ended with {session.outcome} after step {trainer.version}: "
+                f"{FAILURES[session.outcome]} (loss per depth {_numbers(found)} nats, "
+                f"of guessing {math.log(len(trainer.model.head_DH)):.2f}); what was saved last is in {folder}"
+            )
         if session.outcome not in ("completed", "stopped"):
-            raise RunError(f"warm-up: training ended with {session.outcome} behind step {trainer.version}")
+            raise RunError(f"warm-up: training ended with {session.outcome} after step {trainer.version}")
         due = trainer.version % plan.evaluate_every == 0 or trainer.version == plan.steps
         if session.outcome == "completed" and due:
-            evaluate(session.metrics["loss"])
-        write_checkpoint(folder, trainer.model, trainer.state, {"history": history})
+            evaluate(session.metrics)
+        with rewriting(folder) as staged:
+            write_checkpoint(staged, trainer.model, trainer.state, {"history": history})
         if session.outcome == "stopped":
             return False
     return True

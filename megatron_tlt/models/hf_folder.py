@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_tlt.errors import ConfigError
@@ -15,12 +15,17 @@ from megatron_tlt.models.families import family_of
 from megatron_tlt.models.weight_map import WeightMap
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 INDEX = "model.safetensors.index.json"
+_MANIFEST = "manifest.json"  # of the folder's own files (checkpoint/manifest.py)
 # A Megatron checkpoint, converted or a run's: Megatron-Core's part, and the small files of its Hugging Face folder.
 MEGATRON_PART = "actor"
 SIDE_FILES = "hf"
+# "x.weight_scale_inv" (FP8), "x.weight.absmax" (bitsandbytes). Where weights are packed (GPTQ) there is no "x.weight".
+_PART_OF_WEIGHT = re.compile(r"(.+\.weight)[._].+")
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def is_megatron_checkpoint(folder: Path) -> bool:
@@ -37,12 +42,17 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
     """The architecture a Hugging Face folder describes.
 
     Raises:
-        ConfigError: no such folder, no ``config.json``, or an architecture that is not supported.
+        ConfigError: no such folder, no ``config.json``, an architecture that is not supported, or quantized weights.
     """
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"model.path: no config.json in {folder}; a Hugging Face model folder is needed")
-    return read_architecture(file, str(folder))
+    config = read_architecture(file, str(folder))
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
+        raise ConfigError(f"{file}: quantization_config is {method!r}; allowed: weights that are not quantized")
+    return config
 
 
 def read_architecture(file: Path, where: str) -> PretrainedConfig:
@@ -66,22 +76,27 @@ def read_architecture(file: Path, where: str) -> PretrainedConfig:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copies config, tokenizer and generation config: every file of the folder that holds no weights."""
+    """Copies config, tokenizer and generation config: all files of the folder but weights and its manifest."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and not file.name.startswith("."):
+        if file.is_file() and not weights and not file.name.startswith(".") and file.name != _MANIFEST:
             shutil.copyfile(file, target / file.name)
 
 
 class SafetensorsFolder:
     """The weights of a Hugging Face folder, read slice by slice.
 
+    Args:
+        folder: it.
+        framework: ``np`` is enough for names and shapes, and does not import torch; tensors are read with ``pt``.
+
     Raises:
         ConfigError: no safetensors file, or an index that cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, framework: Literal["pt", "np"] = "pt") -> None:
         self.folder = folder
+        self._framework = framework
         self._opened: dict[Path, Any] = {}
         index = folder / "model.safetensors.index.json"
         try:
@@ -97,9 +112,8 @@ class SafetensorsFolder:
         if not self._files:
             raise ConfigError(f"{folder}: no *.safetensors in it; a Hugging Face model folder is needed")
 
-    @staticmethod
-    def _names(file: Path) -> list[str]:
-        with safe_open(file, "pt") as opened:
+    def _names(self, file: Path) -> list[str]:
+        with safe_open(file, self._framework) as opened:
             return list(opened.keys())
 
     def __contains__(self, name: str) -> bool:
@@ -117,7 +131,7 @@ class SafetensorsFolder:
         file = self._files[name]
         try:
             if file not in self._opened:
-                self._opened[file] = safe_open(file, "pt").__enter__()
+                self._opened[file] = safe_open(file, self._framework).__enter__()
             return self._opened[file].get_slice(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file}: {name} cannot be read: {error}") from error
@@ -148,7 +162,7 @@ class SafetensorsFolder:
         """Whether every tensor of the model is there in its shape.
 
         Raises:
-            ConfigError: what is missing, else what has another shape, one line each (up to ten).
+            ConfigError: what is missing, else of another shape, else quantized, one line each (up to ten).
         """
         wrong = [f"{self.folder}: no tensor {name!r}" for name in weights.shapes if name not in self]
         wrong = wrong or [
@@ -156,5 +170,23 @@ class SafetensorsFolder:
             for name, shape in weights.shapes.items()
             if self.shape(name) != shape
         ]
+        wrong = wrong or self._quantized(weights)
         if wrong:
             raise ConfigError("\n".join(wrong[:10]))
+
+    def _quantized(self, weights: WeightMap) -> list[str]:
+        """Tensors that scale or unpack a weight of the model, else weights of a type that needs such tensors."""
+        allowed = "allowed: weights of 16 bits and more, without scales"
+        found = [(name, _PART_OF_WEIGHT.fullmatch(name)) for name in self.names if name not in weights.shapes]
+        wrong = [
+            f"{self.folder}: tensor {name!r} belongs to quantized {match[1]!r}; {allowed}"
+            for name, match in found
+            if match is not None and match[1] in weights.shapes
+        ]
+        # as safetensors' header names them: a check that has no torch asks too
+        types = {} if wrong else {name: str(self._slice(name).get_dtype()) for name in weights.shapes}
+        return wrong + [
+            f"{self.folder}: tensor {name!r} is {dtype}; {allowed}"
+            for name, dtype in types.items()
+            if dtype not in _PLAIN_TYPES
+        ]

@@ -1,4 +1,4 @@
-"""Models built from nothing by a recipe, for machines that have no trained one at hand."""
+"""Models that a recipe builds: from nothing, or from a pretrained one, by supervised training on worked solutions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_tlt.config.model import require_model_folder
 from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig, TltConfig
 
 RECIPE_FILE = "recipe.json"
+_DIGESTED_BYTES = 1 << 20
 
 
 def warm_up_optimizer(config: TltConfig) -> dict[str, Any]:
@@ -29,8 +28,10 @@ def warm_up_optimizer(config: TltConfig) -> dict[str, Any]:
 def recipe_description(config: TltConfig) -> str:
     """Everything the model depends on, as JSON: recipe, tasks, processes, layout, the optimizer of its warm-up."""
     assert config.model.recipe is not None
+    recipe = config.model.recipe
     parts = {
-        "recipe": config.model.recipe.model_dump(mode="json", exclude={"cache_dir"}),
+        "recipe": recipe.model_dump(mode="json", exclude={"cache_dir", "base"}),
+        **({} if recipe.base is None else {"base": _contents(recipe.base)}),
         "tasks": [task.model_dump(mode="json") for task in config.tasks],
         "world_size": config.launcher.world_size,
         "megatron": config.actor.megatron,
@@ -44,6 +45,17 @@ def recipe_folder(config: TltConfig) -> Path:
     assert config.model.recipe is not None
     digest = hashlib.blake2b(recipe_description(config).encode(), digest_size=6).hexdigest()
     return config.model.recipe.cache_dir / digest
+
+
+def _contents(folder: Path) -> dict[str, list[int | str]]:
+    """Size and digest of each file of the model's. Of weights only the first MiB is read: any training changes it."""
+    files = [file for suffix in ("json", "jinja", "safetensors") for file in folder.glob(f"*.{suffix}")]
+    found: dict[str, list[int | str]] = {}
+    for file in sorted(files):
+        with file.open("rb") as opened:
+            digest = hashlib.blake2b(opened.read(_DIGESTED_BYTES), digest_size=8).hexdigest()
+        found[file.name] = [file.stat().st_size, digest]
+    return found
 
 
 def model_folder(config: TltConfig) -> Path:
@@ -60,6 +72,7 @@ def write_untrained(
     folder: Path, architecture: ArchitectureConfig, recipe: RecipeConfig, vocab_size: int, eos_id: int
 ) -> None:
     """Writes a Qwen2 model with random weights drawn from the recipe's seed into ``folder``."""
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     fields = architecture.model_dump(exclude={"rope_theta"})

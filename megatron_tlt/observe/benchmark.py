@@ -57,6 +57,10 @@ class BenchmarkResult:
         self.targets[name] = {"value": value, "target": target, "op": op, "met": bool(met)}
         return bool(met)
 
+    def incomplete(self, name: str) -> None:
+        """Record that a target's measurement is still to be made: running the benchmark again adds it."""
+        self.targets[name] = {"value": math.nan, "target": math.nan, "op": "incomplete", "met": False}
+
     @property
     def all_met(self) -> bool:
         """Whether every target is met (True without any)."""

@@ -84,6 +84,25 @@ class MetricsWriter:
         """
         numbers = {name: _number(value) for name, value in values.items()}
         self._file.append([{"step": int(step), "wall_time": round(time.time(), 3), **numbers}])
+        self._log_elsewhere(step, numbers)
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add ``values`` to the row of ``step``, or log them where a killed run left no such row.
+
+        Raises:
+            RunError: the disk is full; the file is then as it was.
+        """
+        numbers = {name: _number(value) for name, value in values.items()}
+        rows = read_jsonl(self._file.path)
+        own = [row for row in rows if row.get("step") == step]
+        if not own:
+            self.log(step, values)
+            return
+        own[-1].update(numbers)
+        self._file.replace(rows)
+        self._log_elsewhere(step, numbers)
+
+    def _log_elsewhere(self, step: int, numbers: Mapping[str, float]) -> None:
         known = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if self._tensorboard:
             board = self._open_board()

@@ -18,6 +18,7 @@ STEP_LINE = {
     "length/median": ("len", "{:.0f}"),
     "length/max": ("max", "{:.0f}"),
     "speculation/acceptance_length": ("accept", "{:.2f}"),
+    "speculation/gain": ("gain", "{:.2f}"),
     "mismatch/k3_kl": ("k3", "{:.1e}"),
     "actor/grad_norm": ("grad", "{:.2f}"),
     "time/total": ("s", "{:.1f}"),

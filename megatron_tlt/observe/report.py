@@ -14,7 +14,12 @@ from markupsafe import Markup
 
 from megatron_tlt.observe import report_plots as plots
 from megatron_tlt.observe import report_speculation as speculation
+from megatron_tlt.observe.drafter_check import drafter_warnings
+from megatron_tlt.observe.learning_check import learning_warnings
 from megatron_tlt.observe.report_data import RunData, is_number, last_rollout, last_step_timeline, load_run, section
+from megatron_tlt.observe.report_samples import render_samples
+from megatron_tlt.observe.report_tasks import plot_tasks
+from megatron_tlt.observe.speculation_gain import RunGain
 from megatron_tlt.observe.summary import describe_lengths, flatten, time_totals
 from megatron_tlt.platform.files import atomic_write_text
 
@@ -58,12 +63,16 @@ def write_report(run_folder: Path | str) -> Path:
     environment.filters["cell"] = cell
     cards = make_cards(run)
     missing = [card.title.lower() for card in cards if card.svg is None]
+    notes = run.notes + learning_warnings(run.metrics) + drafter_warnings(run.metrics)
+    if missing:
+        notes.append(f"Not measured in this run: {', '.join(missing)}.")
     page = environment.from_string(template).render(
         name=run.name,
         subtitle=make_subtitle(run),
         tiles=make_tiles(run),
         cards=[card for card in cards if card.svg is not None],
-        notes=run.notes + ([f"Not measured in this run: {', '.join(missing)}."] if missing else []),
+        notes=notes,
+        samples=render_samples(run.samples, environment),
         facts=fact_tables(run),
         config=config_tables(run.config),
         written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -107,7 +116,7 @@ def make_subtitle(run: RunData) -> str:
 
 def make_tiles(run: RunData) -> list[Tile]:
     """The headline numbers, from the summary where it has them, else from the metrics."""
-    tiles = [_start_end(run), _reward_tile(run), _speed_tile(run), _acceptance_tile(run)]
+    tiles = [_start_end(run), _reward_tile(run), _speed_tile(run), _acceptance_tile(run), _gain_tile(run)]
     lengths: Mapping[str, Any] = section(run.summary, "rollout", "length") or describe_lengths(run.all_lengths())  # type: ignore[arg-type]
     if is_number(lengths.get("max_over_median")):
         detail = f"tokens: median {lengths['median']:.0f}, longest {lengths['max']:.0f}"
@@ -172,6 +181,18 @@ def _acceptance_tile(run: RunData) -> Tile | None:
     return Tile("Acceptance length", f"{value:.2f}", f"tokens per decode step; {cell(drafter)}, K = {cell(chain)}")
 
 
+def _gain_tile(run: RunData) -> Tile | None:
+    gain = RunGain.of([row for row in run.metrics if row.get("step")])
+    if gain is None:
+        return None
+    lengths = [section(run.summary, "speculation", f"{which}_acceptance_length") for which in ("frozen", "adapted")]
+    trained = "; acceptance of the first drafter {:.2f}, of the newest {:.2f}".format(*lengths) if all(lengths) else ""
+    if gain.gain is None:
+        return Tile("Speculation", "unknown", f"{gain.unknown}{trained}")
+    detail = f"rollout time without it, estimated, over that with it, in {gain.known_steps} of {gain.steps} steps"
+    return Tile("Speculation", f"{gain.gain:.2f}×", detail + trained)  # noqa: RUF001
+
+
 def duration(seconds: float) -> str:
     """Seconds as a person reads them."""
     if seconds < 90:
@@ -189,6 +210,7 @@ def make_cards(run: RunData) -> list[Card]:
         ("Response length over steps", "in tokens, with its tail", plots.plot_length_bands(run)),
         ("Response lengths", "all responses of the run; logarithmic counts", plots.plot_length_histogram(run)),
         ("Acceptance length", "tokens per decode step and request", speculation.plot_acceptance(run)),
+        ("Speculation's gain", "rollout time without it, estimated, over that with it", speculation.plot_gain(run)),
         (
             "Accepted drafts",
             "by position in the draft, and by thirds of the response lengths",
@@ -200,10 +222,11 @@ def make_cards(run: RunData) -> list[Card]:
             "what drafted for which batch, on the rank that decoded longest",
             speculation.plot_strategies(last_rollout(run.trace)),
         ),
+        ("Tasks", "reward, held-out accuracy and response length of each", plot_tasks(run)),
         ("Last step's timeline", "by rank; hatched: idle", plots.plot_timeline(timeline) if timeline else None),
         ("Training", "what the optimizer and the engines report", plots.plot_training(run)),
     ]
-    wide = ("Accepted drafts", "Last rollout's strategies", "Last step's timeline", "Training")
+    wide = ("Accepted drafts", "Tasks", "Last rollout's strategies", "Last step's timeline", "Training")
     return [Card(title, caption, None if svg is None else Markup(svg), title in wide) for title, caption, svg in made]
 
 

@@ -12,11 +12,14 @@ import yaml
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.jsonl import read_jsonl
 from megatron_tlt.observe.metrics import METRICS_FILE
+from megatron_tlt.observe.samples import SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.observe.timeline import ENGINE_LANE, TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.resolved.yaml"
 LENGTHS_FILE = "lengths.jsonl"
+RUN_FILES = (METRICS_FILE, SUMMARY_FILE, TRACE_FILE, LENGTHS_FILE, CONFIG_FILE)
+"""What a report is drawn from; a folder without any of them holds no run."""
 
 T = TypeVar("T")
 
@@ -27,11 +30,13 @@ class RunData:
 
     ``metrics``: one row per step (``step``, then numbers or None). ``lengths``: one row per step with ``lengths``
     (tokens), ``finish_reasons`` (reason -> count), ``acceptance`` (tokens per decode step of each response).
+    ``samples``: one row per response that was chosen to be read; none where the run wrote none.
     """
 
     name: str
     metrics: list[dict[str, Any]] = field(default_factory=list)
     lengths: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     trace: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +98,8 @@ def load_run(folder: Path | str) -> RunData:
     no_rows: list[dict[str, Any]] = []
     run.metrics = [row for row in piece(METRICS_FILE, read_jsonl, no_rows) if is_number(row.get("step"))]
     run.lengths = [row for row in piece(LENGTHS_FILE, read_jsonl, no_rows) if is_number(row.get("step"))]
+    if (folder / SAMPLES_FILE).exists():  # a run may write none
+        run.samples = piece(SAMPLES_FILE, read_jsonl, no_rows)
     run.trace = piece(TRACE_FILE, read_trace, {})
     run.summary = piece(SUMMARY_FILE, read_summary, {})
     run.config = piece(CONFIG_FILE, _read_yaml, {})

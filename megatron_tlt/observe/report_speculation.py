@@ -58,6 +58,26 @@ def plot_acceptance(run: RunData) -> str | None:
         return to_svg(figure, "acceptance")
 
 
+def plot_gain(run: RunData) -> str | None:
+    """How many times as long rollouts would take without speculation, over steps; each engine's, where several."""
+    steps, gains = run.series("speculation/gain")
+    if not steps:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
+        axes = figure.subplots()
+        engine = 0
+        while (found := run.series(f"speculation/gain_engine_{engine}")) and found[0]:
+            axes.plot(*found, color=INK["muted"], lw=0.8, label=None if engine else "of an engine")
+            engine += 1
+        axes.plot(steps, gains, color=BLUE, marker=".", label="of the rollout")
+        axes.axhline(1.0, color=INK["muted"], lw=1.0, ls=":", label="no speculation")
+        axes.set_ylabel("time without, over with")
+        steps_axis(axes)
+        legend(axes)
+        return to_svg(figure, "gain")
+
+
 def plot_drafts(run: RunData) -> str | None:
     """Shares of drafts accepted by position, and acceptance lengths by class of length, over the drafter's versions.
 

@@ -22,6 +22,7 @@ _EVALUATION = {
     "greedy": "share of problems whose greedy response is right",
     "problems": "held-out problems asked",
     "samples": "sampled responses per problem (the k of pass_at_k)",
+    "pass_at_1_by_task.*": "pass_at_1 of each task's problems",
 }
 _TIMES = {
     "total": "all steps, evaluations and checkpoints",
@@ -38,6 +39,7 @@ _TIMES = {
 SUMMARY_KEYS: dict[str, str] = {
     "world_size": "processes, one per device",
     "steps": "optimizer steps done, those before a resume included",
+    "tokens_seen": "prompt and response tokens trained on; a prompt counts once for each of its responses",
     "actor.backend": "the training library",
     "actor.layout.*": "parallel sizes: tensor, pipeline, data, context, expert",
     "rollout.backend": "the inference library",
@@ -68,9 +70,16 @@ SUMMARY_KEYS: dict[str, str] = {
     "reward.first": "mean training reward of the first step",
     "reward.last": "mean training reward of the last step",
     "reward.mean": "mean training reward over all steps",
+    "learning.warnings": "how often a cause was named for which the run could not learn",
     "speculation.enabled": "whether rollout speculated",
     "speculation.drafter": "kind of drafter",
     "speculation.num_speculative_tokens": "draft tokens per step",
+    "speculation.gain": "rollout time without speculation, estimated, over that with it; null where unknown",
+    "speculation.gain_steps": "steps in which the gain is known",
+    "speculation.gain_unknown": "why the gain is unknown, or null",
+    "speculation.frozen_acceptance_length": "teacher-forced, of the drafter as the run started with it (last step)",
+    "speculation.adapted_acceptance_length": "the same of the trained drafter, on the same responses",
+    "speculation.warnings": "how often a cause was named for which a drafter was silent",
     "environment.*": "describe_environment(): versions and hardware",
 }
 """Dotted key -> meaning; ``*`` stands for any further keys. New keys may come, none changes its meaning."""

@@ -52,7 +52,7 @@ class Timeline:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._pending: list[Event] = []
         self._lock = threading.Lock()
-        self._file = None if folder is None else JsonLinesFile(rank_file(folder, rank))
+        self._file = None if folder is None else JsonLinesFile(rank_file(folder, rank), sync=False)
 
     def now(self) -> float:
         """Seconds since the Unix epoch."""

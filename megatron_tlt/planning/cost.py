@@ -247,7 +247,8 @@ def _drafter_seconds(job: Job, machine: Machine, work: Workload) -> float:
         return 0.0
     model = job.model
     # layer forward and backward per draft; the head forward, again, and backward, and the target's forward
-    per_token = drafter.steps * (6 * model.draft_layer(drafter.taps) + 10 * model.vocabulary)
+    drafted = model.hidden * (drafter.drafted or model.vocab)
+    per_token = drafter.steps * (6 * model.draft_layer(drafter.taps) + 2 * model.vocabulary + 8 * drafted)
     tokens = drafter.session_steps * drafter.entries_per_step * work.tokens
     rate = machine.matmul_rate(min(drafter.chunk_tokens, model.hidden))
     return tokens * per_token / rate * machine.sharing(job.world)

@@ -62,11 +62,11 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
     workspace = engine.batched_tokens * dimensions.activation_bytes + logits + constants()["memory"]["engine"]
     # keys and values; a head that several ranks share is on each of them
     heads = max(model.groups / engine.tp, 1)
-    drafter = 0.0 if job.drafter is None else model.draft_head(job.drafter.taps) / engine.tp * engine.itemsize
+    head = 0 if job.drafter is None else model.draft_head(job.drafter.taps, job.drafter.drafted)
     layers = model.layers + (job.drafter is not None)
     return EngineMemory(
         weights=weights * engine.itemsize,
-        drafter=drafter,
+        drafter=head / engine.tp * engine.itemsize,
         graphs=_graphs(graphs, dimensions) if graphs is not None else 0.0,
         workspace=workspace,
         cache_token=2 * layers * heads * model.head_dim * engine.cache_itemsize,
@@ -86,7 +86,7 @@ def drafter_memory(job: Job) -> DrafterMemory | None:
     drafter, model, itemsize = job.drafter, job.model, job.actor.itemsize
     if drafter is None:
         return None
-    parameters = model.draft_head(drafter.taps)
+    parameters = model.draft_head(drafter.taps, drafter.drafted)
     shared = model.embeddings * itemsize
     tokens = drafter.max_tokens
     width = model.hidden * (drafter.taps + 1 if drafter.eagle3 else 1)

@@ -84,6 +84,8 @@ class DrafterJob:
     session_steps: int
     moments: int = 2
     """Tensors that its optimizer keeps per parameter: AdamW's two, unless the class is known to keep fewer."""
+    drafted: int | None = None
+    """Tokens that an EAGLE-3 head can draft; None for the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -219,5 +221,6 @@ def _drafter(config: TltConfig) -> DrafterJob | None:
         chunk_tokens=drafter.logit_chunk_tokens,
         entries_per_step=drafter.entries_per_step,
         session_steps=drafter.session_steps,
+        drafted=drafter.draft_vocab_size,
         moments=1 if drafter.optimizer.endswith((".SGD", ".Lion", ".Adagrad", ".RMSprop")) else 2,
     )

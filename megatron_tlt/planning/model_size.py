@@ -149,9 +149,9 @@ class ModelSize:
             return 2 * self.hidden**2 + layer
         return taps * self.hidden**2 + layer + self.hidden * (self.query + 2 * self.key)
 
-    def draft_head(self, taps: int = 0) -> int:
-        """Weights that a draft head learns; an EAGLE-3 head has its own output layer."""
-        return self.draft_layer(taps) + (self.vocabulary if taps else 0)
+    def draft_head(self, taps: int = 0, drafted: int | None = None) -> int:
+        """Weights that a draft head learns; an EAGLE-3 head has its own output layer, of ``drafted`` tokens or all."""
+        return self.draft_layer(taps) + (self.hidden * (drafted or self.vocab) if taps else 0)
 
 
 @dataclass(frozen=True)

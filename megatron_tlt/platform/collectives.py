@@ -10,7 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError, TltError
 from megatron_tlt.platform.device import current_device, world_size
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 
@@ -65,15 +65,17 @@ def any_rank(flag: bool) -> bool:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """A block whose RunError on one rank is raised on every rank, where the others would wait in a collective.
+    """A block whose ConfigError or RunError on one rank is raised on every rank; else the others would wait for it.
 
     The block must hold no collective that the failing rank leaves out.
     """
-    error: RunError | None = None
+    error: TltError | None = None
     try:
         yield
-    except RunError as caught:
+    except (ConfigError, RunError) as caught:
         error = caught
     if any_rank(error is not None):
-        messages = all_gather_data(str(error) if error else None, str | None)
-        raise RunError(next(message for message in messages if message is not None)) from error
+        mine = None if error is None else (isinstance(error, ConfigError), str(error))
+        everyone = all_gather_data(mine, tuple[bool, str] | None)
+        is_config, message = next(found for found in everyone if found is not None)
+        raise (ConfigError if is_config else RunError)(message) from error

@@ -176,3 +176,20 @@ def log_once(message: str) -> None:
     """A line on standard error from rank 0 only."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
+
+
+def show(line: str) -> None:
+    """A line of rank 0 for the user, once on the terminal and once in the log.
+
+    A launch writes the standard error of its ranks to a log file; rank 0's standard output stays on the terminal.
+    """
+    if rank() != 0:
+        return
+    print(line, file=sys.stderr, flush=True)
+    if not os.path.sameopenfile(1, 2):
+        print(line, flush=True)
+
+
+def warn(message: str) -> None:
+    """:func:`show` for a warning."""
+    show(f"warning: {message}")

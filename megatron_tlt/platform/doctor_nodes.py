@@ -22,10 +22,9 @@ import psutil
 
 from megatron_tlt.errors import TltError
 from megatron_tlt.platform.doctor import Check
-from megatron_tlt.platform.nodes import Nodes, node_name
+from megatron_tlt.platform.nodes import Nodes, busy_ports, node_name
 from megatron_tlt.platform.versions import installed_versions
 
-_PORTS = 2
 _MEETING_S = 120
 _VISIBLE_S = 30
 _SLOW_FILE_S = 1.0
@@ -103,16 +102,11 @@ def check_ports(nodes: Nodes) -> Iterator[Check]:
     """On the first node, whether the ports of the rendezvous are free."""
     if nodes.index:
         return
-    for port in range(nodes.port, nodes.port + _PORTS):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                advice = "another job on this node? another TLT_PORT"
-                yield Check("ports", "fail", f"port {port} of the rendezvous: {error.strerror}", advice)
-                return
-    yield Check("ports", "ok", f"{nodes.port} and the next are free for the rendezvous")
+    busy = busy_ports(nodes)
+    for line in busy:
+        yield Check("ports", "fail", line, "another job on this node? choose other ports")
+    if not busy:
+        yield Check("ports", "ok", f"{nodes.port} and the next are free for the rendezvous")
 
 
 class Meeting:

@@ -1,7 +1,8 @@
 """Files that are either wholly there or not there at all.
 
-Everything is written under a temporary sibling name (``.<name>.tmp-<pid>...``), flushed to the disk and renamed; a full
-disk is a RunError that names the path and the bytes wanted, and leaves nothing half written.
+Everything is written under a temporary sibling name (``.<name>.tmp-<owner>-<n>``), flushed to the disk and renamed; a
+full disk is a RunError that names the path and the bytes wanted, and leaves nothing half written. The owner in the name
+tells other processes whether the writer is alive (``platform/owner.py``).
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.owner import Owner
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # torch's zip writer reports a full disk as a bare RuntimeError with one of these; it is put down to the disk where
@@ -22,11 +27,55 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
 _PRACTICALLY_FULL = 1 << 20
 _serial = itertools.count()
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<owner>[^/]+)-\d+")
+# A temporary whose writer cannot be asked (another host, an older release) counts as abandoned when nothing in it has
+# changed for so long. A writer writes or hashes all the time, so hours would do; clocks of hosts may differ.
+ABANDONED_AFTER_S = 24 * 3600.0
 
 
 def temporary_sibling(path: Path, kind: str = "tmp") -> Path:
     """A hidden name beside ``path``, unique to this process and call."""
-    return path.with_name(f".{path.name}.{kind}-{os.getpid()}-{next(_serial)}")
+    return path.with_name(f".{path.name}.{kind}-{Owner.current().text}-{next(_serial)}")
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """What :func:`temporary_sibling` named: ``path`` belongs to ``name`` beside it, ``kind`` is "tmp" or "old"."""
+
+    path: Path
+    name: str
+    kind: str
+    owner: Owner | None
+
+    @classmethod
+    def at(cls, path: Path) -> Temporary | None:
+        """None where ``path`` has no such name. ``owner`` is None in a name that an older release gave."""
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            return None
+        owner = None
+        with contextlib.suppress(ValueError):
+            owner = Owner.parse(match["owner"])
+        return cls(path, match["name"], match["kind"], owner)
+
+    def is_abandoned(self) -> bool:
+        """Whether its writer is dead, or, where that cannot be known, nothing has changed for a day."""
+        alive = self.owner.is_alive() if self.owner is not None else None
+        if alive is not None:
+            return not alive
+        return time.time() - self.last_change > ABANDONED_AFTER_S
+
+    @property
+    def last_change(self) -> float:
+        """Unix time of the newest change to it or to anything below it."""
+        paths = [str(self.path)]
+        for folder, subfolders, files in os.walk(self.path):
+            paths += [os.path.join(folder, name) for name in (*subfolders, *files)]
+        newest = 0.0
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # a live writer's files come and go
+                newest = max(newest, os.lstat(path).st_mtime)
+        return newest
 
 
 def free_bytes(path: Path) -> int | None:

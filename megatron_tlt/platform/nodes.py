@@ -23,6 +23,7 @@ from megatron_tlt.errors import ConfigError, RunError
 _HOW = "slurm/train.sbatch starts one launcher per node, and slurm/node.sh says how to do so by hand"
 _JOIN_TIMEOUT_S = 300
 _DISCARD_PORT = 9
+_PORTS = 2
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,22 @@ class Nodes:
             "NCCL_SOCKET_IFNAME": self.interface,
             "VLLM_HOST_IP": self.address,
         }
+
+
+def busy_ports(nodes: Nodes) -> list[str]:
+    """On the first node, one line per port of the rendezvous that another process uses."""
+    lines = []
+    for port in range(nodes.port, nodes.port + _PORTS) if nodes.index == 0 else ():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                lines.append(
+                    f"TLT_RENDEZVOUS: port {port} on {node_name()}: {error.strerror}; allowed: {_PORTS} free ports in "
+                    "a row, by another TLT_RENDEZVOUS=host:port, or under Slurm another TLT_PORT"
+                )
+    return lines
 
 
 def node_index(environ: Mapping[str, str] = os.environ) -> int:

@@ -29,6 +29,8 @@ def wire_dtype(tensor: str, actor: torch.dtype, engine: torch.dtype) -> torch.dt
     Raises:
         RunError: the engine keeps it in a form that nobody registered a quantization for.
     """
+    if engine == actor:
+        return engine
     if engine not in _PLAIN and engine not in QUANTIZATIONS:
         raise RunError(
             f"{tensor}: the engine keeps it as {engine}, the actor as {actor}; allowed: "

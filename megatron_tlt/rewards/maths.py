@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import re
 
-from megatron_tlt.rewards.extract import boxed_answer, marked_answer
+from megatron_tlt.rewards.answers import parsed, parsed_answer, same_answer, same_value
+from megatron_tlt.rewards.extract import final_answer, formatted_answer
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.tasks.wording import ANSWER_IN
 
 _TAIL_CHARACTERS = 500  # without a marker or a box, an answer is looked for at the end only
+_HEADING = re.compile(r"^\s*#+\s.*$", re.MULTILINE)
+_NUMBER = r"-?\d[\d.]*"
+_LIST_AT_END = re.compile(
+    rf"(?<![\w.,])({_NUMBER}(?:(?:\s*,\s*(?:and\s+|or\s+)?|\s+(?:and|or)\s+){_NUMBER})+)\W*$", re.ASCII
+)
 
 
 def load() -> None:
     """Imports the library and parses once (seconds), so that the first verification is as quick as the rest."""
     _quiet()
-    _expressions(r"\frac{1}{2}")
+    parsed(r"\frac{1}{2}")
 
 
 def _quiet() -> None:
@@ -25,40 +32,34 @@ def _quiet() -> None:
 
 
 def verify(problem: Problem, response: str) -> Reward:
-    """1 when the final answer equals ``problem.answer`` mathematically, else 0.
+    """1 when the final answer equals ``problem.answer`` mathematically (see ``same_answer``), else 0.
 
-    The answer is what follows ``####``, else the last ``\\boxed{}``, else the last expression near the end. Takes as
-    long as it takes: run it in a RewardPool.
+    The answer is what the task's ``answer_format`` asks for; without one what ``final_answer`` finds marked, else the
+    last expression near the end. Takes as long as it takes:
+    run it in a RewardPool.
     """
     _quiet()
-    from math_verify import parse
-    from math_verify import verify as equal
-
-    extracted = marked_answer(response) or boxed_answer(response)
-    if extracted is not None:
-        if _plain(extracted) == _plain(problem.answer):
-            return Reward(1.0, True, extracted)
-        given = _expressions(extracted)
-    else:
-        given = list(parse(response[-_TAIL_CHARACTERS:], parsing_timeout=None))
-        if not given:
+    if ANSWER_IN in problem.metadata:
+        found = formatted_answer(response, problem.metadata[ANSWER_IN])
+        if found is None:
             return Reward(0.0, False)
-        extracted = str(given[-1])
-    wanted = _expressions(problem.answer)
-    correct = bool(given and wanted) and bool(equal(wanted, given, timeout_seconds=None))
-    return Reward(float(correct), correct, extracted)
+    else:
+        found = final_answer(response)
+    if found is None:
+        return _verify_unmarked(problem.answer, response[-_TAIL_CHARACTERS:])
+    correct = same_answer(problem.answer, found)
+    return Reward(float(correct), correct, found or None)
 
 
-def _expressions(answer: str) -> list[Any]:
-    """What a text that is nothing but an answer says; empty when that is no mathematics.
-
-    Read as a whole first: looking for expressions *in* it would find only the 1 of x^2+2x+1.
-    """
+def _verify_unmarked(answer: str, end: str) -> Reward:
     from math_verify import parse
 
-    whole = [] if "$" in answer else parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-    return list(whole or parse(answer, parsing_timeout=None))
-
-
-def _plain(text: str) -> str:
-    return text.replace(",", "").replace("$", "").replace(" ", "").rstrip(".")
+    end = _HEADING.sub("", end).rstrip()
+    if listed := _LIST_AT_END.search(end):  # math-verify would take the last of "1, 2" alone
+        correct = same_answer(answer, listed[1])
+        return Reward(float(correct), correct, listed[1])
+    given = list(parse(end, parsing_timeout=None))
+    if not given:
+        return Reward(0.0, False)
+    correct = same_value(parsed_answer(answer), given)
+    return Reward(float(correct), correct, str(given[-1]))

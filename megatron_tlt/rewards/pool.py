@@ -5,17 +5,24 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rewards import process
 from megatron_tlt.rewards.process import WorkerDied, WorkerProcess
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rewards.verifiers import VERIFIERS, check_verifier
 from megatron_tlt.tasks.types import Problem
 
 logger = logging.getLogger(__name__)
+
+_CHECK_EVERY_S = 1.0
+
+#: How long after its limits a verdict may come: a worker that hangs is killed and waited for.
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,8 @@ class RewardPool:
 
     One thread per process hands it jobs and watches the clock. A process that exceeds ``timeout_s`` is killed and
     replaced, its response gets 0. ``verifiers`` names those to load (default: all); their libraries' imports take
-    seconds, once per process, and count as part of no verification.
+    seconds, once per process, and count as part of no verification. Once a thread fails, ``submit`` and ``collect``
+    raise RunError.
     """
 
     def __init__(self, workers: int, timeout_s: float, verifiers: Sequence[str] | None = None) -> None:
@@ -72,7 +80,7 @@ class RewardPool:
         """Queues one response; returns at once.
 
         Raises ConfigError for a verifier that is not loaded, ValueError for a key that is not collected yet,
-        RuntimeError when the pool is closed.
+        RunError when the pool has failed, RuntimeError when it is closed.
         """
         if problem.verifier not in self._verifiers:
             raise ConfigError(
@@ -82,6 +90,8 @@ class RewardPool:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
+            if self._failure is not None:
+                raise self._failure
             if key in self._pending or key in self._done:
                 raise ValueError(f"reward key {key!r} is in use already")
             self._pending.add(key)
@@ -90,10 +100,18 @@ class RewardPool:
     def collect(self) -> dict[Hashable, Reward]:
         """Waits for everything submitted and gives every reward not collected before.
 
-        Raises RunError when a worker cannot be started.
+        Raises RunError when a worker cannot be started, a serving thread has failed, or no verdict comes for longer
+        than one can take: ``timeout_s`` and the start of a worker.
         """
+        limit_s = self._timeout_s + process.START_LIMIT_S + _GRACE_S
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending or self._failure is not None or self._closed)
+            verified, last = self._counts.verified, time.monotonic()
+            while self._pending and self._failure is None and not self._closed:
+                self._changed.wait(_CHECK_EVERY_S)
+                if self._counts.verified != verified:
+                    verified, last = self._counts.verified, time.monotonic()
+                elif self._pending:
+                    self._check_progress(time.monotonic() - last, limit_s)
             if self._failure is not None:
                 raise self._failure
             done, self._done = self._done, {}
@@ -121,6 +139,17 @@ class RewardPool:
     ) -> None:
         self.close()
 
+    def _check_progress(self, waited_s: float, limit_s: float) -> None:
+        if self._failure is not None:
+            return
+        count = f"{len(self._pending)} response{'s' if len(self._pending) > 1 else ''}"
+        if not any(thread.is_alive() for thread in self._threads):
+            self._failure = RunError(f"reward pool: {count} without a verdict, and no thread that serves them is alive")
+        elif waited_s > limit_s:
+            self._failure = RunError(
+                f"reward pool: no verdict for {waited_s:.0f} s, allowed are {limit_s:g} s; {count} outstanding"
+            )
+
     def _start(self) -> WorkerProcess:
         return WorkerProcess(self._verifiers, self._timeout_s)
 
@@ -129,10 +158,10 @@ class RewardPool:
             self._active[index].wait_ready()
             while not self._closed and (job := self._jobs.get()) is not None:
                 self._finish(job[0], self._verify(index, *job))
-        except RunError as error:
+        except Exception as error:  # whatever it is, this thread serves no longer and must not be waited for
             with self._changed:
-                if not self._closed:
-                    self._failure = error
+                if not self._closed and self._failure is None:
+                    self._failure = error if isinstance(error, RunError) else RunError(f"reward pool: {error!r}")
                 self._changed.notify_all()
         finally:
             self._active[index].close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_tlt.tasks.types import Problem
 
 #: Importing the verifiers' libraries takes 12 s from a cold disk and far longer on a busy machine; it is not counted as
 #: verification.
-_START_LIMIT_S = 300.0
+START_LIMIT_S = 300.0
 
 _MODULE = "megatron_tlt.rewards.worker"
 
@@ -55,7 +55,7 @@ class WorkerProcess:
         if self._ready:
             return
         try:
-            self._read(_START_LIMIT_S)
+            self._read(START_LIMIT_S)
         except (WorkerDied, TimeoutError) as error:
             self.kill()
             raise RunError(f"reward worker did not start: {error}; its own message stands above") from error
@@ -100,9 +100,13 @@ class WorkerProcess:
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            # wait() polls: select() refuses descriptors above 1,023, which a large engine has.
+            if left <= 0 or not wait([descriptor], left):
                 raise TimeoutError(f"no answer within {limit_s:g} s")
-            chunk = os.read(descriptor, 1 << 16)
+            try:
+                chunk = os.read(descriptor, 1 << 16)
+            except OSError as error:
+                raise WorkerDied(str(error)) from error
             if not chunk:
                 raise WorkerDied(self._status())
             self._buffer += chunk

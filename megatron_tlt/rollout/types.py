@@ -109,7 +109,8 @@ class StepRecord:
     """One engine step: when it began (seconds since the rollout began), how long it took, and what was in it.
 
     Its drafts were proposed under ``strategy``, at the end of an earlier step; at its own end drafts were proposed
-    under ``next_strategy``. ``prefilled``: tokens of a prompt were computed in it.
+    under ``next_strategy``. ``prefilled``: tokens of a prompt were computed in it. ``accepted_per_position[i]`` counts
+    the requests whose (i+1)-th draft token was accepted, ``num_drafts`` those that had any draft.
     """
 
     start: float
@@ -121,6 +122,8 @@ class StepRecord:
     strategy: Strategy = OFF
     next_strategy: Strategy = OFF
     prefilled: bool = False
+    accepted_per_position: tuple[int, ...] = ()
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)

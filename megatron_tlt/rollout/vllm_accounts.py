@@ -10,7 +10,8 @@ from megatron_tlt.rollout.types import DraftStats
 
 @dataclass
 class StepAccount:
-    """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch.
+    """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch, and
+    ``num_drafts``, those of them that had drafts.
 
     ``prefilled``: tokens of a prompt (or of a preempted request, again) were computed in it.
     """
@@ -19,7 +20,9 @@ class StepAccount:
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_drafts: int = 0
     prefilled: bool = False
+    accepted_per_position: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -53,17 +56,20 @@ class SchedulerAccounts:
         self._upstream = scheduler.update_from_output
         self._width = num_speculative_tokens
         self._requests: dict[str, _RequestAccount] = {}
-        self._step = StepAccount()
+        self._step = self._empty_step()
         scheduler.update_from_output = self._update_from_output
+
+    def _empty_step(self) -> StepAccount:
+        return StepAccount(accepted_per_position=[0] * self._width)
 
     def clear(self) -> None:
         """Forget everything (before a rollout)."""
         self._requests.clear()
-        self._step = StepAccount()
+        self._step = self._empty_step()
 
     def take_step(self) -> StepAccount:
         """The account of the steps since the last call."""
-        step, self._step = self._step, StepAccount()
+        step, self._step = self._step, self._empty_step()
         return step
 
     def take_request(self, internal_id: str) -> DraftStats:
@@ -104,5 +110,7 @@ class SchedulerAccounts:
         account.num_accepted_tokens += accepted
         for position in range(accepted):
             account.accepted_per_position[position] += 1
+            self._step.accepted_per_position[position] += 1
+        self._step.num_drafts += 1
         self._step.num_draft_tokens += drafts
         self._step.num_accepted_tokens += accepted

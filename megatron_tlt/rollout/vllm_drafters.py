@@ -23,15 +23,17 @@ def read_drafter_weights(
     Args:
         drafter: vLLM's proposer.
         target: the model it drafts for; an embedding or output head that is the target's own is left out.
-        names: of the tensors in the drafter's folder. Its table of a reduced vocabulary is fixed and left out.
+        names: of the tensors in the drafter's folder.
 
     Raises:
         RunError: a parameter that the folder does not have.
     """
     model = drafter.model
     model = model.unwrap() if hasattr(model, "unwrap") else model
-    fixed = [getattr(model, "draft_id_to_target_id", None)]
-    without = {id(param) for param in (*target.parameters(), *fixed) if param is not None}
+    table = getattr(model, "draft_id_to_target_id", None)  # of a reduced vocabulary; whole on every rank
+    if table is not None:
+        yield "d2t", table.data, None
+    without = {id(param) for param in (*target.parameters(), table) if param is not None}
     for name, tensor, shard in read_weights(model, without):
         short = name.removeprefix("model.")
         # EAGLE-3 folders call their first layer so; a few, like vLLM, do not

@@ -19,7 +19,9 @@ from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.reshard.interface import Part
 from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.chooser import StrategyChooser
+from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts
+from megatron_tlt.rollout.token_drafters import token_drafters_of
 from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, agree
@@ -27,7 +29,7 @@ from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_paddin
 from megatron_tlt.rollout.vllm_drafters import MODEL_DRAFTERS, read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
-from megatron_tlt.rollout.vllm_strategies import StrategySwitch, token_drafters_of
+from megatron_tlt.rollout.vllm_strategies import StrategySwitch
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
 from megatron_tlt.speculation.strategy import Strategy
@@ -86,16 +88,15 @@ class VllmEngine:
         self._tp_rank = dist.get_rank() % self._tp_size
         self._llm = self._build(model_path, rollout, speculation, seed)
         self._tp_group = vllm_setup.engine_group()
-        core = self._llm.engine_core.engine_core
+        self._scheduler = self._llm.engine_core.engine_core.scheduler
         self._runner = vllm_setup.model_runner_of(self._llm)
         check_experts(self._runner.get_model())
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation.enabled else 0
         draft_without_padding(
-            core.scheduler, self.num_speculative_tokens, self._llm.vllm_config.scheduler_config.max_num_seqs
+            self._scheduler, self.num_speculative_tokens, self._llm.vllm_config.scheduler_config.max_num_seqs
         )
-        self._scheduler = core.scheduler
         self.token_drafters = token_drafters_of(speculation) | dict(token_drafters or {})
         self._switch = StrategySwitch(
             self._runner,
@@ -114,7 +115,7 @@ class VllmEngine:
             versions[DRAFTER] = 0
             self._drafter_names = set(SafetensorsFolder(speculation.path).names)
         self._versions = WeightVersions(versions)
-        self._accounts = SchedulerAccounts(core.scheduler, self.num_speculative_tokens)
+        self._accounts = SchedulerAccounts(self._scheduler, self.num_speculative_tokens)
 
     @staticmethod
     def _build(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> Any:
@@ -134,7 +135,13 @@ class VllmEngine:
                 return LLMEngine.from_engine_args(config)
             except (ValueError, TypeError) as error:
                 # vLLM's own validation of its arguments against the model; its messages are long, but name the field
-                raise ConfigError(f"vLLM refused rollout.vllm: {' '.join(str(error).split())}") from error
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"vLLM refused rollout.vllm: {reason}{vllm_setup.cache_hint(reason)}") from error
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The engine's ranks, over CPU tensors; None where it is one rank."""
+        return self._tp_group
 
     def generate(
         self,
@@ -153,7 +160,7 @@ class VllmEngine:
 
         Raises:
             ConfigError: a prompt or a length limit that does not fit; raised before anything is generated.
-            RunError: the weights are not whole (``versions``), now or after a callback.
+            RunError: the weights are not whole (``versions``), now or after a callback; vLLM dropped a request.
         """
         self._check_weights()
         check_requests(requests, self._rollout.max_prompt_tokens, self.max_model_len, self.vocab_size)
@@ -195,6 +202,8 @@ class VllmEngine:
                         name = rollout.aborted.pop(0)
                         if name in rollout.internal_of:
                             finish(name, abort_request(self._llm, rollout.internal_of[name]), now)
+                for name in rollout.internal_of:
+                    raise RunError(f"request {name}: vLLM ended it without a response")
             finally:
                 self._rollout_state = None
                 if rollout.internal_of:  # a callback or a signal cut the rollout short: leave the engine empty
@@ -222,6 +231,8 @@ class VllmEngine:
             strategy=verified,
             next_strategy=self._switch.drafted_under,
             prefilled=step.prefilled,
+            accepted_per_position=tuple(step.accepted_per_position),
+            num_drafts=step.num_drafts,
         )
 
     def _respond(self, request: Request, internal_id: str, completion: Any, now: float) -> Response:
@@ -257,6 +268,10 @@ class VllmEngine:
     def drafters(self) -> tuple[str, ...]:
         """Drafters that a strategy for this engine may name, "off" included."""
         return self._switch.drafters
+
+    def record_into(self, recorded: RecordedStates | None) -> None:
+        """Keep there what the drafter model reads of each request, while it ``records``; None: nowhere."""
+        self._switch.recorded = recorded
 
     @property
     def skipped(self) -> SkippedCounts:

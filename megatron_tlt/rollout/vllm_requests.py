@@ -10,6 +10,8 @@ from typing import Any
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import DraftStats, Request, Response
 
+_FINISH_REASONS = ("stop", "length", "abort")
+
 
 def check_requests(requests: Sequence[Request], max_prompt_tokens: int, max_model_len: int, vocab_size: int) -> None:
     """Refuse by name what does not fit.
@@ -46,7 +48,7 @@ def add_request(llm: Any, request: Request) -> str:
     """Queue a request; returns vLLM's own id for it.
 
     Raises:
-        ConfigError: vLLM refuses its sampling, or stop strings without a tokenizer in the model folder.
+        ConfigError: vLLM refuses or changes its sampling, or stop strings without a tokenizer in the model folder.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
@@ -69,6 +71,12 @@ def add_request(llm: Any, request: Request) -> str:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        if params.temperature != sampling.temperature:
+            # the actor scores responses at the temperature that was asked for
+            raise ConfigError(
+                f"request {request.request_id}: temperature {sampling.temperature}; allowed: 0, or at least "
+                f"{params.temperature}, which vLLM would take instead"
+            )
         prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
         return str(llm.add_request(request.request_id, prompt, params))
     except (ValueError, VLLMClientError) as error:
@@ -94,10 +102,15 @@ def to_response(request: Request, completion: Any, draft: DraftStats, now: float
     """A response from vLLM's CompletionOutput.
 
     Raises:
-        RunError: the accounts have another number of tokens than vLLM.
+        RunError: the accounts have another number of tokens than vLLM, or a fault in vLLM ended the request.
     """
     tokens = tuple(completion.token_ids)
     reason = str(completion.finish_reason)
+    if reason not in _FINISH_REASONS:
+        raise RunError(
+            f"request {request.request_id}: vLLM ended it with {reason!r} after {len(tokens)} tokens; "
+            f"allowed: {', '.join(_FINISH_REASONS)}"
+        )
     if isinstance(completion.stop_reason, str) and len(tokens) <= draft.num_tokens:
         # a stop string is found behind the engine's accounts, which may have had more of the step's tokens
         draft = dataclasses.replace(draft, num_tokens=len(tokens))

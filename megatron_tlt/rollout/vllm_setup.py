@@ -246,7 +246,8 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
     """Keyword arguments for vLLM's EngineArgs: what this room fixes, its defaults, then ``rollout.vllm``.
 
     Raises:
-        ConfigError: no such model folder, or a key of ``rollout.vllm`` that is ours or unknown.
+        ConfigError: no such model folder, a key of ``rollout.vllm`` that is ours or unknown, or a size of the CPU's KV
+            cache that is no number.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -281,12 +282,29 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         args["max_num_batched_tokens"] = max(
             _CPU_BATCHED_TOKENS, rollout.vllm.get("max_model_len", args["max_model_len"])
         )
-        args["kv_cache_memory_bytes"] = int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) * _GIB
+        args["kv_cache_memory_bytes"] = _cpu_cache_gib() * _GIB
     else:
         args["enable_sleep_mode"] = True
         args["moe_backend"] = "triton"  # of the kernels that leave experts' weights plain; dense models ignore it
         args |= _graph_args(rollout, speculation)
     return args | rollout.vllm
+
+
+def _cpu_cache_gib() -> int:
+    found = os.environ["VLLM_CPU_KVCACHE_SPACE"]
+    if not found.isdecimal():
+        raise ConfigError(f"VLLM_CPU_KVCACHE_SPACE: found {found!r}; allowed: whole GiB")
+    return int(found)
+
+
+def cache_hint(reason: str) -> str:
+    """What to add to vLLM's refusal of a KV cache: on a CPU its own advice has no effect here."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or "KV cache" not in reason:
+        return ""
+    size = f"VLLM_CPU_KVCACHE_SPACE, {_cpu_cache_gib()} GiB"
+    return f" (here the cache's size is {size}, or rollout.vllm.num_gpu_blocks_override)"
 
 
 def _graph_args(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any]:

@@ -11,45 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_tlt.config.speculation import SkippedConfig, SpeculationConfig
+from megatron_tlt.config.speculation import SkippedConfig
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.rollout.adaptive import strategies_of
+from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedStates
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
-from megatron_tlt.speculation.ngram import NgramConfig, NgramDrafter
 from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
-from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
-from megatron_tlt.speculation.suffix_tree import SpeculationRule
 from megatron_tlt.speculation.token_drafter import TokenDrafter
-
-
-def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]:
-    """The drafters without a model that a section's strategies name."""
-    named = {strategy.drafter for strategy in strategies_of(speculation)}
-    ngram, suffix = speculation.ngram, speculation.suffix
-    found: dict[str, TokenDrafter] = {}
-    if "ngram" in named:
-        found["ngram"] = NgramDrafter(
-            NgramConfig(
-                min_n=ngram.prompt_lookup_min,
-                max_n=ngram.prompt_lookup_max,
-                max_draft=speculation.num_speculative_tokens,
-            )
-        )
-    if "suffix" in named:
-        found["suffix"] = SuffixDrafter(
-            SuffixConfig(
-                scope=suffix.scope,
-                own_tree=suffix.own_tree,
-                max_depth=suffix.max_depth,
-                window=suffix.window,
-                epoch_decay=suffix.epoch_decay,
-                max_bytes=suffix.max_bytes,
-                rule=SpeculationRule(suffix.factor, suffix.offset, suffix.min_probability),
-            )
-        )
-    return found
 
 
 class NoProposer:
@@ -142,6 +111,8 @@ class StrategySwitch:
         self.drafted_under = OFF
         # False while the head's weights are not whole: it then takes no part, not even in prompts
         self.head_is_whole = True
+        # where what the head reads goes too, for whoever learns from it
+        self.recorded: RecordedStates | None = None
         if not num_tokens:
             return
         self._head = DrafterHead(runner) if head else None
@@ -191,6 +162,8 @@ class StrategySwitch:
         """The engine has queued a request, under vLLM's id."""
         # without a key it is a problem of its own: nothing before it and beside it has a part in its drafts
         self._tracked[internal_id] = _Tracked(request, request.problem_key or f"request {next(self._unique)}")
+        if self.recorded is not None:
+            self.recorded.start(internal_id, request.request_id, request.prompt_token_ids)
 
     def finish(self, internal_id: str, response: Sequence[int]) -> None:
         """The request has ended with this response.
@@ -198,12 +171,15 @@ class StrategySwitch:
         Token drafters learn from all responses to a problem, whatever was in force.
         """
         tracked = self._tracked.pop(internal_id)
-        tokens = np.array((*tracked.request.prompt_token_ids, *response))
         for name, drafter in self._token_drafters.items():
-            if tracked.request.problem_key or name in tracked.seen:
-                self._feed(name, tracked, tokens)
+            if name in tracked.seen:
+                self._feed(name, tracked, np.array((*tracked.request.prompt_token_ids, *response)))
                 drafter.finish(tracked.request.request_id)
+            elif tracked.request.problem_key:
+                drafter.learn(tracked.problem, tracked.request.prompt_token_ids, response)
         self._forget(internal_id)
+        if self.recorded is not None:
+            self.recorded.finish(internal_id, response)
 
     def _feed(self, name: str, tracked: _Tracked, tokens: np.ndarray[Any, Any]) -> None:
         """Give a token drafter what it has not seen of a request's ``tokens`` (length,), prompt included."""
@@ -226,6 +202,8 @@ class StrategySwitch:
             for name in tracked.seen:
                 self._token_drafters[name].finish(tracked.request.request_id)
             self._forget(internal_id)
+            if self.recorded is not None:
+                self.recorded.forget(internal_id)
         self._tracked.clear()
         self.drafted_under = OFF
 
@@ -276,15 +254,19 @@ class StrategySwitch:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.strategy == OFF and self._head is None:
             return drafts
-        features = None
+        features, rows = None, None
         if self._head is not None:
             states = aux_hidden_states if self._runner.use_aux_hidden_state_outputs else [hidden_states]
             assert states is not None, "the target was not built to give auxiliary hidden states"
             total = scheduler_output.total_num_scheduled_tokens  # without a CUDA graph's padding
             features = torch.cat([part[:total] for part in states], dim=-1) if len(states) > 1 else states[0][:total]
+            if self.recorded is not None and self.recorded.records:
+                rows = self._rows(scheduler_output, sampled_token_ids)
+                self._record(rows, features, hidden_states)
             if self.strategy == OFF and self._skip_plain_step(features, len(drafts)):
                 return drafts
-        rows = self._rows(scheduler_output, sampled_token_ids)
+        if rows is None:
+            rows = self._rows(scheduler_output, sampled_token_ids)
         if features is not None:
             self._use_head(rows, features, common_attn_metadata, sampling_metadata, drafts)
         if self.strategy.drafter in self._token_drafters:
@@ -308,6 +290,14 @@ class StrategySwitch:
             rows.append(_Row(index, internal_id, start, length, offset, prompt, num_tokens, limit, room < 1))
             offset += scheduled
         return rows
+
+    def _record(self, rows: list[_Row], features: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Keep what the head reads of a step, the target's states behind its final norm last."""
+        assert self.recorded is not None
+        states = features
+        if self._runner.use_aux_hidden_state_outputs:
+            states = torch.cat([features, hidden[: len(features)]], dim=-1)
+        self.recorded.add(states, [(row.internal_id, row.start, row.offset, row.length) for row in rows])
 
     def _room(self, internal_id: str, num_tokens: int) -> int:
         """Drafts that fit behind so many tokens: the verifier adds a token of its own."""

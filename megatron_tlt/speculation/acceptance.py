@@ -4,216 +4,245 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
 
 _UNKNOWN = 0.5
-"""Chance of a draft token to be accepted that is assumed of a drafter never seen."""
-_HOPE = 0.5
+"""Acceptance assumed of the first draft token of a drafter never seen."""
+_PRIOR_WEIGHT = 0.25
 """Requests' steps that this guess counts for."""
-_LIKE = 60.0
-"""Requests' steps that the drafter's other strategies count for at most, each."""
-_MOST = 8
-"""Requests' steps that one engine step counts for at most: a few sequences are not the many that follow."""
+_NEXT_WEIGHT, _NEXT_SHARE = 12.0, 0.5
+"""A position counts for the next one: with this share of its evidence, of which at most this much."""
+_MAX_WEIGHT = 8
+"""Requests' steps that one engine step counts for at most: its requests are not a sample of all that follow."""
 _CLUSTER = 1.5
-"""Steps of one sequence resemble each other: variances of means are larger by this."""
+"""Steps of one sequence resemble each other: variances of means are larger by this factor."""
 _FADING = 0.002
-"""A mean of so long ago as 1 / _FADING steps says no more than one request's step of now: drafters change meanwhile."""
+"""A mean from 1 / _FADING steps ago counts for at most one request's step of now: drafters change meanwhile."""
 _RECENT = 0.5 ** (1.0 / 10.0)
 _RENEWED = 20.0
-"""Requests' steps that all that is known of a strategy counts for at most once its drafter has a new version."""
+"""Requests' steps that the knowledge of a drafter counts for at most once it has a new version."""
+_AFTER_DRIFT = 0.02
+"""Share of its evidence that a position without recent steps keeps when its drafter has drifted."""
+_FEWEST = 6.0
+"""Requests' steps without which neither the recent nor the earlier ones say anything of a drift."""
+_LEAST_VARIANCE = 0.04
+"""Of one acceptance in the test for a drift: a token that was always accepted is not certain to be."""
 
 
 @dataclass
-class _Sums:
-    """Discounted: requests' steps, those of them that had drafts, and their accepted tokens."""
+class _Position:
+    """One position of a drafter's chains, counted in requests' steps, discounted.
 
-    samples: float = 0.0
-    drafted: float = 0.0
+    ``reached``: its token could be verified, as the budget allowed it and the tokens before it were accepted.
+    ``accepted``: so was its own. ``recent_*``: the part of both that comes from the latest steps. ``seen``: the clock
+    of its last step.
+    """
+
+    reached: float = 0.0
     accepted: float = 0.0
+    recent_reached: float = 0.0
+    recent_accepted: float = 0.0
+    seen: int = 0
 
     def decay(self, factor: float) -> None:
-        self.samples *= factor
-        self.drafted *= factor
+        self.reached *= factor
         self.accepted *= factor
 
-    def add(self, samples: float, drafted: float, accepted: float) -> None:
-        self.samples += samples
-        self.drafted += drafted
+    def decay_recent(self, factor: float) -> None:
+        self.recent_reached *= factor
+        self.recent_accepted *= factor
+
+    def add(self, reached: float, accepted: float) -> None:
+        self.reached += reached
         self.accepted += accepted
-
-
-def chain_moments(alpha: float, num_tokens: int) -> tuple[float, float]:
-    """First two moments of the tokens accepted of a chain, each one with chance ``alpha`` if the one before it was."""
-    mean = square = 0.0
-    power = 1.0
-    for i in range(num_tokens):
-        power *= alpha
-        mean += power
-        square += (2 * i + 1) * power
-    return mean, square
-
-
-def implied_alpha(accepted: float, num_tokens: int) -> float:
-    """The ``alpha`` under which ``accepted`` of a chain's ``num_tokens`` are accepted on average."""
-    low, high = 0.0, 1.0
-    for _ in range(16):
-        alpha = (low + high) / 2
-        if alpha * (1.0 - alpha**num_tokens) / (1.0 - alpha) < accepted:
-            low = alpha
-        else:
-            high = alpha
-    return (low + high) / 2
+        self.recent_reached += reached
+        self.recent_accepted += accepted
 
 
 class AcceptanceLengths:
-    """Tokens per request and step, by strategy, whatever the batch: verification sees each sequence for itself.
+    """Tokens per request and step of any strategy under any draft budgets.
 
-    A drafter finds drafts for a share of the requests, and their tokens are accepted one by one with chance alpha; both
-    are learnt from all strategies of a drafter, the one in question first. Old steps are discounted over all steps
-    (``half_life``), and those of a strategy unused for long count for little. Where the latest steps of a strategy
-    contradict the earlier ones by ``drift`` standard deviations, the drafter has changed: all of its strategies drop
-    what is older. Of a strategy by length it is the gain of requests that may have drafts: the batch ends with them.
+    Verification sees each sequence for itself, so nothing here depends on the batch. For each position of a drafter's
+    chains it learns how often the token is accepted where those before it are. A missing draft counts as rejected, the
+    end of a request's budget does not count. All strategies of a drafter share this. A request with budget b then gains
+    ``1 + sum over j <= b of P(the first j drafts are accepted)``.
+
+    Old steps are discounted over all steps (``half_life``), and positions unused for long count for little. Where the
+    latest steps of a drafter contradict the earlier ones by ``drift`` standard deviations (log-rank test over its
+    positions), the drafter has changed and what is older is dropped.
     """
 
     def __init__(self, half_life: float = 300.0, drift: float = 3.5) -> None:
         self._decay = 0.5 ** (1.0 / half_life)
         self._drift = drift
         self._clock = 0
-        self._all: dict[Strategy, _Sums] = {}
-        self._recent: dict[Strategy, _Sums] = {}
-        self._seen: dict[Strategy, int] = {}
+        self._positions: dict[str, list[_Position]] = {}
+        self._chains: dict[str, list[tuple[float, float]]] = {}
         self.drifts = 0
-        self._alphas: dict[Strategy, float] = {}
-        self._known: dict[str, list[tuple[Strategy, float, float, float]]] = {}
 
     def observe(self, step: StepObservation) -> bool:
-        """Take in a step; whether it gave a drift away."""
+        """Take in a step; whether it reveals a drift."""
         self._clock += 1
-        self._known.clear()
         strategy = step.strategy
-        if strategy == OFF:
+        self._chains.clear()  # evidence ages with each step
+        allowed = (step.batch,) * strategy.num_tokens if step.budgets is None else step.budgets.at_least
+        if not allowed:
             return False
-        self._alphas.pop(strategy, None)
-        everything = self._all.setdefault(strategy, _Sums())
-        recent = self._recent.setdefault(strategy, _Sums())
-        if everything.samples:
-            everything.decay(self.evidence(strategy) / everything.samples)
-            recent.decay(min(_RECENT, everything.samples / max(recent.samples, everything.samples)))
-        self._seen[strategy] = self._clock
-        if step.num_draft_tokens:
-            drafted, accepted = step.num_draft_tokens / strategy.num_tokens, float(step.num_accepted_tokens)
-        else:
-            accepted = float(step.num_tokens - step.batch)
-            drafted = float(step.batch) if accepted else 0.0
-        # by length, those that may have none end early anyway: what counts is how the others get on
-        samples = step.num_offered_tokens / strategy.num_tokens if strategy.by_length else float(step.batch)
-        weight = min(samples, _MOST) / samples if samples else 0.0
-        drifted = self._is_drift(strategy)
+        positions = self._positions.setdefault(strategy.drafter, [])
+        positions += [_Position() for _ in range(len(allowed) - len(positions))]
+        for position in positions:
+            position.decay_recent(_RECENT)
+        for position in positions[: len(allowed)]:
+            if position.reached:
+                position.decay(self._evidence(position) / position.reached)
+                position.decay_recent(min(1.0, position.reached / max(position.recent_reached, 1e-9)))
+            position.seen = self._clock
+        drifted = self._has_drifted(positions)
         if drifted:
             self.drifts += 1
-            for other in self._all:
-                if other.drafter == strategy.drafter:
-                    self._all[other].decay(0.02)
-            everything = self._all[strategy] = _Sums(recent.samples, recent.drafted, recent.accepted)
-        for sums in (everything, recent):
-            sums.add(weight * samples, weight * drafted, weight * accepted)
+            for position in positions:
+                if position.recent_reached >= 1:
+                    position.reached, position.accepted = position.recent_reached, position.recent_accepted
+                else:
+                    position.decay(_AFTER_DRIFT)
+        weight = min(allowed[0], _MAX_WEIGHT) / allowed[0]
+        # of the requests that had the tokens before it accepted, those whose budget goes on
+        reached = float(allowed[0])
+        for j, position in enumerate(positions[: len(allowed)]):
+            accepted = step.accepted_per_position[j] if j < len(step.accepted_per_position) else 0
+            position.add(weight * reached, weight * accepted)
+            if j + 1 < len(allowed):
+                reached = accepted * allowed[j + 1] / allowed[j]
         return drifted
 
-    def _is_drift(self, strategy: Strategy) -> bool:
-        everything, recent = self._all[strategy], self._recent[strategy]
-        old = everything.samples - recent.samples
-        if recent.samples < 6 or old < 6:
+    def _has_drifted(self, positions: list[_Position]) -> bool:
+        first = positions[0]
+        if first.recent_reached < _FEWEST or first.reached - first.recent_reached < _FEWEST:
             return False
-        before, now = max(0.0, everything.accepted - recent.accepted) / old, recent.accepted / recent.samples
-        share = max(everything.drafted / everything.samples, 0.05)
-        alpha = implied_alpha((before + now) / 2 / share, strategy.num_tokens)
-        variance = _variance(share, chain_moments(alpha, strategy.num_tokens))
-        return abs(now - before) > self._drift * math.sqrt(_CLUSTER * variance * (1 / recent.samples + 1 / old))
+        surplus = variance = 0.0
+        for position in positions:
+            recent, old = position.recent_reached, position.reached - position.recent_reached
+            if recent > 0 and old > 0:
+                rate = min(1.0, position.accepted / position.reached)
+                surplus += position.recent_accepted - recent * rate
+                variance += recent * old / position.reached * max(rate * (1.0 - rate), _LEAST_VARIANCE)
+        return abs(surplus) > self._drift * math.sqrt(_CLUSTER * variance)
 
     def renew(self, drafter: str) -> None:
         """The drafter has a new version: what is known of it is a guess, and no drift is told from it."""
-        self._known.clear()
-        for strategy, sums in self._all.items():
-            if strategy.drafter == drafter and sums.samples:
-                sums.decay(min(self.evidence(strategy), _RENEWED) / sums.samples)
-                self._recent[strategy] = _Sums()
-                self._seen[strategy] = self._clock
+        self._chains.clear()
+        positions = self._positions.get(drafter, [])
+        known = [self._evidence(position) for position in positions]
+        factor = min(1.0, _RENEWED / known[0]) if known and known[0] else 1.0
+        for position, evidence in zip(positions, known, strict=True):
+            if position.reached:
+                position.decay(factor * evidence / position.reached)
+            position.decay_recent(0.0)
+            position.seen = self._clock
 
-    def evidence(self, strategy: Strategy) -> float:
+    def _evidence(self, position: _Position) -> float:
         """Requests' steps that are known of it, discounted."""
-        if strategy not in self._all:
-            return 0.0
-        age = self._clock - self._seen[strategy]
-        samples = self._all[strategy].samples * self._decay**age
+        age = self._clock - position.seen
+        samples = position.reached * self._decay**age
         return samples / (1.0 + max(0, age - 1) * _FADING * samples)
 
     def knows_drafter(self, strategy: Strategy) -> bool:
         """Whether any strategy of its drafter was ever observed."""
-        return strategy == OFF or any(other.drafter == strategy.drafter for other in self._all)
+        return strategy == OFF or strategy.drafter in self._positions
 
-    def predict(self, strategy: Strategy) -> tuple[float, float]:
-        """(tokens per request and step, their standard error)."""
-        if strategy == OFF:
-            return 1.0, 0.0
-        # as evidence ages this guess returns, and with it the hope that the drafter has become better meanwhile
-        chain, found, weight, support = _HOPE * _UNKNOWN, _HOPE, _HOPE, _HOPE
-        for other, evidence, share, alpha in self._known_of(strategy.drafter):
-            near = evidence
-            if other != strategy:
-                apart = other.num_tokens - strategy.num_tokens
-                near = min(near, _LIKE) / (1.0 + apart * apart / 4.0 + (other.by_length != strategy.by_length))
-            found += near * share
-            support += near
-            weight += near * share
-            chain += near * share * alpha
-        share, alpha = found / support, chain / weight
-        moments = chain_moments(alpha, strategy.num_tokens)
-        error = math.sqrt(_CLUSTER * _variance(max(share, 0.05), moments) / (support + 0.5))
-        return 1.0 + share * moments[0], error
+    def predict(self, strategy: Strategy, budgets: BudgetMix | None = None) -> tuple[float, float]:
+        """(tokens per request and step, their standard error), over all requests of ``budgets``.
 
-    def _known_of(self, drafter: str) -> list[tuple[Strategy, float, float, float]]:
-        """Of its strategies: evidence, share of requests with drafts, alpha. Kept: choosing asks for every strategy."""
-        if drafter not in self._known:
-            self._known[drafter] = [
-                (strategy, self.evidence(strategy), sums.drafted / sums.samples, self._alpha(strategy, sums))
-                for strategy, sums in self._all.items()
-                if strategy.drafter == drafter and sums.samples
-            ]
-        return self._known[drafter]
+        At most 1 + the mean budget. None: each request may have ``strategy.num_tokens`` drafts.
+        """
+        if budgets is None:
+            shares = [1.0] * strategy.num_tokens
+        else:
+            shares = [count / budgets.requests for count in budgets.at_least]
+        chain = self._chain(strategy.drafter, len(shares))
+        gains, product = [], 1.0
+        for share, (rate, _) in zip(shares, chain, strict=False):
+            product *= rate
+            gains.append(share * product)
+        # Greenwood's formula: what follows a position is as uncertain as that position's rate
+        error, rest = 0.0, 0.0
+        for gain, (rate, evidence) in zip(reversed(gains), reversed(chain[: len(gains)]), strict=True):
+            rest += gain
+            bounded = min(0.95, max(0.05, rate))
+            error += rest * rest * (1.0 - bounded) / (bounded * evidence)
+        return 1.0 + sum(gains), math.sqrt(_CLUSTER * error)
 
-    def _alpha(self, strategy: Strategy, sums: _Sums) -> float:
-        if not sums.drafted:
-            return 0.0
-        if strategy not in self._alphas:
-            self._alphas[strategy] = implied_alpha(sums.accepted / sums.drafted, strategy.num_tokens)
-        return self._alphas[strategy]
+    def _chain(self, drafter: str, num_tokens: int) -> list[tuple[float, float]]:
+        """Of at least ``num_tokens`` positions: chance of acceptance after acceptance, and requests' steps behind it.
+
+        Each position starts from the one before it, the second one at least from ``_UNKNOWN``: where the first token is
+        rarely accepted, drafts are often missing, which says nothing of those that are there.
+        """
+        chain = self._chains.setdefault(drafter, [])
+        positions = self._positions.get(drafter, [])
+        while len(chain) < num_tokens:
+            j = len(chain)
+            if j == 0:
+                prior, weight = _UNKNOWN, _PRIOR_WEIGHT
+            else:
+                prior, known = chain[-1]
+                prior, weight = (max(prior, _UNKNOWN) if j == 1 else prior), _NEXT_SHARE * min(known, _NEXT_WEIGHT)
+            evidence = rate = 0.0
+            if j < len(positions) and positions[j].reached:
+                evidence = self._evidence(positions[j])
+                rate = min(1.0, positions[j].accepted / positions[j].reached)
+            total = evidence + weight
+            chain.append(((evidence * rate + weight * prior) / total, total))
+        return chain
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "clock": self._clock,
             "drifts": self.drifts,
-            "strategies": [
-                [strategy.name, self._seen[strategy], vars(self._all[strategy]), vars(self._recent[strategy])]
-                for strategy in self._all
-            ],
+            "drafters": {name: [list(astuple(p)) for p in positions] for name, positions in self._positions.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result."""
+        """Go on from ``state()``'s result, or from one that counts by strategy, as earlier releases wrote it."""
+        drafters = state["drafters"] if "drafters" in state else _from_strategies(state["strategies"])
         self._clock, self.drifts = int(state["clock"]), int(state["drifts"])
-        entries = [(Strategy.parse(name), *rest) for name, *rest in state["strategies"]]
-        self._seen = {strategy: int(seen) for strategy, seen, _, _ in entries}
-        self._all = {strategy: _Sums(**sums) for strategy, _, sums, _ in entries}
-        self._recent = {strategy: _Sums(**sums) for strategy, _, _, sums in entries}
-        self._alphas.clear()
-        self._known.clear()
+        self._positions = {name: [_Position(*row) for row in rows] for name, rows in drafters.items()}
+        self._chains.clear()
 
 
-def _variance(share: float, moments: tuple[float, float]) -> float:
-    """Of a request's accepted tokens, where a ``share`` of requests has drafts, accepted as of ``chain_moments``."""
-    accepted, square = moments
-    return max(0.1, share * square - (share * accepted) ** 2)
+def _from_strategies(entries: list[Any]) -> dict[str, list[tuple[float, float, float, float, int]]]:
+    """Positions by drafter from an earlier release's sums by strategy, each a chain of one rate.
+
+    Of a drafter the strategy with most samples counts. Those by length are left out: their sums were in units of full
+    budgets, whatever the budgets.
+    """
+    best: dict[str, tuple[float, list[tuple[float, float, float, float, int]]]] = {}
+    for name, seen, sums, _ in entries:
+        strategy = Strategy.parse(name)
+        samples, drafted, accepted = (float(sums[key]) for key in ("samples", "drafted", "accepted"))
+        if strategy.by_length or not samples or samples <= best.get(strategy.drafter, (0.0, []))[0]:
+            continue
+        rate = implied_rate(accepted / drafted, strategy.num_tokens) if drafted else 0.0
+        rows, reached = [], samples
+        for j in range(strategy.num_tokens):
+            passed = (drafted if j == 0 else reached) * rate
+            rows.append((reached, passed, 0.0, 0.0, int(seen)))
+            reached = passed
+        best[strategy.drafter] = samples, rows
+    return {drafter: rows for drafter, (_, rows) in best.items()}
+
+
+def implied_rate(accepted: float, num_tokens: int) -> float:
+    """The chance of each token under which ``accepted`` of a chain's ``num_tokens`` are accepted on average."""
+    low, high = 0.0, 1.0
+    for _ in range(16):
+        rate = (low + high) / 2
+        if rate * (1.0 - rate**num_tokens) / (1.0 - rate) < accepted:
+            low = rate
+        else:
+            high = rate
+    return (low + high) / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,14 +40,14 @@ def map_buckets(
     """Groups of like tokens to verify onto buckets of batch sizes, most tokens to the smallest batches (TLT, BEG-MAB).
 
     Args:
-        max_batch: the largest batch; the last bucket also takes larger ones.
+        max_batch: the largest batch, which the last bucket must take.
         bounds: upper bounds of the buckets, ascending; by default one bucket for each group, growing like a power.
         neighbours: so many groups on either side of a bucket's own are in it too; None: all of them.
         always: every bucket also has "off" and, where ``strategies`` has any, the model-free strategy whose tokens to
             verify are nearest to the bucket's own group.
 
     Raises:
-        ValueError: no strategies, or bounds that are not ascending and positive.
+        ValueError: no strategies, or bounds that are not ascending and positive, or that end below ``max_batch``.
     """
     if not strategies:
         raise ValueError("there are no strategies; at least one is needed")
@@ -56,6 +56,11 @@ def map_buckets(
         bounds = default_bounds(len(groups), max_batch)
     if not bounds or bounds[0] < 1 or any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(f"bounds of the buckets are {list(bounds)}; they must be positive and ascending")
+    if bounds[-1] < max_batch:
+        raise ValueError(
+            f"bounds of the buckets are {list(bounds)}; the last must be {max_batch} or more, the largest batch that "
+            "speculates (threshold + hysteresis of the gate)"
+        )
     count = len(groups)
     reach = count if neighbours is None else neighbours
     buckets = []
@@ -79,17 +84,22 @@ def _always(strategies: Sequence[Strategy], group: tuple[Strategy, ...]) -> set[
     return {OFF, *nearest}
 
 
-def bucket_of(buckets: Sequence[Bucket], batch: int) -> int:
-    """The index of the bucket that takes a batch."""
-    return next((i for i, bucket in enumerate(buckets) if batch <= bucket.upper), len(buckets) - 1)
+def bucket_of(buckets: Sequence[Bucket], batch: int) -> int | None:
+    """The index of the bucket that takes a batch; None where the batch is larger than any bucket."""
+    return next((i for i, bucket in enumerate(buckets) if batch <= bucket.upper), None)
 
 
-def within_budget(arms: Iterable[Strategy], batch: int, token_budget: int | None) -> list[Strategy]:
+def within_budget(
+    arms: Iterable[Strategy], batch: int, token_budget: int | None, withheld: Collection[str] = ()
+) -> list[Strategy]:
     """The arms whose tokens to verify, over the whole batch, are at most ``token_budget`` (None: no bound).
+
+    Those of ``withheld`` drafters are left out.
 
     What would not fit is filtered, or a step could run out of memory (TLT). "off" is what an engine does without
     speculation, so it always fits; where nothing else does, it is what is left.
     """
-    if token_budget is None:
-        return list(arms)
-    return [arm for arm in arms if arm == OFF or batch * arm.verify_tokens <= token_budget] or [OFF]
+    allowed = [arm for arm in arms if arm.drafter not in withheld]
+    if token_budget is not None:
+        allowed = [arm for arm in allowed if arm == OFF or batch * arm.verify_tokens <= token_budget]
+    return allowed or [OFF]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepObservation, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 
 
@@ -18,6 +18,7 @@ class EngineStep:
 
     The drafts that a step verifies were made at the end of the step before: ``verified`` is the strategy that made
     them, ``drafted`` the one that made this step's. ``duration`` is in seconds; ``had_prefill``: a prompt was in it.
+    The other fields are those of ``StepObservation``, of the verified drafts.
     """
 
     verified: Strategy
@@ -26,8 +27,8 @@ class EngineStep:
     duration: float
     num_tokens: int
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_offered_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    budgets: BudgetMix | None = None
     had_prefill: bool = False
 
     @property
@@ -43,8 +44,8 @@ class EngineStep:
             self.duration,
             self.num_tokens,
             self.num_draft_tokens,
-            self.num_accepted_tokens,
-            self.num_offered_tokens,
+            self.accepted_per_position,
+            self.budgets,
         )
 
 
@@ -75,12 +76,15 @@ class SpeculationController:
         self._chosen_at = 0
         self._held = 0
 
-    def next(self, batch: int) -> Strategy:
-        """The strategy that drafts in the step to come, of this many requests."""
+    def next(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+        """The strategy that drafts in the step to come, of this many requests.
+
+        ``budgets`` are the requests' draft budgets under each strategy; it is called only where a choice is made.
+        """
         if not self.gate.update(batch):
             self._current, self._held = OFF, 0
         elif self._held == 0 or batch > self._chosen_at or 2 * batch <= self._chosen_at:
-            self._current = self.tuner.choose(max(batch, 1))
+            self._current = self.tuner.choose(max(batch, 1), budgets)
             self._chosen_at, self._held = batch, self.hold_steps - 1
         else:
             self._held -= 1
@@ -97,6 +101,10 @@ class SpeculationController:
     def drafter_changed(self, drafter: str) -> None:
         """The drafter of this name has new weights."""
         self.tuner.drafter_changed(drafter)
+
+    def withhold(self, drafters: Collection[str]) -> None:
+        """As ``Tuner.withhold``; between rollouts."""
+        self.tuner.withhold(drafters)
 
     def begin_rollout(self) -> None:
         """A new rollout begins: the gate closes, what the tuner has learnt stays."""

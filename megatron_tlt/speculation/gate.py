@@ -30,6 +30,11 @@ class ElasticGate:
         self._calm = 0
 
     @property
+    def max_batch(self) -> int:
+        """The largest batch that it can be open for."""
+        return self.threshold + self.hysteresis
+
+    @property
     def is_open(self) -> bool:
         """As the last ``update`` said."""
         return self._open
@@ -44,7 +49,7 @@ class ElasticGate:
             raise ValueError(f"batch is {batch}; allowed: 0 and more")
         self._calm = min(self._calm + 1, self.patience) if batch <= self.threshold else 0
         if self._open:
-            self._open = batch <= self.threshold + self.hysteresis
+            self._open = batch <= self.max_batch
         else:
             self._open = self._calm >= self.patience
         return self._open

@@ -31,6 +31,21 @@ class GrowingArray:
             before, self.array = self.array, np.frombuffer(self._map, self._dtype, length)
             self.array[: len(before)] = before
         else:
-            self.array = np.zeros(0, self._dtype)  # a mapping that an array looks at cannot be moved
-            self._map.resize(nbytes)
-            self.array = np.frombuffer(self._map, self._dtype, length)
+            self._remap(self._map, length, nbytes)
+
+    def _remap(self, mapped: mmap.mmap, length: int, nbytes: int) -> None:
+        before = len(self.array)
+        self.array = np.zeros(0, self._dtype)  # a mapping that an array looks at cannot be moved
+        try:
+            try:
+                mapped.resize(nbytes)
+            except BufferError:
+                # somebody else still looks at it, as an exception that is not collected yet: it keeps the old memory
+                self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, SystemError, ValueError):
+            self.array = np.frombuffer(mapped, self._dtype, before)
+            raise
+        assert self._map is not None
+        self.array = np.frombuffer(self._map, self._dtype, length)
+        if self._map is not mapped:
+            self.array[:before] = np.frombuffer(mapped, self._dtype, before)

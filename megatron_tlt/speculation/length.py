@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_tlt.speculation.budget import (
     AcceptanceCurve,
+    Budgets,
     StepCosts,
     fit_acceptance,
     fit_step_costs,
@@ -130,16 +131,32 @@ class LengthPolicy:
         Raises:
             ValueError: a request is not running, or ``max_tokens`` is negative.
         """
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens is {max_tokens}; allowed: 0 and more")
+        return self.plan(requests)(max_tokens)
+
+    def plan(self, requests: Iterable[str]) -> Callable[[int], dict[str, int]]:
+        """``budgets`` of these requests as a function of ``max_tokens``; what it does not change is computed once.
+
+        Raises:
+            ValueError: a request is not running; the function raises it where ``max_tokens`` is negative.
+        """
         ids = list(requests)
+        shares, optimum = [], Budgets(0.0, ())
         if self.policy == "classes":
-            shares = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: MEDIUM_SHARE, LengthClass.LONG: 1.0}
-            return {name: math.floor(shares[self.current_class(name)] * max_tokens + 0.5) for name in ids}
-        self._fit()
-        remaining = [self._remaining(self._get(name)) for name in ids]
-        optimum = optimal_budgets(remaining, [self.curve] * len(ids), self.costs)
-        return dict(zip(ids, optimum.per_round(max_tokens), strict=True))
+            share_of = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: MEDIUM_SHARE, LengthClass.LONG: 1.0}
+            shares = [share_of[self.current_class(name)] for name in ids]
+        else:
+            self._fit()
+            remaining = [self._remaining(self._get(name)) for name in ids]
+            optimum = optimal_budgets(remaining, [self.curve] * len(ids), self.costs)
+
+        def budgets(max_tokens: int) -> dict[str, int]:
+            if max_tokens < 0:
+                raise ValueError(f"max_tokens is {max_tokens}; allowed: 0 and more")
+            if self.policy == "classes":
+                return {name: math.floor(share * max_tokens + 0.5) for name, share in zip(ids, shares, strict=True)}
+            return dict(zip(ids, optimum.per_round(max_tokens), strict=True))
+
+        return budgets
 
     def _remaining(self, request: _Running) -> int:
         expected = self.history.expected_length(request.problem, request.initial, request.num_tokens)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_tlt.speculation.ngram_index import NgramIndex
 from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, Tokens, as_tokens, check_tokens
-from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
+from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
 
 MIN_BYTES = 1 << 20
 
@@ -69,15 +69,7 @@ class NgramDrafter:
             raise ValueError(f"request {request_id!r} has been started already")
         tokens = check_tokens(as_tokens(prompt))
         request = self._requests[request_id] = _Request()
-        try:
-            if problem not in self._problems:
-                self._problems[problem] = _Problem(self._new_index())
-            self._problems.move_to_end(problem)
-            request.problem = self._problems[problem]
-            request.problem.users += 1
-            request.shared = request.problem.index.start()
-        except OutOfMemoryBudget:
-            self._counters["requests_not_recorded"] += 1
+        self._join_problem(request, problem)
         try:
             request.own = self._new_index()
             request.handle = request.own.start()
@@ -111,14 +103,24 @@ class NgramDrafter:
         """As ``TokenDrafter.finish``."""
         request = self._requests.pop(request_id)
         self._drop_own(request)
-        if request.problem is not None:
-            request.problem.users -= 1
-            self._leave_problem(request)
+        self._leave(request)
 
-    def end_epoch(self) -> None:
-        """As ``TokenDrafter.end_epoch``; responses of problems that decode now stay."""
+    def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """As ``TokenDrafter.learn``."""
+        end = as_tokens(prompt[-self.config.max_n :])
+        tokens = check_tokens(np.concatenate([end, as_tokens(response)]))
+        request = _Request()
+        self._join_problem(request, problem)
+        self._append(request, tokens, tokens)
+        self._leave(request)
+
+    def begin_step(self) -> None:
+        """As ``TokenDrafter.begin_step``; responses to problems that decode now stay."""
         for key in [key for key, problem in self._problems.items() if not problem.users]:
             self._forget(key)
+
+    def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
+        """As ``TokenDrafter.end_rollout``: n-grams are of the step's own responses, so there is nothing to keep."""
 
     @property
     def memory_bytes(self) -> int:
@@ -149,6 +151,22 @@ class NgramDrafter:
         except OutOfMemoryBudget:
             self._drop_own(request)
             self._counters["own_indexes_dropped"] += 1
+
+    def _join_problem(self, request: _Request, problem: str) -> None:
+        try:
+            if problem not in self._problems:
+                self._problems[problem] = _Problem(self._new_index())
+            self._problems.move_to_end(problem)
+            request.problem = self._problems[problem]
+            request.problem.users += 1
+            request.shared = request.problem.index.start()
+        except OutOfMemoryBudget:
+            self._counters["requests_not_recorded"] += 1
+
+    def _leave(self, request: _Request) -> None:
+        self._leave_problem(request)
+        if request.problem is not None:
+            request.problem.users -= 1
 
     def _leave_problem(self, request: _Request) -> None:
         if request.problem is not None and request.shared is not None:

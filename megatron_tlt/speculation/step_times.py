@@ -16,6 +16,10 @@ _RIDGE = 0.03
 """Variance of a measured cell's relative error, with the fit's own: the prior's weight against cells."""
 _NEAR = 0.5
 """Width, in doublings of the batch, within which measured cells speak for others of their strategy."""
+_NEAR_DRAFTS = 1.0
+"""The same in drafts: width of the mean draft budget."""
+_FAR = 1e-3
+"""Steps' worth below which a cell is not looked at: choosing takes a share of every step."""
 _PATIENCE = 32
 """Observations between two fits, unless a strategy was seen for the first time, or one early on at a new batch."""
 _EARLY = 16
@@ -27,19 +31,22 @@ _UNSEEN = 0.3
 _TRUST = 2.0
 """Steps' worth of trust in the fit against what a strategy measured nearby."""
 _SUPPRESSED = 0.9
-"""Share of the machine's mood that is taken out of the times that it was seen by."""
+"""Fraction of the estimated machine slowdown that is removed from the step times that estimated it."""
 _KNOWN = 8.0
-"""Steps nearby from which on a strategy's times are known well enough to see the machine's mood by them."""
+"""Least number of nearby steps of a strategy before its times serve to estimate the machine slowdown."""
 
 
 @dataclass
 class _Cell:
-    """A strategy at a batch: its latest steps' seconds, and the logarithm of their median over the fit."""
+    """A strategy at a batch and a mean draft budget: its latest steps' seconds, their median's logarithm over the fit.
+
+    ``drafts``: the mean draft budget of a request in these steps.
+    """
 
     strategy: Strategy
     batch: int
     seconds: list[float]
-    features: list[float]
+    drafts: float
     median: float = 0.0
     residual: float = 0.0
 
@@ -47,18 +54,24 @@ class _Cell:
 class StepTimes:
     """Seconds of a step under any strategy at any batch.
 
-    t(s, b) = w_0 + w_1 b + w_2 b K + (drafter's own) (w_3 + w_4 K), all w above 0: a step, its requests, the drafts
-    that are verified, the drafting. It is fitted to medians of the latest steps by least squares of the relative error,
-    towards a prior shape; what a strategy measured at nearby batches then corrects it there. So one strategy's steps
-    say something of all others at once, and a strategy's own soon outweigh that.
+    t(s, b) = w_0 + w_1 b + w_2 b d + (drafter's own) (w_3 + w_4 K), all w above 0: a step, its requests, the drafts
+    that are verified, the drafting; d is the mean draft budget of a request, at most K. It is fitted to medians of the
+    latest steps by least squares of the relative error, towards a prior shape; what a strategy measured at nearby
+    batches then corrects it there. So one strategy's steps say something of all others at once, and a strategy's own
+    soon outweigh that.
 
     A shared machine has slow spells, and a strategy that is tried in one must not be remembered as slow: while its
     times are not known well, they are divided by what the steps just before took over what was expected of them.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], per_cell: int = 48, max_batch: int = 64) -> None:
-        """``per_cell`` latest steps are kept of a strategy at a batch; batches above ``max_batch`` are passed over."""
+    def __init__(self, strategies: Sequence[Strategy], max_batch: int, per_cell: int = 48) -> None:
+        """Steps of batches above ``max_batch`` are passed over.
+
+        ``per_cell`` latest steps are kept of a strategy at a batch. Batches above 32 share cells with their neighbours,
+        so that the number of cells grows with the logarithm of ``max_batch``.
+        """
         self._per_cell, self._max_batch = per_cell, max_batch
+        self._grid = sorted({_cell_batch(batch) for batch in range(1, max_batch + 1)})
         drafters = sorted({s.drafter for s in strategies} - {OFF.drafter})
         self._drafter_column = {drafter: 3 + 2 * i for i, drafter in enumerate(drafters)}
         prior, spread = [1.0, 0.01, 0.01], [0.5, 0.03, 0.03]
@@ -67,34 +80,37 @@ class StepTimes:
             spread += [0.4, 0.05] if drafter in MODEL_FREE else [0.4, 0.2]
         self._prior = np.array(prior)
         self._stiffness = np.diag(_RIDGE * (self._prior / np.array(spread)) ** 2)
-        self._cells: dict[tuple[Strategy, int], _Cell] = {}
+        self._cells: dict[tuple[Strategy, int, int], _Cell] = {}
         self._cells_of: dict[Strategy, list[_Cell]] = {}
         self._weights: list[float] = prior
         self._since_fit = 0
         self._mood: list[float] = []
-        self._nearness: dict[int, list[float]] = {}
-        self._predictions: dict[Strategy, dict[int, tuple[float, float]]] = {}
+        self._nearness: dict[int, dict[int, float]] = {}
+        self._predictions: dict[Strategy, dict[tuple[int, float], tuple[float, float]]] = {}
 
     def __len__(self) -> int:
-        """Cells (strategy, batch) that were seen."""
+        """Cells (strategy, batch, mean draft budget) that were seen."""
         return len(self._cells)
 
-    def observe(self, strategy: Strategy, batch: int, duration: float) -> None:
-        """Take in one step of ``duration`` seconds."""
+    def observe(self, strategy: Strategy, batch: int, duration: float, drafts: float | None = None) -> None:
+        """Take in one step of ``duration`` seconds, with a mean draft budget of ``drafts`` (None: all of them)."""
         if batch > self._max_batch:
             return
-        expected, doubt = self.predict(strategy, batch)
+        drafts = float(strategy.num_tokens) if drafts is None else drafts
+        expected, doubt = self.predict(strategy, batch, drafts)
         known = doubt <= _doubt(_KNOWN)
         if known:
             self._mood = [*self._mood[-7:], math.log(duration / expected)]
         if len(self._mood) >= 4:
             mood = min(1.4, max(-1.4, statistics.median(self._mood)))
-            # not wholly where the strategy itself says what the mood is: an expectation that is wrong must heal
+            # Not in full if this strategy's own times estimate the slowdown: a wrong prediction must correct itself.
             duration *= math.exp(-mood * (_SUPPRESSED if known else 1.0))
         is_new_strategy = strategy not in self._cells_of
-        cell = self._cells.get((strategy, batch)) or self._add(strategy, batch, [])
+        at = _cell_batch(batch)
+        cell = self._cells.get((strategy, at, round(drafts))) or self._add(strategy, at, [], drafts)
         cell.seconds.append(duration)
         del cell.seconds[: -self._per_cell]
+        cell.drafts += (drafts - cell.drafts) / len(cell.seconds)
         cell.median = statistics.median(cell.seconds)
         self._since_fit += 1
         is_news = len(cell.seconds) == 1 and (len(self._cells) <= _EARLY or is_new_strategy)
@@ -103,64 +119,64 @@ class StepTimes:
         self._compare(cell)
         self._predictions.pop(strategy, None)
 
-    def _add(self, strategy: Strategy, batch: int, seconds: list[float]) -> _Cell:
-        cell = _Cell(strategy, batch, seconds, self._features(strategy, batch))
-        self._cells[strategy, batch] = cell
+    def _add(self, strategy: Strategy, batch: int, seconds: list[float], drafts: float) -> _Cell:
+        cell = _Cell(strategy, batch, seconds, drafts)
+        self._cells[strategy, batch, round(drafts)] = cell
         self._cells_of.setdefault(strategy, []).append(cell)
         return cell
 
-    def count(self, strategy: Strategy, batch: int) -> int:
-        """Steps that are known of a strategy at exactly this batch."""
-        cell = self._cells.get((strategy, batch))
-        return len(cell.seconds) if cell else 0
+    def predict(self, strategy: Strategy, batch: int, drafts: float | None = None) -> tuple[float, float]:
+        """(seconds, their relative uncertainty); in units of a plain step as long as nothing was seen.
 
-    def predict(self, strategy: Strategy, batch: int) -> tuple[float, float]:
-        """(seconds, their relative uncertainty); in units of a plain step as long as nothing was seen."""
+        ``drafts`` is the mean draft budget of a request; None: all drafts of the strategy.
+        """
+        key = batch, float(strategy.num_tokens) if drafts is None else drafts
         known = self._predictions.setdefault(strategy, {})
-        if batch not in known:
-            known[batch] = self._predict(strategy, batch)
-        return known[batch]
+        if key not in known:
+            known[key] = self._predict(strategy, *key)
+        return known[key]
 
-    def _predict(self, strategy: Strategy, batch: int) -> tuple[float, float]:
+    def _predict(self, strategy: Strategy, batch: int, drafts: float) -> tuple[float, float]:
         nearness, weight, total = self._near(batch), 0.0, 0.0
         for cell in self._cells_of.get(strategy, ()):
             near = min(len(cell.seconds), 12) * nearness[cell.batch]
+            if near < _FAR:
+                continue
+            if cell.drafts != drafts:
+                near *= math.exp(-(((cell.drafts - drafts) / _NEAR_DRAFTS) ** 2) / 2)
             weight += near
             total += near * cell.residual
-        return self._parametric(strategy, batch) * math.exp(total / (weight + _TRUST)), _doubt(weight)
+        return self._parametric(strategy, batch, drafts) * math.exp(total / (weight + _TRUST)), _doubt(weight)
 
-    def _near(self, batch: int) -> list[float]:
+    def _near(self, batch: int) -> dict[int, float]:
         """By measured batch: how much its cells say of this one. Kept: choosing takes a share of every step."""
         if batch not in self._nearness:
-            position = math.log2(batch)
-            self._nearness[batch] = [0.0] + [
-                math.exp(-(((position - math.log2(at)) / _NEAR) ** 2) / 2) for at in range(1, self._max_batch + 1)
-            ]
+            self._nearness[batch] = {at: math.exp(-((math.log2(batch / at) / _NEAR) ** 2) / 2) for at in self._grid}
         return self._nearness[batch]
 
     def _compare(self, cell: _Cell) -> None:
         """Notes by how much a cell's steps differ from the fit."""
-        cell.residual = math.log(cell.median / self._parametric(cell.strategy, cell.batch))
+        cell.residual = math.log(cell.median / self._parametric(cell.strategy, cell.batch, cell.drafts))
 
-    def _features(self, strategy: Strategy, batch: int) -> list[float]:
-        row = [1.0, float(batch), float(batch * strategy.num_tokens)] + [0.0] * (len(self._prior) - 3)
-        if strategy.num_tokens:
-            column = self._drafter_column[strategy.drafter]
-            row[column : column + 2] = 1.0, float(strategy.num_tokens)
+    def _features(self, cell: _Cell) -> list[float]:
+        row = [1.0, float(cell.batch), cell.batch * cell.drafts] + [0.0] * (len(self._prior) - 3)
+        if cell.strategy.num_tokens:
+            column = self._drafter_column[cell.strategy.drafter]
+            row[column : column + 2] = 1.0, float(cell.strategy.num_tokens)
         return row
 
-    def _parametric(self, strategy: Strategy, batch: int) -> float:
+    def _parametric(self, strategy: Strategy, batch: int, drafts: float) -> float:
         w = self._weights
         seconds = w[0] + w[1] * batch
         if strategy.num_tokens:
             column = self._drafter_column[strategy.drafter]
-            seconds += w[2] * batch * strategy.num_tokens + w[column] + w[column + 1] * strategy.num_tokens
+            seconds += w[2] * batch * drafts + w[column] + w[column + 1] * strategy.num_tokens
         return seconds
 
     def _fit(self) -> None:
         self._since_fit = 0
         cells = list(self._cells.values())
-        rows = np.array([cell.features for cell in cells])
+        rows = np.array([self._features(cell) for cell in cells])
         measured = np.array([cell.median for cell in cells])
         scale = float(np.median(measured / (rows @ self._prior)))
         prior = self._prior * scale
@@ -175,25 +191,40 @@ class StepTimes:
     def state(self) -> dict[str, Any]:
         """As JSON."""
         return {
-            "cells": [[cell.strategy.name, cell.batch, list(cell.seconds)] for cell in self._cells.values()],
+            "cells": [
+                [cell.strategy.name, cell.batch, list(cell.seconds), cell.drafts] for cell in self._cells.values()
+            ],
             "weights": list(self._weights),
             "since_fit": self._since_fit,
             "mood": self._mood,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result."""
+        """Go on from ``state()``'s result, also of another range: batches above this one's are left out.
+
+        States of earlier releases have no budgets; they are read as if each request could have had all drafts.
+        """
         self._weights = list(state["weights"])
         self._since_fit = int(state["since_fit"])
         self._mood = list(state["mood"])
         self._cells.clear()
         self._cells_of.clear()
         self._predictions.clear()
-        for name, batch, seconds in state["cells"]:
-            if int(batch) <= self._max_batch:
-                cell = self._add(Strategy.parse(name), int(batch), list(seconds))
-                cell.median = statistics.median(seconds)
-                self._compare(cell)
+        for name, batch, seconds, *drafts in state["cells"]:
+            strategy, at = Strategy.parse(name), _cell_batch(int(batch))
+            if at > self._grid[-1]:
+                continue
+            budget = float(*drafts or (strategy.num_tokens,))
+            cell = self._cells.get((strategy, at, round(budget))) or self._add(strategy, at, [], budget)
+            cell.seconds = [*cell.seconds, *seconds][-self._per_cell :]
+            cell.median = statistics.median(cell.seconds)
+            self._compare(cell)
+
+
+def _cell_batch(batch: int) -> int:
+    """The batch whose cell takes this one: itself up to 32, above it the nearest of 16 per doubling."""
+    width = 1 << max(0, (batch - 1).bit_length() - 5)
+    return (batch + width // 2) // width * width
 
 
 def _doubt(weight: float) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 DRAFTERS = ("off", "ngram", "suffix", "eagle", "eagle3")
 MODEL_FREE = ("ngram", "suffix")
@@ -66,12 +69,41 @@ OFF = Strategy()
 
 
 @dataclass(frozen=True)
+class BudgetMix:
+    """Draft budgets of ``requests`` requests: ``at_least[j]`` of them may have ``j + 1`` drafts or more."""
+
+    requests: int
+    at_least: tuple[int, ...]
+
+    @classmethod
+    def of(cls, budgets: Iterable[int]) -> BudgetMix:
+        """The mix of one budget per request."""
+        counts = Counter(budgets)
+        falling = accumulate(counts[budget] for budget in range(max(counts, default=0), 0, -1))
+        return cls(counts.total(), tuple(falling)[::-1])
+
+    @property
+    def mean(self) -> float:
+        """Drafts per request."""
+        return sum(self.at_least) / self.requests if self.requests else 0.0
+
+    def drafted_only(self) -> BudgetMix:
+        """Without the requests that may have no drafts."""
+        return BudgetMix(self.at_least[0] if self.at_least else 0, self.at_least)
+
+
+BudgetsOf = Callable[[Strategy], BudgetMix | None]
+"""Draft budgets of the running requests under a strategy; None: all requests may have all of its drafts."""
+
+
+@dataclass(frozen=True)
 class StepObservation:
     """An engine step that decoded only (no prompt in it), its drafts made and verified under one strategy.
 
     ``batch`` counts its requests, ``num_tokens`` what they gained together (at least ``batch``), ``duration`` is in
-    seconds. ``tokens / duration`` is the reward r of BEG-MAB (TLT, adaptive rollout engine). ``num_offered_tokens``:
-    drafts that a strategy by length let its requests have, found or not.
+    seconds. ``tokens / duration`` is the reward r of BEG-MAB (TLT, adaptive rollout engine).
+    ``accepted_per_position[j]`` counts the requests whose draft token ``j + 1`` was accepted. ``budgets`` are the
+    requests' draft budgets, used up or not; None: each request may have ``strategy.num_tokens``.
     """
 
     strategy: Strategy
@@ -79,5 +111,10 @@ class StepObservation:
     duration: float
     num_tokens: int
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_offered_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    budgets: BudgetMix | None = None
+
+    @property
+    def mean_budget(self) -> float:
+        """Drafts that a request of the step may have, on average."""
+        return float(self.strategy.num_tokens) if self.budgets is None else self.budgets.mean

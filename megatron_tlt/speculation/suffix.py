@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_tlt.speculation.suffix_file import StoredResponse, read_responses, write_responses
-from megatron_tlt.speculation.suffix_history import MIN_WEIGHT, EpochWeights, ProblemHistory
+import numpy as np
+
+from megatron_tlt.speculation.suffix_file import read_responses, write_responses
+from megatron_tlt.speculation.suffix_history import MIN_WEIGHT, EpochWeights, ResponseTree
+from megatron_tlt.speculation.suffix_store import PROBLEM_BYTES, RESPONSE_BYTES, ResponseStore, StoredResponse
 from megatron_tlt.speculation.suffix_tree import (
     OutOfMemoryBudget,
     SpeculationRule,
@@ -17,12 +20,18 @@ from megatron_tlt.speculation.suffix_tree import (
     as_tokens,
     check_tokens,
 )
-from megatron_tlt.speculation.token_drafter import Proposal, no_proposal
+from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
 
 SCOPES = ("problem", "global")
 MIN_BYTES = 1 << 20
-_COOL_TO = 0.9
+_RELEASE_TO = 0.9
 """Share of the bound down to which trees are given up at once: they come back, and looking for them takes time."""
+_STORED = 0.5
+"""Share of the bound that recorded responses may take; trees have the rest."""
+_INSERTED = {"problem": 1 / 8, "global": 7 / 8}
+"""Share of the room left that recorded responses may take in one tree: others need room too, and requests to grow."""
+_TIGHT = 31 / 32
+"""Share of the bound above which requests could find no room of their own."""
 _GLOBAL = ""
 
 
@@ -32,10 +41,11 @@ class SuffixConfig:
 
     scope: a tree per problem, or one for all of them.
     max_depth: tokens of match and draft together.
-    window: past epochs that count besides the running one; epoch_decay: what an epoch weighs of the one after it.
+    window: how many of a problem's past visits (rollouts with responses to it) count besides the running one;
+    epoch_decay: what a visit weighs of the one after it. Visits of other problems change nothing.
     prompt_tokens: how much of the prompt's end stands before a response, so that its first tokens can be matched.
     own_tree: whether a request also has a tree of its own prompt and response (DAS compares the two).
-    max_bytes: bound on trees and tokens of all problems and requests, in bytes.
+    max_bytes: bound on trees and tokens of all problems and requests, in bytes; at most half of it on past responses.
     """
 
     scope: str = "problem"
@@ -63,8 +73,8 @@ class SuffixConfig:
 
 @dataclass
 class _Request:
-    problem: str
-    handle: int | None = None  # in the problem's tree
+    key: str
+    handle: int | None = None  # in the tree of that key
     own: SuffixTree | None = None
     own_handle: int = 0
     own_bytes: int = 0
@@ -73,18 +83,22 @@ class _Request:
 class SuffixDrafter:
     """A ``TokenDrafter`` with a suffix tree per problem, in bounded memory that survives a restart.
 
+    Responses of past rollouts are in a store that is the same on every engine, whichever engine decoded them. A tree is
+    built from it when a request first drafts for its problem. What the running rollout adds is in this engine's trees
+    alone, until ``end_rollout`` records the responses of all engines.
+
     Where memory is short, trees of problems that nobody decodes are given up first, the least recently used before
-    others (their tokens stay, and the tree comes back with the problem); then the oldest epochs of such problems, then
-    the problems; then the oldest responses of the tree that wants to grow; at last a request goes without.
+    others; then the oldest responses in the tree that wants to grow; at last a request goes without. The store has its
+    own bound (``ResponseStore``), which trees do not change: else engines would keep different responses.
     """
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self.config = config or SuffixConfig()
-        self.epoch = 0
         self._weights = EpochWeights(self.config.epoch_decay)
-        self._problems: OrderedDict[str, ProblemHistory] = OrderedDict()  # the least recently used first
+        self._store = ResponseStore(self.config.window, int(_STORED * self.config.max_bytes))
+        self._trees: OrderedDict[str, ResponseTree] = OrderedDict()  # the least recently used first
         self._requests: dict[str, _Request] = {}
-        self._bytes = 0
+        self._tree_bytes = 0  # of ``_trees`` and of requests' own
         self._counters: Counter[str] = Counter()
 
     def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
@@ -92,19 +106,20 @@ class SuffixDrafter:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has been started already")
         tokens = check_tokens(as_tokens(prompt))
-        key = problem if self.config.scope == "problem" else _GLOBAL
-        history = self._history(key)
-        history.users += 1
+        key = self._key(problem)
+        tree = self._tree(key)
+        tree.users += 1
         request = self._requests[request_id] = _Request(key)
         try:
-            request.handle = history.start(self.epoch)
+            tree.update(lambda: self._newest_first(key), self._limit(tree))
+            request.handle = tree.start(self._running_epoch(problem))
         except OutOfMemoryBudget:
             self._counters["requests_not_recorded"] += 1
-        self._account(history)
+        self._account(tree)
         if self.config.own_tree:
             self._start_own(request)
-        if request.handle is not None and self.config.prompt_tokens:
-            self._append(request, tokens[-self.config.prompt_tokens :])
+        if request.handle is not None:
+            self._append(request, tokens[max(0, len(tokens) - self.config.prompt_tokens) :])
         self._append_own(request, tokens)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
@@ -123,7 +138,7 @@ class SuffixDrafter:
         request = self._requests[request_id]
         best = no_proposal()
         if request.handle is not None:
-            tree = self._problems[request.problem].tree
+            tree = self._trees[request.key].tree
             assert tree is not None
             best = tree.propose(request.handle, max_tokens, self.config.rule)
         if request.own is not None and best.score < max_tokens:  # else there is none better
@@ -135,85 +150,170 @@ class SuffixDrafter:
     def finish(self, request_id: str) -> None:
         """As ``TokenDrafter.finish``."""
         request = self._requests.pop(request_id)
-        history = self._problems[request.problem]
+        tree = self._trees[request.key]
         if request.handle is not None:
             try:
-                history.finish(request.handle)
+                tree.finish(request.handle)
             except OutOfMemoryBudget:
-                history.discard(request.handle)
+                tree.discard(request.handle)
                 self._counters["requests_not_recorded"] += 1
-        history.users -= 1
-        self._account(history)
+        tree.users -= 1
+        self._account(tree)
         self._drop_own(request)
-        self._forget_if_empty(request.problem)
+        self._forget_if_empty(request.key)
 
-    def end_epoch(self) -> None:
-        """As ``TokenDrafter.end_epoch``; what decodes now stays one of its epoch."""
-        self.epoch += 1
-        for key, history in list(self._problems.items()):
-            history.drop_before(self.epoch - self.config.window)
-            self._account(history)
+    def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """As ``TokenDrafter.learn``; a tree that nobody uses now is built when somebody does."""
+        tokens = self._sequence(prompt, response)
+        key, epoch = self._key(problem), self._running_epoch(problem)
+        growing = key in self._trees and self._trees[key].users and self._trees[key].tree is not None
+        if not growing and not self._make_room(None, tokens.nbytes + RESPONSE_BYTES + PROBLEM_BYTES):
+            self._counters["requests_not_recorded"] += 1
+            return
+        tree = self._tree(key)
+        tree.keep(epoch, tokens)
+        if growing:
+            tree.update(list, self.config.max_bytes)
+        self._account(tree)
+
+    def begin_step(self) -> None:
+        """As ``TokenDrafter.begin_step``: nothing is of one step alone."""
+
+    def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
+        """As ``TokenDrafter.end_rollout``: they are a visit of each of their problems.
+
+        Raises:
+            ValueError: requests decode, or a token is out of range.
+        """
+        if self._requests:
+            raise ValueError(f"{len(self._requests)} requests decode; a rollout ends when none does")
+        visits: dict[str, list[Tokens]] = defaultdict(list)
+        for problem, prompt, tokens in responses:
+            visits[problem].append(self._sequence(prompt, tokens))
+        recorded: dict[str, list[StoredResponse]] = defaultdict(list)
+        dropped: list[StoredResponse] = []
+        for problem, sequences in visits.items():
+            visit = self._store.newest_visit(problem) + 1
+            recorded[self._key(problem)] += self._store.record(problem, visit, sequences)
+            dropped += self._store.expire(problem)
+        evicted, problems = self._store.shrink()
+        self._counters["responses_evicted"] += len(evicted)
+        self._counters["problems_evicted"] += problems
+        gone: dict[str, list[StoredResponse]] = defaultdict(list)
+        for response in dropped + evicted:
+            gone[self._key(response.problem)].append(response)
+        for key, tree in list(self._trees.items()):
+            tree.record(recorded[key])
+            tree.drop(gone[key])
+            if self.config.scope == "global":
+                tree.reweigh([old for problem in visits for old in self._older(problem)])
+            self._account(tree)
+            tight = self.memory_bytes > _TIGHT * self.config.max_bytes
+            if tree.nbytes > self._limit(tree) and (tight or tree.mostly_free):
+                tree.release()  # its arrays never shrink; a request builds it anew, smaller
+                self._account(tree)
             self._forget_if_empty(key)
+        self._make_room(None, 0)
 
     @property
     def memory_bytes(self) -> int:
         """Trees by capacity, tokens, an allowance for Python's own; never above ``max_bytes``."""
-        return self._bytes
+        return self._tree_bytes + self._store.nbytes
 
     def counters(self) -> dict[str, int]:
-        """Trees given up, epochs, problems and responses evicted, requests that went without a tree."""
-        names = ("trees_cooled", "epochs_evicted", "problems_evicted", "responses_evicted", "requests_not_recorded")
+        """Trees given up, responses that trees had no room for, what left the store, requests that went without."""
+        names = (
+            "trees_released",
+            "responses_left_out",
+            "responses_evicted",
+            "problems_evicted",
+            "requests_not_recorded",
+        )
         return {name: self._counters[name] for name in (*names, "own_trees_dropped")}
 
     def save(self, path: Path | str) -> None:
-        """Writes all responses that have ended; what decodes now is not in it.
+        """Writes all recorded responses; what the running rollout has added is not in it.
 
         Raises:
             RunError: the disk is full or the path cannot be written; an older file stays.
         """
-        responses = (
-            StoredResponse(problem, epoch, tokens)
-            for problem, history in self._problems.items()
-            for epoch, tokens in history.sequences()
-        )
-        write_responses(path, self.epoch, responses)
+        write_responses(path, self._store)
 
     def load(self, path: Path | str) -> None:
         """Takes a file's responses instead of its own; trees are built when their problems come.
 
         Raises:
+            OtherVersion: the file is of another release's format; nothing has changed.
             RunError: the file cannot be read or is damaged; nothing has changed.
             ValueError: requests decode.
         """
         if self._requests:
             raise ValueError(f"{len(self._requests)} requests decode; a file can be loaded between rollouts only")
-        epoch, responses = read_responses(path)
-        self.epoch, self._bytes = epoch, 0
-        self._problems.clear()
-        for response in responses:
-            if response.epoch >= epoch - self.config.window:
-                key = response.problem if self.config.scope == "problem" else _GLOBAL
-                self._history(key).add(response.epoch, response.tokens)
-        for history in self._problems.values():
-            self._account(history)
-        self._make_room(None, 0)
+        responses = read_responses(path)
+        self._store = ResponseStore(self.config.window, int(_STORED * self.config.max_bytes))
+        self._trees.clear()
+        self._tree_bytes = 0
+        for problem, visit, tokens in responses:
+            self._store.record(problem, visit, [tokens])
+        for problem in {problem: None for problem, _, _ in responses}:
+            self._store.expire(problem)
+        self._store.shrink()
 
-    def _history(self, key: str) -> ProblemHistory:
-        if key not in self._problems:
-            self._problems[key] = ProblemHistory(self._weights, self.config.max_depth, self._allow)
-        self._problems.move_to_end(key)
-        return self._problems[key]
+    def _key(self, problem: str) -> str:
+        return problem if self.config.scope == "problem" else _GLOBAL
+
+    def _tree(self, key: str) -> ResponseTree:
+        if key not in self._trees:
+            self._trees[key] = ResponseTree(
+                self._weights, self.config.max_depth, self._epoch_of, self._allow, self._counters
+            )
+        self._trees.move_to_end(key)
+        return self._trees[key]
+
+    def _epoch_of(self, response: StoredResponse) -> int:
+        """What a response's weight depends on.
+
+        In a tree of all problems this is its age in visits of its own problem; the running visit then weighs as the
+        newest one, since responses must not change their weight where they become recorded.
+        """
+        if self.config.scope == "problem":
+            return response.visit
+        return response.visit - self._store.newest_visit(response.problem)
+
+    def _running_epoch(self, problem: str) -> int:
+        return self._store.newest_visit(problem) + 1 if self.config.scope == "problem" else 0
+
+    def _newest_first(self, key: str) -> list[StoredResponse]:
+        stored = self._store.responses(key) if self.config.scope == "problem" else self._store
+        return sorted(stored, key=lambda response: -response.order)
+
+    def _older(self, problem: str) -> Iterator[StoredResponse]:
+        """A problem's responses of visits before its newest one."""
+        newest = self._store.newest_visit(problem)
+        return (response for response in self._store.responses(problem) if response.visit < newest)
+
+    def _limit(self, tree: ResponseTree) -> int:
+        """Bytes up to which recorded responses may enter a tree."""
+        used = sum(other.accounted for other in self._trees.values() if other.users and other is not tree)
+        own = sum(request.own_bytes for request in self._requests.values())
+        room = self.config.max_bytes - self._store.nbytes - used - own
+        return int(_INSERTED[self.config.scope] * room)
+
+    def _sequence(self, prompt: Sequence[int], response: Sequence[int]) -> Tokens:
+        """What stands in a tree for a whole response."""
+        end = as_tokens(prompt[max(0, len(prompt) - self.config.prompt_tokens) :])
+        return check_tokens(np.concatenate([end, as_tokens(response)]))
 
     def _append(self, request: _Request, tokens: Tokens) -> None:
         if request.handle is None:
             return
-        history = self._problems[request.problem]
-        assert history.tree is not None
+        tree = self._trees[request.key]
+        assert tree.tree is not None
         try:
-            history.tree.append(request.handle, tokens)
+            tree.tree.append(request.handle, tokens)
         except OutOfMemoryBudget:
-            history.discard(request.handle)
-            self._account(history)
+            tree.discard(request.handle)
+            self._account(tree)
             request.handle = None
             self._counters["requests_not_recorded"] += 1
 
@@ -241,66 +341,49 @@ class SuffixDrafter:
         request.own = None
         self._account_own(request)
 
-    def _account(self, history: ProblemHistory) -> None:
-        now = history.nbytes
-        self._bytes += now - history.accounted
-        history.accounted = now
+    def _account(self, tree: ResponseTree) -> None:
+        now = tree.nbytes
+        self._tree_bytes += now - tree.accounted
+        tree.accounted = now
 
     def _account_own(self, request: _Request) -> None:
         now = request.own.nbytes if request.own is not None else 0
-        self._bytes += now - request.own_bytes
+        self._tree_bytes += now - request.own_bytes
         request.own_bytes = now
 
-    def _allow(self, history: ProblemHistory, nbytes: int) -> bool:
-        if not self._make_room(history, nbytes):
-            self._counters["responses_evicted"] += history.shed()
-            self._account(history)
+    def _allow(self, tree: ResponseTree, nbytes: int) -> bool:
+        if not self._make_room(tree, nbytes):
+            if not tree.inserting:
+                tree.shed()
+                self._account(tree)
             return False
-        history.accounted += nbytes
-        self._bytes += nbytes
+        tree.accounted += nbytes
+        self._tree_bytes += nbytes
         return True
 
     def _allow_own(self, request: _Request, nbytes: int) -> bool:
         if not self._make_room(None, nbytes):
             return False
         request.own_bytes += nbytes
-        self._bytes += nbytes
+        self._tree_bytes += nbytes
         return True
 
-    def _make_room(self, wanting: ProblemHistory | None, nbytes: int) -> bool:
-        """Evicts what nobody decodes until so many bytes fit, and says whether they do."""
-        if self._bytes + nbytes <= self.config.max_bytes:
+    def _make_room(self, wanting: ResponseTree | None, nbytes: int) -> bool:
+        """Gives up trees that nobody uses until so many bytes fit, and says whether they do."""
+        if self.memory_bytes + nbytes <= self.config.max_bytes:
             return True
-        idle = [key for key, history in self._problems.items() if history is not wanting and not history.users]
-        for key in idle:
-            if self._problems[key].tree is not None and self._bytes + nbytes > _COOL_TO * self.config.max_bytes:
-                self._problems[key].cool()
-                self._account(self._problems[key])
-                self._counters["trees_cooled"] += 1
-        while self._bytes + nbytes > self.config.max_bytes and self._evict_epoch(idle):
-            pass
-        for key in idle:
-            if self._bytes + nbytes > self.config.max_bytes:
-                self._forget(key)
-                self._counters["problems_evicted"] += 1
-        return self._bytes + nbytes <= self.config.max_bytes
-
-    def _evict_epoch(self, keys: list[str]) -> bool:
-        """Drops the oldest epoch of these problems, the running one excepted."""
-        epochs = [self._problems[key].oldest_epoch for key in keys]
-        oldest = min((epoch for epoch in epochs if epoch is not None), default=self.epoch)
-        if oldest >= self.epoch:
-            return False
-        for key in keys:
-            self._problems[key].drop_before(oldest + 1)
-            self._account(self._problems[key])
-        self._counters["epochs_evicted"] += 1
-        return True
-
-    def _forget(self, key: str) -> None:
-        history = self._problems.pop(key)
-        self._bytes -= history.accounted
+        for key, tree in list(self._trees.items()):
+            if self.memory_bytes + nbytes <= _RELEASE_TO * self.config.max_bytes:
+                break
+            if tree.tree is not None and tree is not wanting and not tree.users:
+                tree.release()
+                self._account(tree)
+                self._counters["trees_released"] += 1
+                self._forget_if_empty(key)
+        return self.memory_bytes + nbytes <= self.config.max_bytes
 
     def _forget_if_empty(self, key: str) -> None:
-        if self._problems[key].empty and not self._problems[key].users:
-            self._forget(key)
+        tree = self._trees[key]
+        if tree.empty and not tree.users:
+            del self._trees[key]
+            self._tree_bytes -= tree.accounted

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -17,23 +16,20 @@ from safetensors.numpy import load, save
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import atomic_write_bytes
+from megatron_tlt.speculation.suffix_store import StoredResponse
 from megatron_tlt.speculation.suffix_tree import MAX_TOKEN, Tokens
 
 _MAGIC = b"TLTSUFX"
-_VERSION = b"1"
+_VERSION = b"2"
 _HEADER = len(_MAGIC) + len(_VERSION) + hashlib.sha256().digest_size
 
 
-class StoredResponse(NamedTuple):
-    """One response of a problem, with the end of its prompt before it."""
-
-    problem: str
-    epoch: int
-    tokens: Tokens
+class OtherVersion(RunError):
+    """The file is of another release's format."""
 
 
-def write_responses(path: Path | str, epoch: int, responses: Iterable[StoredResponse]) -> None:
-    """Writes under a temporary name and renames.
+def write_responses(path: Path | str, responses: Iterable[StoredResponse]) -> None:
+    """Writes under a temporary name and renames; keeps their order, and nothing of ``StoredResponse.order`` but that.
 
     Raises:
         RunError: the disk is full or the path cannot be written.
@@ -42,21 +38,22 @@ def write_responses(path: Path | str, epoch: int, responses: Iterable[StoredResp
     problems = {problem: i for i, problem in enumerate(dict.fromkeys(entry.problem for entry in stored))}
     arrays = {
         "problem": np.array([problems[entry.problem] for entry in stored], np.int32),
-        "epoch": np.array([entry.epoch for entry in stored], np.int32),
+        "visit": np.array([entry.visit for entry in stored], np.int32),
         "length": np.array([len(entry.tokens) for entry in stored], np.int64),
         "tokens": np.concatenate([np.empty(0, np.int32), *(entry.tokens for entry in stored)]),
     }
     # the names are a tensor too, so that the payload is all that there is to check
-    arrays["names"] = np.frombuffer(json.dumps([epoch, *problems]).encode(), np.uint8)
+    arrays["names"] = np.frombuffer(json.dumps(list(problems)).encode(), np.uint8)
     payload = save(arrays)
     atomic_write_bytes(path, _MAGIC + _VERSION + hashlib.sha256(payload).digest() + payload)
 
 
-def read_responses(path: Path | str) -> tuple[int, list[StoredResponse]]:
-    """The epoch and all responses.
+def read_responses(path: Path | str) -> list[tuple[str, int, Tokens]]:
+    """Problem, visit and tokens of all responses.
 
     Raises:
-        RunError: the file cannot be read, is of another kind or version, or damaged.
+        OtherVersion: the file is of another version.
+        RunError: the file cannot be read, is of another kind, or damaged.
     """
     path = Path(path)
     try:
@@ -67,7 +64,7 @@ def read_responses(path: Path | str) -> tuple[int, list[StoredResponse]]:
         raise RunError(f"{path}: not a suffix drafter's file, it begins with {data[: len(_MAGIC)]!r}")
     version = data[len(_MAGIC) : len(_MAGIC) + len(_VERSION)]
     if version != _VERSION:
-        raise RunError(f"{path}: version {version!r} of a suffix drafter's file; allowed: {_VERSION!r}")
+        raise OtherVersion(f"{path}: version {version!r} of a suffix drafter's file; allowed: {_VERSION!r}")
     payload = data[_HEADER:]
     if hashlib.sha256(payload).digest() != data[_HEADER - hashlib.sha256().digest_size : _HEADER]:
         raise RunError(f"{path}: damaged or cut short, its {len(payload)} bytes do not match their checksum")
@@ -77,14 +74,14 @@ def read_responses(path: Path | str) -> tuple[int, list[StoredResponse]]:
         raise RunError(f"{path}: matches its checksum, but holds no responses: {error}") from error
 
 
-def _parse(payload: bytes) -> tuple[int, list[StoredResponse]]:
+def _parse(payload: bytes) -> list[tuple[str, int, Tokens]]:
     arrays = load(payload)
-    epoch, *problems = json.loads(arrays["names"].tobytes())
+    problems = json.loads(arrays["names"].tobytes())
     tokens, lengths = arrays["tokens"], arrays["length"]
     if lengths.min(initial=0) < 0 or int(lengths.sum()) != len(tokens):
         raise ValueError(f"lengths add up to {lengths.sum()}, there are {len(tokens)} tokens")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
         raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}; allowed: 0 to {MAX_TOKEN}")
     ends = np.cumsum(lengths)
-    rows = zip(arrays["problem"], arrays["epoch"], ends - lengths, ends, strict=True)
-    return epoch, [StoredResponse(problems[i], int(old), tokens[a:b].copy()) for i, old, a, b in rows]
+    rows = zip(arrays["problem"], arrays["visit"], ends - lengths, ends, strict=True)
+    return [(problems[i], int(visit), tokens[a:b].copy()) for i, visit, a, b in rows]

@@ -1,16 +1,16 @@
-"""What a problem's responses were over the epochs: a suffix tree while it is in use, bare tokens otherwise."""
+"""The suffix tree over the responses to a problem (or to all), built from recorded ones when a request needs it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from megatron_tlt.speculation.suffix_tree import SEQUENCE_BYTES, OutOfMemoryBudget, SuffixTree, Tokens
+from megatron_tlt.speculation.suffix_store import PROBLEM_BYTES, RESPONSE_BYTES, StoredResponse
+from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, SuffixTree, Tokens
 
 _MANTISSA = 1 << 12
 _SCALE_AT = 512
-PROBLEM_BYTES = 1000
-"""What Python keeps for a problem, roughly."""
 MIN_WEIGHT = 2.0**-12
 """Of the window's oldest epoch over its newest: within that range sums of weights are exact in float64."""
 
@@ -36,103 +36,144 @@ class EpochWeights:
         return math.ldexp(mantissa, whole - exponent)
 
 
-class ProblemHistory:
-    """Responses of one problem with their epochs, oldest first; ``users`` and ``accounted`` are the owner's to keep.
+class ResponseTree:
+    """A suffix tree over recorded responses and over those of the running rollout, each weighted by its epoch.
 
-    ``warm`` builds the tree, at about a microsecond a token; ``cool`` gives it up and keeps the tokens, which take a
-    tenth of the memory or less.
+    Recorded responses enter the tree when a request starts, at about a microsecond a token, and their tokens stay in
+    the store. What the running rollout adds is this tree's alone until ``record``. ``users`` and ``accounted`` are the
+    owner's to keep.
     """
 
-    def __init__(self, weights: EpochWeights, max_depth: int, allow: Callable[[ProblemHistory, int], bool]) -> None:
-        """``allow`` is asked before the tree grows, as by ``SuffixTree``."""
+    def __init__(
+        self,
+        weights: EpochWeights,
+        max_depth: int,
+        epoch_of: Callable[[StoredResponse], int],
+        allow: Callable[[ResponseTree, int], bool],
+        counters: Counter[str],
+    ) -> None:
+        """``allow`` is asked before the tree grows, as by ``SuffixTree``; ``counters`` count what had no room."""
         self._weights = weights
         self._max_depth = max_depth
+        self._epoch_of = epoch_of
         self._allow = allow
+        self._counters = counters
         self.tree: SuffixTree | None = None
-        self._cold: list[tuple[int, Tokens]] = []
-        self._ended: dict[int, int] = {}  # handle to epoch
+        self._limit: int | None = None  # of ``nbytes``, while recorded responses enter the tree
+        self._waiting: list[StoredResponse] = []  # to enter the tree, where there is one
+        self._recorded: dict[StoredResponse, int] = {}  # handles
+        # of the running rollout, with their epochs: handles that grow or have ended, and what is in no tree
         self._growing: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self._outside: list[tuple[int, Tokens]] = []
         self._exponent: int | None = None  # weights in the tree are over 2 to this
         self.users = 0
         self.accounted = 0
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
-        return not (self._cold or self._ended or self._growing)
+        """Whether it holds no response."""
+        return not (self._recorded or self._waiting or self._growing or self._ended or self._outside)
 
     @property
     def nbytes(self) -> int:
-        """Memory of tokens and tree."""
-        if self.empty and self.tree is None:
+        """Memory of the tree, and of the running rollout's tokens that are not in it."""
+        if self.tree is None and not self._outside:
             return 0
-        cold = sum(tokens.nbytes + SEQUENCE_BYTES for _, tokens in self._cold)
-        return PROBLEM_BYTES + cold + (self.tree.nbytes if self.tree is not None else 0)
+        outside = sum(tokens.nbytes + RESPONSE_BYTES for _, tokens in self._outside)
+        return PROBLEM_BYTES + outside + (self.tree.nbytes if self.tree is not None else 0)
 
     @property
-    def oldest_epoch(self) -> int | None:
-        """Of the responses that have ended; None without any."""
-        return min([*(epoch for epoch, _ in self._cold), *self._ended.values()], default=None)
+    def mostly_free(self) -> bool:
+        """Whether responses that left it take more of its memory than those in it."""
+        return self.tree is not None and 2 * self.tree.num_nodes < self.tree.node_capacity
 
-    def sequences(self) -> Iterator[tuple[int, Tokens]]:
-        """Epoch and tokens of every response that has ended."""
-        yield from self._cold
-        for handle, epoch in self._ended.items():
-            assert self.tree is not None
-            yield epoch, self.tree.tokens(handle)
+    def update(self, newest_first: Callable[[], Sequence[StoredResponse]], limit: int) -> None:
+        """Brings all responses into the tree, or the newest that fit within ``limit`` bytes.
 
-    def add(self, epoch: int, tokens: Tokens) -> None:
-        """A response that ended elsewhere; only while there is no tree."""
-        assert self.tree is None
-        self._cold.append((epoch, tokens))
-
-    def warm(self) -> SuffixTree:
-        """The tree of all responses, or of the newest that there is room for.
+        ``newest_first`` gives what is stored, for a tree that is not there yet.
 
         Raises:
-            OutOfMemoryBudget: there is not even room for one.
+            OutOfMemoryBudget: there is no room for an empty tree.
         """
+        if self.tree is not None and not (self._waiting or self._outside):
+            return
+        waiting: Sequence[StoredResponse] = sorted(self._waiting, key=lambda response: -response.order)
         if self.tree is None:
-            tree = SuffixTree(self._max_depth, lambda nbytes: self._allow(self, nbytes))
-            if not self._allow(self, tree.nbytes + PROBLEM_BYTES):
+            tree = SuffixTree(self._max_depth, self._granted)
+            if not self._granted(tree.nbytes + PROBLEM_BYTES):
                 raise OutOfMemoryBudget(f"{tree.nbytes} bytes for a tree were refused")
             self.tree, self._exponent = tree, None
-            self._cold.reverse()
-            try:
-                while self._cold:
-                    epoch, tokens = self._cold.pop()
-                    handle = self.start(epoch)
-                    self.tree.append(handle, tokens)
-                    self.finish(handle)
-            except OutOfMemoryBudget:
-                self.tree, self._ended, self._growing = None, {}, {}
-                raise
-            finally:
-                self._cold.reverse()
-        return self.tree
+            waiting = newest_first()
+        self._waiting, outside, self._outside = [], self._outside, []
+        self._limit = limit
+        try:
+            for epoch, tokens in outside:
+                handle = self._insert(epoch, tokens, None)
+                if handle is not None:
+                    self._ended[handle] = epoch
+            for done, response in enumerate(waiting):
+                handle = self._insert(self._epoch_of(response), response.tokens, response.order)
+                if handle is None:
+                    self._counters["responses_left_out"] += len(waiting) - done
+                    break
+                self._recorded[response] = handle
+        finally:
+            self._limit = None
 
-    def cool(self) -> None:
+    def _insert(self, epoch: int, tokens: Tokens, order: int | None) -> int | None:
+        """Enters a whole response, in place of older recorded ones where there is no room; None where it fails."""
+        assert self.tree is not None
+        while True:
+            handle = None
+            try:
+                handle = self.start(epoch)
+                self.tree.append(handle, tokens)
+                self.tree.finish(handle)
+                del self._growing[handle]
+                return handle
+            except OutOfMemoryBudget:
+                if handle is not None:
+                    self.discard(handle)
+                if not self.shed(order):
+                    return None
+
+    def _granted(self, nbytes: int) -> bool:
+        if self._limit is None:
+            return self._allow(self, nbytes)
+        return self.nbytes + nbytes <= self._limit and self._allow(self, nbytes)
+
+    @property
+    def inserting(self) -> bool:
+        """Whether it grows by responses of the past, which are worth less room than a request."""
+        return self._limit is not None
+
+    def release(self) -> None:
         """Gives up the tree; nothing may grow."""
         assert not self._growing
         if self.tree is not None:
-            self._cold = list(self.sequences())
+            self._outside += [(epoch, self.tree.tokens(handle)) for handle, epoch in self._ended.items()]
             self.tree = None
-            self._ended = {}
+            self._ended, self._recorded, self._waiting = {}, {}, []
+
+    def keep(self, epoch: int, tokens: Tokens) -> None:
+        """A whole response of the running rollout, which enters the tree when a request next starts."""
+        self._outside.append((epoch, tokens))
 
     def start(self, epoch: int) -> int:
-        """Begins a response in the tree.
+        """Begins a response in the tree, which must be there.
 
         Raises:
             OutOfMemoryBudget: there is no room.
         """
-        tree = self.warm()
+        assert self.tree is not None
         exponent = self._weights.exponent(epoch)
         if self._exponent is None:
             self._exponent = exponent
         if abs(exponent - self._exponent) > _SCALE_AT:
-            tree.scale(math.ldexp(1.0, self._exponent - exponent))
+            self.tree.scale(math.ldexp(1.0, self._exponent - exponent))
             self._exponent = exponent
-        handle = tree.start(self._weights.weight(epoch, self._exponent))
+        handle = self.tree.start(self._weights.weight(epoch, self._exponent))
         self._growing[handle] = epoch
         return handle
 
@@ -152,31 +193,57 @@ class ProblemHistory:
         self.tree.remove([handle])
         del self._growing[handle]
 
-    def drop_before(self, epoch: int) -> int:
-        """Takes away the ended responses of earlier epochs; gives how many."""
-        cold = [entry for entry in self._cold if entry[0] >= epoch]
-        handles = [handle for handle, old in self._ended.items() if old < epoch]
-        dropped = len(self._cold) - len(cold) + len(handles)
-        self._cold = cold
-        self._remove(handles)
-        return dropped
+    def record(self, responses: Iterable[StoredResponse]) -> None:
+        """The rollout is over, and these are its responses: what it added to the tree beside them leaves the tree.
 
-    def shed(self) -> int:
-        """Takes away the oldest ended responses of the tree, an eighth of its tokens or more; gives how many."""
+        A response that is in the tree already is recognised by its tokens.
+        """
+        if self.tree is not None:
+            handles = defaultdict(list)
+            for handle in self._ended:
+                handles[self.tree.tokens(handle).tobytes()].append(handle)
+            for response in responses:
+                same = handles[response.tokens.tobytes()]
+                if same:
+                    self._recorded[response] = same.pop()
+                else:
+                    self._waiting.append(response)
+            self.tree.remove([handle for left in handles.values() for handle in left])
+        self._ended, self._outside = {}, []
+
+    def drop(self, responses: Collection[StoredResponse]) -> None:
+        """Removes responses from the tree that the store has dropped."""
+        if self.tree is not None and responses:
+            gone = set(responses)
+            self._waiting = [response for response in self._waiting if response not in gone]
+            # In the order given: the trees of all of an engine's ranks must have the same layout.
+            self.tree.remove([self._recorded.pop(response) for response in responses if response in self._recorded])
+
+    def reweigh(self, responses: Collection[StoredResponse]) -> None:
+        """Adds responses to the tree anew, as the weights of their epochs have changed."""
+        if self.tree is not None:
+            self.drop(responses)
+            self._waiting += responses
+
+    def shed(self, before: int | None = None) -> int:
+        """Takes away the oldest responses of the tree, an eighth of its tokens or more; gives how many.
+
+        With ``before``, only recorded responses of a lower order; without, also those that ended in this rollout.
+        """
         if self.tree is None:
             return 0
         wanted, handles = self.tree.num_tokens // 8, []
-        for handle in self._ended:
+        for response in sorted(self._recorded, key=lambda response: response.order):
+            if wanted < 0 or (before is not None and response.order >= before):
+                break
+            handles.append(self._recorded.pop(response))
+            wanted -= self.tree.length(handles[-1])
+        for handle in list(self._ended) if before is None else ():
             if wanted < 0:
                 break
+            del self._ended[handle]
             handles.append(handle)
             wanted -= self.tree.length(handle)
-        self._remove(handles)
+        self.tree.remove(handles)
+        self._counters["responses_left_out"] += len(handles)
         return len(handles)
-
-    def _remove(self, handles: list[int]) -> None:
-        if handles:
-            assert self.tree is not None
-            self.tree.remove(handles)
-            for handle in handles:
-                del self._ended[handle]

@@ -107,6 +107,11 @@ class SuffixTree:
         return int(self._header[nodes.LIVE_NODES])
 
     @property
+    def node_capacity(self) -> int:
+        """Nodes that there is memory for, in use or not."""
+        return len(self._nodes.array)
+
+    @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
         return self._nodes.array, self._table.array, self._text.array, self._loci, self._slots, self._header
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -17,6 +17,14 @@ class Proposal(NamedTuple):
 def no_proposal() -> Proposal:
     """Where nothing matches."""
     return Proposal([], 0.0, 0)
+
+
+class FinishedResponse(NamedTuple):
+    """A response of a rollout, by whichever engine: its problem's key, prompt tokens and response tokens."""
+
+    problem: str
+    prompt: Sequence[int]
+    tokens: Sequence[int]
 
 
 class TokenDrafter(Protocol):
@@ -54,8 +62,22 @@ class TokenDrafter(Protocol):
             KeyError: there is no such request.
         """
 
-    def end_epoch(self) -> None:
-        """Every problem has had its turn: the window moves on."""
+    def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Adds a finished response that was not decoded here, so that other requests of the rollout learn from it.
+
+        Raises:
+            ValueError: a token is out of range; nothing is added.
+        """
+
+    def begin_step(self) -> None:
+        """Starts a training step: forgets what is kept for a single step only."""
+
+    def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
+        """Ends the rollout: later rollouts learn from these responses of all engines.
+
+        All ranks of all engines pass the same responses. A response that this drafter decoded itself is stored only
+        once. Responses that it decoded since the last call and that are not among these are forgotten.
+        """
 
     @property
     def memory_bytes(self) -> int:

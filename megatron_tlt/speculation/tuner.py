@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron_tlt.speculation.strategy import StepObservation, Strategy
+from megatron_tlt.speculation.strategy import BudgetsOf, StepObservation, Strategy
 
 
 class Tuner(Protocol):
@@ -15,14 +15,20 @@ class Tuner(Protocol):
     def strategies(self) -> Sequence[Strategy]:
         """All that it may choose."""
 
-    def choose(self, batch: int) -> Strategy:
-        """The strategy for the next steps of a batch of this many requests."""
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+        """The strategy for the next steps of a batch of this many requests; "off" above the largest batch.
+
+        ``budgets`` are the requests' draft budgets under each strategy; None: each request may have all drafts.
+        """
 
     def observe(self, step: StepObservation) -> None:
         """Learn from a step; also from ones whose strategy it did not choose."""
 
     def drafter_changed(self, drafter: str) -> None:
         """Strategies of this drafter have new weights: what they gained says little of what they will."""
+
+    def withhold(self, drafters: Collection[str]) -> None:
+        """From now on choose no strategy of these drafters, whatever was withheld before; no part of the state."""
 
     def state(self) -> dict[str, Any]:
         """All that it has learnt, as JSON."""

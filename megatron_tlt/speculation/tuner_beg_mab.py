@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_tlt.speculation.acceptance import AcceptanceLengths
 from megatron_tlt.speculation.buckets import bucket_of, map_buckets, within_budget
 from megatron_tlt.speculation.options import check_at_least, check_one_of, check_state
 from megatron_tlt.speculation.step_times import StepTimes
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepObservation, Strategy
 
 _UNSURE = 0.25
 """Relative uncertainty of its time from which on "off" does not wait for its turn like the others."""
@@ -31,10 +31,11 @@ class BegMabOptions:
         epsilon: chance that a choice explores. Under ``model`` untried drafters are looked at without waiting for it.
         window: steps that count, of an arm in a bucket (under ``model``: half-life of what is known of acceptance).
         explore_cost: under ``model``: share of the time that exploring may cost; one choice more after the other.
-        explore_credit: under ``model``: choices' worth of time that it may cost at once, as at the start.
+        explore_credit: under ``model``: time that it may cost at once, as at the start, in choices of plain steps at
+            a typical batch, the square root of the largest.
         drift: standard deviations by which the latest steps must contradict the earlier for those to be dropped.
-        max_batch: the largest batch that is speculated for, which the buckets end at.
-        bounds: the buckets' upper bounds; None: one bucket for each number of tokens to verify.
+        bounds: the buckets' upper bounds, the last at least the largest batch; None: one bucket for each number of
+            tokens to verify.
         neighbours: groups on either side of its own that a bucket has; None: all.
         always: every bucket has "off" and a model-free arm.
         token_budget: bound of batch times tokens to verify; None: no bound.
@@ -46,7 +47,6 @@ class BegMabOptions:
     explore_cost: float = 0.01
     explore_credit: float = 3.0
     drift: float = 3.5
-    max_batch: int = 32
     bounds: tuple[int, ...] | None = None
     neighbours: int | None = None
     always: bool = True
@@ -58,7 +58,7 @@ class BegMabOptions:
             "tuner beg_mab", 0, epsilon=self.epsilon, explore_cost=self.explore_cost, neighbours=self.neighbours
         )
         check_at_least("tuner beg_mab", 0, explore_credit=self.explore_credit, drift=self.drift)
-        check_at_least("tuner beg_mab", 1, window=self.window, max_batch=self.max_batch, token_budget=self.token_budget)
+        check_at_least("tuner beg_mab", 1, window=self.window, token_budget=self.token_budget)
         if self.epsilon > 1:
             raise ValueError(f"tuner beg_mab: epsilon is {self.epsilon}; allowed: 0 to 1")
         if self.bounds is not None:
@@ -78,41 +78,49 @@ class BegMabTuner:
     ``explore_cost`` says. An arm's knowledge ages, so one that was bad becomes uncertain, and is looked at again.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], options: BegMabOptions | None = None, seed: int = 0) -> None:
-        """
+    def __init__(
+        self, strategies: Sequence[Strategy], options: BegMabOptions | None = None, seed: int = 0, *, max_batch: int
+    ) -> None:
+        """For batches up to ``max_batch``; for larger ones it chooses "off".
+
         Raises:
             ValueError: no strategies, or options that do not fit them.
         """
         options = options or BegMabOptions()
         self._strategies = tuple(dict.fromkeys(strategies))
         self._options = options
-        self.buckets = map_buckets(
-            self._strategies, options.max_batch, options.bounds, options.neighbours, options.always
-        )
+        self.max_batch = max_batch
+        self.buckets = map_buckets(self._strategies, max_batch, options.bounds, options.neighbours, options.always)
         self._known = {OFF, *self._strategies}
         self._seed = seed
         self._choices = 0
+        self._withheld: frozenset[str] = frozenset()
         self._scores: _Scores = _Model(self) if options.reward == "model" else _Windows(self)
 
     @property
     def strategies(self) -> Sequence[Strategy]:
-        budget = () if self._options.token_budget is None else (OFF,)
-        return tuple(sorted({arm for bucket in self.buckets for arm in bucket.arms}.union(budget)))
+        return tuple(sorted({OFF}.union(*(bucket.arms for bucket in self.buckets))))
 
     @property
     def options(self) -> BegMabOptions:
         return self._options
 
     def arms(self, batch: int) -> list[Strategy]:
-        """What a batch may choose among: its bucket's arms within the token budget."""
-        return within_budget(self.buckets[bucket_of(self.buckets, batch)].arms, batch, self._options.token_budget)
+        """What a batch may choose among: its bucket's arms within the token budget; "off" above the last bucket.
 
-    def choose(self, batch: int) -> Strategy:
+        Arms of withheld drafters are left out.
+        """
+        bucket = bucket_of(self.buckets, batch)
+        if bucket is None:
+            return [OFF]
+        return within_budget(self.buckets[bucket].arms, batch, self._options.token_budget, self._withheld)
+
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
         arms = self.arms(batch)
         # a generator of its own for every choice: there is no state of one to be kept
         rng = random.Random(f"{self._seed} {self._choices}")
         self._choices += 1
-        return self._scores.choose(arms, batch, rng) if len(arms) > 1 else arms[0]
+        return self._scores.choose(arms, batch, rng, budgets) if len(arms) > 1 else arms[0]
 
     def observe(self, step: StepObservation) -> None:
         if step.strategy in self._known:
@@ -120,6 +128,9 @@ class BegMabTuner:
 
     def drafter_changed(self, drafter: str) -> None:
         self._scores.renew(drafter)
+
+    def withhold(self, drafters: Collection[str]) -> None:
+        self._withheld = frozenset(drafters)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -134,8 +145,8 @@ class BegMabTuner:
         check_state(state, "beg_mab", self.strategies)
         if state["reward"] != self._options.reward:
             raise ValueError(f"tuner beg_mab: the state is of reward {state['reward']}; it is {self._options.reward}")
-        self._choices = int(state["choices"])
         self._scores.load_state(state["scores"])
+        self._choices = int(state["choices"])
 
 
 class _Windows:
@@ -145,18 +156,21 @@ class _Windows:
         self._tuner = tuner
         self._rewards: dict[tuple[int, Strategy], list[float]] = {}
 
-    def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random) -> Strategy:
+    def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random, budgets: BudgetsOf | None) -> Strategy:
         if rng.random() < self._tuner.options.epsilon:
             return rng.choice(arms)
         bucket = bucket_of(self._tuner.buckets, batch)
         return max(arms, key=lambda arm: self._score(bucket, arm))
 
-    def _score(self, bucket: int, arm: Strategy) -> float:
-        rewards = self._rewards.get((bucket, arm))
+    def _score(self, bucket: int | None, arm: Strategy) -> float:
+        rewards = None if bucket is None else self._rewards.get((bucket, arm))
         return statistics.median(rewards) if rewards else math.inf
 
     def observe(self, step: StepObservation) -> None:
-        rewards = self._rewards.setdefault((bucket_of(self._tuner.buckets, step.batch), step.strategy), [])
+        bucket = bucket_of(self._tuner.buckets, step.batch)
+        if bucket is None:
+            return
+        rewards = self._rewards.setdefault((bucket, step.strategy), [])
         per_request = self._tuner.options.reward == "per_request"
         rewards.append(step.num_tokens / step.duration / (step.batch if per_request else 1))
         del rewards[: -self._tuner.options.window]
@@ -166,9 +180,15 @@ class _Windows:
         self._rewards = {key: values for key, values in self._rewards.items() if key[1].drafter != drafter}
 
     def state(self) -> dict[str, Any]:
-        return {"rewards": [[bucket, arm.name, values] for (bucket, arm), values in self._rewards.items()]}
+        return {
+            "bounds": [bucket.upper for bucket in self._tuner.buckets],
+            "rewards": [[bucket, arm.name, values] for (bucket, arm), values in self._rewards.items()],
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        bounds = [bucket.upper for bucket in self._tuner.buckets]
+        if state.get("bounds") != bounds:
+            raise ValueError(f"tuner beg_mab: the state's buckets end at {state.get('bounds')}; allowed: {bounds}")
         self._rewards = {(int(i), Strategy.parse(name)): list(values) for i, name, values in state["rewards"]}
 
 
@@ -177,17 +197,26 @@ class _Model:
 
     def __init__(self, tuner: BegMabTuner) -> None:
         self._options = tuner.options
-        self._times = StepTimes([*tuner.strategies, OFF], max_batch=2 * self._options.max_batch)
+        # plain steps just above the largest batch still tell what a request costs
+        self._times = StepTimes(tuner.strategies, max_batch=2 * tuner.max_batch)
         self._lengths = AcceptanceLengths(self._options.window, self._options.drift)
         self._credit = self._options.explore_credit
+        self._typical = max(1, math.isqrt(tuner.max_batch))
 
-    def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random) -> Strategy:
+    def choose(self, arms: Sequence[Strategy], batch: int, rng: random.Random, budgets: BudgetsOf | None) -> Strategy:
         options = self._options
-        lengths = {arm: self._lengths.predict(arm) for arm in arms}
-        times = {arm: self._times.predict(arm, batch) for arm in arms}
+        lengths, times, most = {}, {}, {}
+        for arm in arms:
+            mix = budgets(arm) if budgets is not None else None
+            drafted = None if mix is None else mix.drafted_only()
+            lengths[arm] = self._lengths.predict(arm, drafted)
+            times[arm] = self._times.predict(arm, batch, None if mix is None else mix.mean)
+            most[arm] = 1.0 + (arm.num_tokens if drafted is None else drafted.mean)
         rates = {arm: lengths[arm][0] / times[arm][0] for arm in arms}
         best = max(arms, key=lambda arm: (rates[arm], arm))
-        self._credit = min(self._credit + options.explore_cost, options.explore_credit)
+        # the credit is time: a look at a large batch takes longer than one at a small batch
+        unit = times[best][0] / self._times.predict(OFF, self._typical)[0]
+        self._credit = min(self._credit + options.explore_cost * unit, options.explore_credit)
         eager = rng.random() < options.epsilon
         found, gain, price = best, 0.0, 0.0
         for arm in arms:
@@ -197,16 +226,16 @@ class _Model:
                 continue
             (length, error), (seconds, doubt) = lengths[arm], times[arm]
             # two standard errors, at most all drafts
-            optimistic = min(length + 2 * error, arm.verify_tokens) / (seconds * max(0.5, 1 - doubt)) / rates[best]
+            optimistic = min(length + 2 * error, most[arm]) / (seconds * max(0.5, 1 - doubt)) / rates[best]
             # in times of a choice of the best arm
             cost = seconds / times[best][0] * (1 - rates[arm] / rates[best])
-            if optimistic > 1.0 and cost <= self._credit and (optimistic - 1.0) / (cost + 0.05) > gain:
-                found, gain, price = arm, (optimistic - 1.0) / (cost + 0.05), cost
+            if optimistic > 1.0 and cost * unit <= self._credit and (optimistic - 1.0) / (cost + 0.05) > gain:
+                found, gain, price = arm, (optimistic - 1.0) / (cost + 0.05), cost * unit
         self._credit -= price
         return found
 
     def observe(self, step: StepObservation) -> None:
-        self._times.observe(step.strategy, step.batch, step.duration)
+        self._times.observe(step.strategy, step.batch, step.duration, step.mean_budget)
         self._lengths.observe(step)
 
     def renew(self, drafter: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_tlt.speculation.buckets import within_budget
 from megatron_tlt.speculation.options import check_state
-from megatron_tlt.speculation.strategy import StepObservation, Strategy
+from megatron_tlt.speculation.strategy import BudgetsOf, StepObservation, Strategy
 
 
 class OracleTuner:
@@ -28,13 +28,14 @@ class OracleTuner:
         self._strategies = tuple(strategies)
         self._rate = rate
         self._token_budget = token_budget
+        self._withheld: frozenset[str] = frozenset()
 
     @property
     def strategies(self) -> Sequence[Strategy]:
         return self._strategies
 
-    def choose(self, batch: int) -> Strategy:
-        arms = within_budget(self._strategies, batch, self._token_budget)
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+        arms = within_budget(self._strategies, batch, self._token_budget, self._withheld)
         return max(arms, key=lambda strategy: self._rate(strategy, batch))
 
     def observe(self, step: StepObservation) -> None:
@@ -42,6 +43,9 @@ class OracleTuner:
 
     def drafter_changed(self, drafter: str) -> None:
         pass
+
+    def withhold(self, drafters: Collection[str]) -> None:
+        self._withheld = frozenset(drafters)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": "oracle", "strategies": [strategy.name for strategy in self._strategies]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,10 @@ from megatron_tlt.speculation.acceptance import AcceptanceLengths
 from megatron_tlt.speculation.buckets import within_budget
 from megatron_tlt.speculation.options import check_at_least, check_state
 from megatron_tlt.speculation.step_times import StepTimes
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepObservation, Strategy
+
+_FORMER_GRID = (1, 4, 16)
+"""Batches of the grid of earlier releases' states, which do not name it."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class SolverOptions:
     """Options of ``SolverTuner``.
 
     Attributes:
-        batches: the grid's batch sizes.
+        batches: the grid's batch sizes; None: the powers of four up to the largest batch.
         samples: steps that a cell (strategy, batch) of the grid needs.
         inline: profile while rolling out, at the batches that come by; otherwise ``wanted`` is for a pass before.
         refresh: steps after which every drafter's acceptance is looked at again; a drift asks for it at once.
@@ -27,7 +30,7 @@ class SolverOptions:
         token_budget: bound of batch times tokens to verify; None: no bound.
     """
 
-    batches: tuple[int, ...] = (1, 4, 16)
+    batches: tuple[int, ...] | None = None
     samples: int = 3
     inline: bool = True
     refresh: int = 200
@@ -36,10 +39,12 @@ class SolverOptions:
     token_budget: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", tuple(sorted(set(self.batches))))
-        if not self.batches:
-            raise ValueError("tuner solver: batches is empty; allowed: one and more")
-        check_at_least("tuner solver", 1, batches=self.batches[0], samples=self.samples, refresh=self.refresh)
+        if self.batches is not None:
+            object.__setattr__(self, "batches", tuple(sorted(set(self.batches))))
+            if not self.batches:
+                raise ValueError("tuner solver: batches is empty; allowed: one and more")
+            check_at_least("tuner solver", 1, batches=self.batches[0])
+        check_at_least("tuner solver", 1, samples=self.samples, refresh=self.refresh)
         check_at_least("tuner solver", 1, half_life=self.half_life, token_budget=self.token_budget)
         check_at_least("tuner solver", 0, drift=self.drift)
 
@@ -51,27 +56,43 @@ class SolverTuner:
     at anew, by one strategy of each, when a drift was seen and every ``refresh`` steps.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], options: SolverOptions | None = None, seed: int = 0) -> None:
-        """
+    def __init__(
+        self, strategies: Sequence[Strategy], options: SolverOptions | None = None, seed: int = 0, *, max_batch: int
+    ) -> None:
+        """For batches up to ``max_batch``; for larger ones it chooses "off".
+
         Raises:
-            ValueError: "off" is not among the strategies: speed-up is over it.
+            ValueError: "off" is not among the strategies (speed-up is over it), or the grid has a larger batch.
         """
         self._strategies = tuple(dict.fromkeys(strategies))
         if OFF not in self._strategies:
             names = ", ".join(strategy.name for strategy in strategies) or "none"
             raise ValueError(f"tuner solver: the strategies are {names}; off must be among them")
         self._options = options or SolverOptions()
-        self._times = StepTimes(self._strategies)
+        self._max_batch = max_batch
+        self._grid = self._options.batches or tuple(4**i for i in range(max_batch.bit_length()) if 4**i <= max_batch)
+        if self._grid[-1] > max_batch:
+            raise ValueError(
+                f"tuner solver: batches are {list(self._grid)}; allowed: up to {max_batch}, the largest batch that "
+                "speculates (threshold + hysteresis of the gate)"
+            )
+        # plain steps just above the largest batch still tell what a request costs
+        self._times = StepTimes(self._strategies, max_batch=2 * max_batch)
         self._lengths = AcceptanceLengths(self._options.half_life, self._options.drift)
         self._steps = 0
-        self._missing = {
+        self._missing = self._all_missing()
+        self._stale: dict[str, int] = {}
+        self._refreshed = 0
+        self._withheld: frozenset[str] = frozenset()
+
+    def _all_missing(self) -> dict[tuple[Strategy, int], int]:
+        """The steps that each cell (strategy, batch) of the grid needs before anything was profiled."""
+        return {
             (strategy, batch): self._options.samples
-            for batch in self._options.batches
+            for batch in self._grid
             for strategy in self._strategies
             if within_budget([strategy], batch, self._options.token_budget) == [strategy]
         }
-        self._stale: dict[str, int] = {}
-        self._refreshed = 0
 
     @property
     def strategies(self) -> Sequence[Strategy]:
@@ -81,35 +102,40 @@ class SolverTuner:
         """The cells (strategy, batch) that it still wants steps of, in order."""
         return list(self._missing)
 
-    def speedup(self, strategy: Strategy, batch: int) -> float:
-        """Expected tokens per second over those of "off"."""
+    def speedup(self, strategy: Strategy, batch: int, budgets: BudgetMix | None = None) -> float:
+        """Expected tokens per second over those of "off", of the requests that may have drafts."""
         plain = self._times.predict(OFF, batch)[0]
-        return self._lengths.predict(strategy)[0] * plain / self._times.predict(strategy, batch)[0]
+        length, _ = self._lengths.predict(strategy, None if budgets is None else budgets.drafted_only())
+        return length * plain / self._times.predict(strategy, batch, None if budgets is None else budgets.mean)[0]
 
-    def choose(self, batch: int) -> Strategy:
-        arms = within_budget(self._strategies, batch, self._options.token_budget)
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+        if batch > self._max_batch:
+            return OFF
+        arms = within_budget(self._strategies, batch, self._options.token_budget, self._withheld)
         if self._options.inline:
-            grid = self._options.batches
-            nearest = min(grid, key=lambda b: (abs(b - batch) / (b + batch), b))
             for strategy in arms:
-                if (strategy, nearest) in self._missing:
+                if (strategy, self._nearest(batch)) in self._missing:
                     return strategy
-        best = max(arms, key=lambda arm: (self.speedup(arm, batch), arm == OFF))
+        speedups = {arm: self.speedup(arm, batch, budgets(arm) if budgets is not None else None) for arm in arms}
+        best = max(arms, key=lambda arm: (speedups[arm], arm == OFF))
         for drafter in self._stale:
             own = [arm for arm in arms if arm.drafter == drafter]
             if own and drafter != best.drafter:
-                return max(own, key=lambda arm: self.speedup(arm, batch))
-        return best if self.speedup(best, batch) > 1.0 else OFF
+                return max(own, key=speedups.__getitem__)
+        return best if speedups[best] > 1.0 else OFF
+
+    def _nearest(self, batch: int) -> int:
+        """The grid's batch that this one is profiled as."""
+        return min(self._grid, key=lambda b: (abs(b - batch) / (b + batch), b))
 
     def observe(self, step: StepObservation) -> None:
         if step.strategy not in self._strategies:
             return
         self._steps += 1
-        self._times.observe(step.strategy, step.batch, step.duration)
+        self._times.observe(step.strategy, step.batch, step.duration, step.mean_budget)
         drifted = self._lengths.observe(step)
-        grid = self._options.batches
-        cell = (step.strategy, min(grid, key=lambda b: (abs(b - step.batch) / (b + step.batch), b)))
-        if cell in self._missing:
+        cell = (step.strategy, self._nearest(step.batch))
+        if step.batch <= self._max_batch and cell in self._missing:
             self._missing[cell] -= 1
             if self._missing[cell] == 0:
                 del self._missing[cell]
@@ -128,12 +154,16 @@ class SolverTuner:
         if any(strategy.drafter == drafter for strategy in self._strategies):
             self._stale[drafter] = self._options.samples
 
+    def withhold(self, drafters: Collection[str]) -> None:
+        self._withheld = frozenset(drafters)
+
     def state(self) -> dict[str, Any]:
         return {
             "tuner": "solver",
             "strategies": [strategy.name for strategy in self._strategies],
             "steps": self._steps,
             "refreshed": self._refreshed,
+            "grid": list(self._grid),
             "missing": [[strategy.name, batch, count] for (strategy, batch), count in self._missing.items()],
             "stale": list(self._stale.items()),
             "times": self._times.state(),
@@ -143,7 +173,14 @@ class SolverTuner:
     def load_state(self, state: Mapping[str, Any]) -> None:
         check_state(state, "solver", self._strategies)
         self._steps, self._refreshed = int(state["steps"]), int(state["refreshed"])
-        self._missing = {(Strategy.parse(name), int(batch)): int(count) for name, batch, count in state["missing"]}
+        # a batch that the state's grid lacks has yet to be profiled; earlier releases had one grid for all gates
+        known = set(state.get("grid", _FORMER_GRID))
+        missing = {(Strategy.parse(name), int(batch)): int(count) for name, batch, count in state["missing"]}
+        self._missing = {
+            cell: missing.get(cell, count)
+            for cell, count in self._all_missing().items()
+            if cell in missing or cell[1] not in known
+        }
         self._stale = {drafter: int(count) for drafter, count in state["stale"]}
         self._times.load_state(state["times"])
         self._lengths.load_state(state["lengths"])

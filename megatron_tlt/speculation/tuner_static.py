@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_tlt.speculation.buckets import within_budget
 from megatron_tlt.speculation.options import check_at_least, check_state
-from megatron_tlt.speculation.strategy import StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepObservation, Strategy
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,11 @@ class StaticOptions:
 class StaticTuner:
     """The only strategy it is given, where the token budget allows it."""
 
-    def __init__(self, strategies: Sequence[Strategy], options: StaticOptions | None = None, seed: int = 0) -> None:
-        """
+    def __init__(
+        self, strategies: Sequence[Strategy], options: StaticOptions | None = None, seed: int = 0, *, max_batch: int
+    ) -> None:
+        """It chooses "off" above ``max_batch``.
+
         Raises:
             ValueError: there is not exactly one strategy.
         """
@@ -34,19 +37,26 @@ class StaticTuner:
             raise ValueError(f"tuner static: the strategies are {names}; allowed: exactly one")
         self._strategy = strategies[0]
         self._options = options or StaticOptions()
+        self._max_batch = max_batch
+        self._withheld: frozenset[str] = frozenset()
 
     @property
     def strategies(self) -> Sequence[Strategy]:
         return (self._strategy,)
 
-    def choose(self, batch: int) -> Strategy:
-        return within_budget(self.strategies, batch, self._options.token_budget)[0]
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+        if batch > self._max_batch:
+            return OFF
+        return within_budget(self.strategies, batch, self._options.token_budget, self._withheld)[0]
 
     def observe(self, step: StepObservation) -> None:
         pass
 
     def drafter_changed(self, drafter: str) -> None:
         pass
+
+    def withhold(self, drafters: Collection[str]) -> None:
+        self._withheld = frozenset(drafters)
 
     def state(self) -> dict[str, Any]:
         return {"tuner": "static", "strategies": [self._strategy.name]}

@@ -21,9 +21,14 @@ TUNERS: dict[str, tuple[Any, Any]] = {
 
 
 def build_tuner(
-    name: str, strategies: Sequence[Strategy], options: Mapping[str, Any] | None = None, seed: int = 0
+    name: str,
+    strategies: Sequence[Strategy],
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    *,
+    max_batch: int,
 ) -> Tuner:
-    """The tuner of a name, over ``strategies``.
+    """The tuner of a name, over ``strategies``, for batches up to ``max_batch``, the largest that may speculate.
 
     Raises:
         ValueError: an unknown name or option, or a value that it does not allow; it says what is allowed.
@@ -36,7 +41,7 @@ def build_tuner(
     if unknown:
         raise ValueError(f"tuner {name}: unknown option {', '.join(unknown)}; allowed are {', '.join(allowed)}")
     try:
-        built: Tuner = tuner(strategies, own(**(options or {})), seed)
+        built: Tuner = tuner(strategies, own(**(options or {})), seed, max_batch=max_batch)
     except TypeError as error:
         raise ValueError(f"tuner {name}: an option has the wrong type: {error}") from error
     return built

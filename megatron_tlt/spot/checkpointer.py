@@ -36,8 +36,8 @@ from megatron_tlt.checkpoint.files import (
     clean_leftovers,
     find_latest_whole,
     set_latest,
-    write_manifest,
 )
+from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_payload
 from megatron_tlt.checkpoint.publication import remove_older
 from megatron_tlt.errors import ConfigError, RunError

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator notes: 48/2 = <<48
 
 
 class FileParams(Params):
-    """``params`` of a file task: text put after every plain prompt, and whether to wrap plain prompts as chat."""
+    """``params`` of a file task: text put after every plain prompt."""
 
     prompt_suffix: str = ""
-    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,19 @@ class _BadRow(Exception):
 
 
 def read_rows(path: Path, params: FileParams) -> list[Row]:
-    """Every row of a file.
+    """Every row of a file; the newest files are kept in memory, as each split asks for them.
 
     Raises ConfigError when the file is missing, unreadable, empty or of another kind, and when rows are bad: the first
     ten with file and line, and their count.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a file task needs a .jsonl or .parquet file")
+    stat = path.stat()
+    return list(_read(path, params, stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache(maxsize=2)  # a task's file and its held-out file
+def _read(path: Path, params: FileParams, mtime_ns: int, size: int) -> list[Row]:
     if path.suffix == ".jsonl":
         raw = _jsonl(path)
     elif path.suffix == ".parquet":
@@ -125,8 +131,7 @@ def _verl_row(number: int, value: dict[str, Any], params: FileParams) -> Row:
         raise _BadRow(f"'data_source' is a {type(source).__name__}; must be text")
     prompt = value["prompt"]
     if isinstance(prompt, str):
-        text, wrapped = _plain_prompt("prompt", prompt, params)
-        return Row(number, text, answer, data_source=source, messages=wrapped)
+        return Row(number, _plain_prompt("prompt", prompt, params), answer, data_source=source)
     messages = _chat_messages(prompt)
     # Without a chat template the messages' texts stand for the prompt, one after another.
     text = "\n".join(message["content"] for message in messages)
@@ -142,15 +147,14 @@ def _question_row(number: int, value: dict[str, Any], params: FileParams) -> Row
     if not marker or not answer:
         raise _BadRow(f"'answer' has no final answer after {ANSWER_MARKER}")
     lines = _CALCULATOR.sub("", steps).strip().splitlines()
-    question, wrapped = _plain_prompt("question", value["question"], params)
-    return Row(number, question, answer, messages=wrapped, solution=worked_solution(lines, answer))
+    question = _plain_prompt("question", value["question"], params)
+    return Row(number, question, answer, solution=worked_solution(lines, answer))
 
 
-def _plain_prompt(key: str, text: Any, params: FileParams) -> tuple[str, list[dict[str, str]] | None]:
+def _plain_prompt(key: str, text: Any, params: FileParams) -> str:
     if not isinstance(text, str) or not text.strip():
         raise _BadRow(f"'{key}' is {'empty' if isinstance(text, str) else 'a ' + type(text).__name__}; must be text")
-    text += params.prompt_suffix
-    return text, [{"role": "user", "content": text}] if params.chat else None
+    return text + params.prompt_suffix
 
 
 def _answer_text(value: Any) -> str:

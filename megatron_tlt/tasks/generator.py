@@ -23,11 +23,11 @@ class GeneratorParams(Params):
 
 @dataclass(frozen=True)
 class Worked:
-    """One entry in our words. ``solution`` ends in the marked ``answer``."""
+    """One entry's wording. ``solution`` ends in the marked ``answer``; None where there is no worked solution."""
 
     prompt: str
     answer: str
-    solution: str
+    solution: str | None
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,22 @@ class Generator(ABC):
     def write(self, entry: dict[str, Any]) -> Worked:
         """Words the library's ``entry`` compactly and works it out step by step."""
 
-    def draw(self, key: int) -> Draft:
-        """The problem of ``key`` (any non-negative integer)."""
-        size = self.params.sizes.sample(random.Random(stable_int("size", key)))
+    def draw(self, key: int, size: int | None = None) -> Draft:
+        """The problem of ``key`` (any non-negative integer), of the size that ``key`` draws or of ``size``."""
+        if size is None:
+            size = self.params.sizes.sample(random.Random(stable_int("size", key)))
         # The library seeds an entry with seed + index: a hashed index is a hashed seed.
         entry = self._dataset(size)[stable_int("entry", key)]
         return Draft(self.write(entry), self._metadata(entry))
+
+    def probe(self, count: int) -> list[Draft]:
+        """Draws of the largest size, of either split: their prompts are about the longest that the task has."""
+        return [self.draw(stable_int("largest", i), self.params.sizes.max) for i in range(count)]
+
+    @property
+    def probed(self) -> str:
+        """What was probed, as an error names it."""
+        return f"params.sizes.max: found {self.params.sizes.max}"
 
     def _dataset(self, size: int) -> Any:
         if size not in self._datasets:

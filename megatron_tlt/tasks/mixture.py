@@ -16,12 +16,15 @@ from megatron_tlt.tasks.files import FileParams
 from megatron_tlt.tasks.gcd import Gcd
 from megatron_tlt.tasks.generator import Generator
 from megatron_tlt.tasks.letter_counting import LetterCounting
+from megatron_tlt.tasks.library_dataset import LibraryDataset
+from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.number_sorting import NumberSorting
 from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sizes import Params
 from megatron_tlt.tasks.sources import FileSource, GeneratedSource, Source, Split, split_rows
 from megatron_tlt.tasks.spell_backward import SpellBackward
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.tasks.wording import Wording
 
 #: The generated tasks by the name that ``tasks[].name`` gives.
 GENERATORS: dict[str, type[Generator]] = {
@@ -113,33 +116,54 @@ class ProblemMixture:
         return slots
 
 
-def build_sources(tasks: list[TaskConfig], split: Split, seed: int) -> ProblemMixture:
+def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: PromptLimit | None = None) -> ProblemMixture:
     """The mixture of all tasks, for one split.
 
-    Raises ConfigError for an unknown generator, wrong params, bad files, and for two tasks of one generator whose
-    held-out fractions differ (a prompt would then be held out in one and trained on in the other).
+    Args:
+        tasks: of the launch config.
+        split: which problems.
+        seed: of the order and of generated problems.
+        limit: on prompts' lengths; without one their lengths are not looked at.
+
+    Raises:
+        ConfigError: every unknown generator, wrong parameter, bad file and prompt that ``limit`` refuses; two tasks of
+            one generator whose held-out fractions differ (a prompt would be held out in one and trained on in the
+            other).
     """
-    _check_fractions(tasks)
+    violations = _differing_fractions(tasks)
     names = Counter(task.name for task in tasks)
-    sources = []
+    sources: list[Source] = []
     for position, task in enumerate(tasks):
         label = task.name if names[task.name] == 1 else f"{task.name}#{position}"
-        sources.append(_source(task, f"tasks[{position}]", label, split, seed))
-    twin = None if split == "held_out" else lambda: build_sources(tasks, "held_out", seed)
+        try:
+            sources.append(_source(task, f"tasks[{position}]", label, split, seed, limit))
+        except ConfigError as error:
+            violations += str(error).splitlines()
+    if violations:
+        raise ConfigError("\n".join(violations))
+    twin = None if split == "held_out" else lambda: build_sources(tasks, "held_out", seed, limit)
     return ProblemMixture(sources, [task.weight for task in tasks], split, seed, twin)
 
 
-def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int) -> Source:
+def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, limit: PromptLimit | None) -> Source:
+    wording = Wording.of(task)
     if task.kind == "file":
         assert task.path is not None  # the schema demands it
+        for name, file in (("path", task.path), ("held_out_path", task.held_out_path)):
+            if file is not None and not file.is_file():
+                raise ConfigError(f"{key}.{name}: no file {file}; a file task needs a .jsonl or .parquet file")
         params = _checked(FileParams, task.params, key)
         rows = split_rows(task.path, task.held_out_path, task.held_out_fraction, split, params)
-        return FileSource(label, task.verifier, split, rows, seed)
+        path = task.held_out_path if split == "held_out" and task.held_out_path is not None else task.path
+        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording)
+    if task.kind == "reasoning_gym":
+        dataset = LibraryDataset(task.name, task.params, key)
+        return GeneratedSource(label, dataset, split, task.held_out_fraction, seed, limit, wording)
     if task.name not in GENERATORS:
         raise ConfigError(f"{key}.name: unknown generator '{task.name}'; allowed are {', '.join(sorted(GENERATORS))}")
     generator = GENERATORS[task.name]
     checked = _checked(generator.params_type, task.params, key)
-    return GeneratedSource(label, generator(checked), split, task.held_out_fraction, seed)
+    return GeneratedSource(label, generator(checked), split, task.held_out_fraction, seed, limit, wording)
 
 
 def _checked(kind: type[P], params: dict[str, Any], key: str) -> P:
@@ -154,14 +178,16 @@ def _checked(kind: type[P], params: dict[str, Any], key: str) -> P:
         raise ConfigError("\n".join(lines)) from error
 
 
-def _check_fractions(tasks: list[TaskConfig]) -> None:
+def _differing_fractions(tasks: list[TaskConfig]) -> list[str]:
     fractions: dict[str, float] = {}
+    lines = []
     for position, task in enumerate(tasks):
-        if task.kind != "generated":
+        if task.kind == "file":
             continue
-        first = fractions.setdefault(task.name, task.held_out_fraction)
+        first = fractions.setdefault(f"{task.kind} {task.name}", task.held_out_fraction)
         if first != task.held_out_fraction:
-            raise ConfigError(
+            lines.append(
                 f"tasks[{position}].held_out_fraction: {task.held_out_fraction}, but an earlier '{task.name}' task has "
                 f"{first}; they must be equal, or their train and held-out sets overlap"
             )
+    return lines

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Literal, Protocol
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.files import FileParams, Row, read_rows
-from megatron_tlt.tasks.generator import Generator
+from megatron_tlt.tasks.generator import Draft, Generator
+from megatron_tlt.tasks.library_dataset import LibraryDataset
+from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.seeding import is_held_out, stable_int
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.tasks.wording import Wording
 
 Split = Literal["train", "held_out"]
 
 _MAX_ATTEMPTS = 2000
+_PROBED = 32  # draws
+_AS_IT_IS = Wording()
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -26,47 +34,104 @@ class Source(Protocol):
 
 
 class GeneratedSource:
-    """Problem ``index`` is the first draw of its own that belongs to the split."""
+    """Problem ``index`` is the first draw of its own that belongs to the split and is not left out for its length.
 
-    def __init__(self, label: str, generator: Generator, split: Split, held_out_fraction: float, seed: int) -> None:
+    ``left_out`` counts the draws that were.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        generator: Generator | LibraryDataset,
+        split: Split,
+        held_out_fraction: float,
+        seed: int,
+        limit: PromptLimit | None = None,
+        wording: Wording = _AS_IT_IS,
+    ) -> None:
         self.label = label
+        self.left_out = 0
+        self._wording = wording
         self._generator = generator
         self._split = split
         self._fraction = held_out_fraction
         self._seed = seed
+        self._limit = limit if limit is not None and limit.leave_out else None
 
     def problem(self, index: int) -> Problem:
-        """Raises ConfigError when the task has so few different prompts that none falls into the split."""
+        """Raises ConfigError when the task has so few different prompts that none falls into the split, or fits."""
         wanted = self._split == "held_out"
         for attempt in range(_MAX_ATTEMPTS):
             draft = self._generator.draw(stable_int(self._seed, self.label, self._split, index, attempt))
-            if is_held_out(draft.worked.prompt, self._fraction) == wanted:
-                return Problem(
-                    uid=f"{self.label}/{self._split}/{self._seed}/{index}",
-                    source=self.label,
-                    prompt=draft.worked.prompt,
-                    answer=draft.worked.answer,
-                    verifier="reasoning_gym",
-                    metadata=draft.metadata,
-                    solution=draft.worked.solution,
-                )
+            if is_held_out(draft.worked.prompt, self._fraction) != wanted:
+                continue
+            problem = self._problem(draft, str(index))
+            if self._limit is None or self._limit.fits(problem):
+                return problem
+            self._count(problem)
         raise ConfigError(
             f"task {self.label}: none of {_MAX_ATTEMPTS} draws is a {self._split} problem at held_out_fraction "
-            f"{self._fraction}; widen params.sizes or change held_out_fraction"
+            f"{self._fraction}{' within rollout.max_prompt_tokens' if self._limit else ''}; widen params or "
+            "change held_out_fraction"
         )
+
+    def probe(self) -> list[Problem]:
+        """Some problems of either split, about as long as the task has them."""
+        return [self._problem(draft, "-") for draft in self._generator.probe(_PROBED)]
+
+    @property
+    def probed(self) -> str:
+        """What :meth:`probe` drew, as an error names it."""
+        return self._generator.probed
+
+    def _problem(self, draft: Draft, index: str) -> Problem:
+        problem = Problem(
+            uid=f"{self.label}/{self._split}/{self._seed}/{index}",
+            source=self.label,
+            prompt=draft.worked.prompt,
+            answer=draft.worked.answer,
+            verifier="reasoning_gym",
+            metadata=draft.metadata,
+            solution=draft.worked.solution,
+            recurs=self._split == "held_out",  # evaluations ask for the same ones
+        )
+        return self._wording.apply(problem)
+
+    def _count(self, problem: Problem) -> None:
+        self.left_out += 1
+        if self.left_out & (self.left_out - 1) == 0:  # 1, 2, 4, ...: a run may leave out thousands
+            logger.warning("task %s: %d prompts left out so far, as too long", self.label, self.left_out)
 
 
 class FileSource:
-    """The rows of one split; every epoch has an order of its own."""
+    """The rows of one split that ``limit`` takes; every epoch has an order of its own.
 
-    def __init__(self, label: str, verifier: str, split: Split, rows: list[Row], seed: int) -> None:
+    Raises:
+        ConfigError: as ``PromptLimit.fitting``, naming ``path``.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        verifier: str,
+        split: Split,
+        rows: list[Row],
+        seed: int,
+        path: Path | None = None,
+        limit: PromptLimit | None = None,
+        wording: Wording = _AS_IT_IS,
+    ) -> None:
         self.label = label
+        self._wording = wording
         self._verifier = verifier
         self._split = split
         self._rows = rows
         self._seed = seed
         self._epoch: int | None = None
         self._order: list[int] = []
+        if limit is not None:
+            problems = [self._problem(row) for row in rows]
+            self._rows = [rows[i] for i in limit.fitting(problems, [row.number for row in rows], str(path))]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -78,8 +143,10 @@ class FileSource:
             self._order = list(range(len(self._rows)))
             random.Random(stable_int(self._seed, self.label, "epoch", epoch)).shuffle(self._order)
             self._epoch = epoch
-        row = self._rows[self._order[position]]
-        return Problem(
+        return self._problem(self._rows[self._order[position]])
+
+    def _problem(self, row: Row) -> Problem:
+        problem = Problem(
             uid=f"{self.label}/{self._split}/{row.number}",
             source=row.data_source or self.label,
             prompt=row.prompt,
@@ -88,6 +155,7 @@ class FileSource:
             metadata={} if row.messages is None else {"messages": row.messages},
             solution=row.solution,
         )
+        return self._wording.apply(problem)
 
 
 def split_rows(path: Path, held_out_path: Path | None, fraction: float, split: Split, params: FileParams) -> list[Row]:

@@ -13,7 +13,7 @@ class Problem:
     ``uid`` is unique over train and held-out sets and stable from run to run. ``verifier`` names an entry of
     ``rewards.VERIFIERS``; ``metadata`` is what that verifier wants besides ``answer`` (JSON-serialisable).
     ``solution`` is a worked, step-by-step response ending in the answer, where the task can write one: supervised
-    warm-up trains on it.
+    warm-up trains on it. ``recurs`` is False where a run never asks for the problem again.
     """
 
     uid: str
@@ -23,3 +23,4 @@ class Problem:
     verifier: str
     metadata: dict[str, Any] = field(default_factory=dict)
     solution: str | None = None
+    recurs: bool = True

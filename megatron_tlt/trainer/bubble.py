@@ -8,18 +8,20 @@ member hangs is the wait for it cut off, ``spot.grace_s`` behind the order to le
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_tlt.config.spot import SpotConfig
-from megatron_tlt.drafter import DataBuffer, DrafterTrainer, Entry, TrainerState
+from megatron_tlt.drafter import FAILURES, DataBuffer, DrafterTrainer, Entry, TrainerState
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE, Timeline
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
 from megatron_tlt.platform.subset_group import Abandoned, SubsetGroup
 from megatron_tlt.spot import Advice, CoordinatorClient, SessionOrder
+from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ class BubbleReport:
     ``version`` is its drafter's behind the bubble, ``led`` whether it led its last session, ``left_at`` when it last
     stopped training, ``used_s`` what it spent in training steps, ``metrics`` those of its last one. ``failed`` sessions
     ended here with what is not finite or with an error; ``cut_off`` ones were given up as others did not come.
-    Since the process began, ``refused`` messages were not believed and ``unsaved`` checkpoints could not be written.
+    Its buffer held ``entries`` responses; the states of ``dropped`` ones of its engine were not whole. Since the
+    process began, ``refused`` messages were not believed and ``unsaved`` checkpoints could not be written.
     """
 
     version: int = 0
@@ -61,6 +64,8 @@ class BubbleReport:
     cut_off: int = 0
     refused: int = 0
     unsaved: int = 0
+    dropped: int = 0
+    entries: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -93,6 +98,7 @@ def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, f
         "spot/cut_off": float(sum(report.cut_off for report in reports)),
         "spot/refused_messages": float(sum(report.refused for report in reports)),
         "spot/failed_checkpoints": float(sum(report.unsaved for report in reports)),
+        "spot/dropped_states": float(sum(report.dropped for report in reports)),
     }
 
 
@@ -108,6 +114,7 @@ class Bubble:
         global_batch: responses of a step over all members, however many these are.
         last_good: what the drafter goes back to after a step that was not finite.
         take_device: before the first session of an RL step: the engine leaves the device, the trainer comes.
+        newest: the responses that this rank's engine has just ended, if they are kept.
         form: makes a group over some ranks.
 
     Raises:
@@ -125,6 +132,7 @@ class Bubble:
         global_batch: int,
         last_good: Callable[[], TrainerState],
         take_device: Callable[[], None],
+        newest: EngineData | None = None,
         form: FormGroup = SubsetGroup.form,
     ) -> None:
         needed = trainer.needed_bytes / 2**30
@@ -136,7 +144,8 @@ class Bubble:
         self._config, self._trainer, self._buffer = config, trainer, buffer
         self._checkpoints, self._timeline = checkpoints, timeline
         self._batch, self._last_good, self._take_device = global_batch, last_good, take_device
-        self._form = form
+        self._form, self._data = form, newest
+        self._newest: Sequence[Entry] | None = None  # of the data, once a session asks
         self._line: CoordinatorClient | None = None
         self._refused: Callable[[], int] = lambda: 0
         self._rl_step = -1
@@ -169,15 +178,17 @@ class Bubble:
         self._rl_step = rl_step
         self._report = BubbleReport()
         self._has_device = False
+        self._newest = None
+        if self._data is not None:
+            self._data.begin()
         self._client.rollout_started(rl_step)
 
     def until_over(self, rl_step: int) -> None:
         """Its share is done: trains as it is told, until the last rank's is done or the coordinator is silent."""
-        client = self._client
-        self._report = replace(self._report, released_at=self._timeline.now())
-        # a run that was killed may have left data of this very step
-        usable = sum(entry.step < rl_step for entry in self._buffer.descriptions)
-        client.released(rl_step, usable, self._trainer.version)
+        client, released_at = self._client, self._timeline.now()
+        entries = len(self._buffer) + (0 if self._data is None else self._data.count)
+        self._report = replace(self._report, released_at=released_at, entries=entries)
+        client.released(rl_step, self._report.entries, self._trainer.version)
         while not client.rollout_over(rl_step) and not client.is_silent:
             order = client.order
             if order is None or not self._is_free_for(order) or not client.enter(order):
@@ -188,6 +199,10 @@ class Bubble:
             except Exception:
                 logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
                 client.withdraw()
+        self._newest = None  # the actor's states of them come with the log-probs
+        if self._data is not None:
+            self._data.end()
+            self._report = replace(self._report, dropped=self._data.dropped)
 
     def _is_free_for(self, order: SessionOrder) -> bool:
         """Two leaders never write checkpoints at the same time."""
@@ -212,10 +227,11 @@ class Bubble:
             failed = 1
             logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
         trainer.group = None
-        if outcome.startswith("non_finite"):
+        if outcome in FAILURES:
             failed = 1
             trainer.load_state(self._last_good())
-            logger.warning("drafter training ended with %s; version %d stays", outcome, trainer.version)
+            meaning = FAILURES[outcome]
+            logger.warning("drafter training ended with %s: %s; version %d stays", outcome, meaning, trainer.version)
         left_at = self._timeline.now()
         self._report = replace(
             self._report,
@@ -243,7 +259,7 @@ class Bubble:
 
     def _is_to_be_saved(self, order: SessionOrder, outcome: str) -> bool:
         """Whether the session is over, and not by the rollout's end, behind which there is time enough."""
-        if outcome.startswith("non_finite"):
+        if outcome in FAILURES:
             return True  # a checkpoint on the way there is newer, but not good
         following = self._client.order
         ended = following is None or following.session != order.session
@@ -262,6 +278,7 @@ class Bubble:
     def _train(self, order: SessionOrder) -> str:
         """How the generation ended: ``stopped``, ``not formed``, or as a step that was not well."""
         client, trainer = self._client, self._trainer
+        trainer.group = None  # whatever trained last with all ranks: who is alone waits for nobody
         if len(order.members) > 1:
             limit_s = 2 * self._config.session_timeout_s  # the coordinator's comes first
             try:
@@ -279,7 +296,7 @@ class Bubble:
                 client.wait(_WAIT_S)
                 continue
             began = self._timeline.now()
-            result = trainer.train_step(self._draw(share), self._is_told)
+            result = trainer.train_step(self._draw(share), self._is_told, self._rl_step)
             self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
             if result.outcome != "trained":
                 return result.outcome
@@ -290,8 +307,14 @@ class Bubble:
                 self._checkpoints.step_done(self._rl_step)
 
     def _draw(self, share: int) -> Iterator[Entry]:
-        """This rank's part of a step; the newest data is of the RL step before."""
-        yield from self._buffer.sample(share, self._rl_step - 1, self._trainer.version)
+        """This rank's part of a step: responses that its engine has just ended, and earlier steps'."""
+        if self._newest is None:
+            self._newest = [] if self._data is None else self._data.entries(self._rl_step)
+        draw = random.Random(f"{self._rl_step}/{self._trainer.version}")
+        wanted = share - min(len(self._buffer), round(share * self._buffer.earlier_fraction))
+        newest = draw.sample(self._newest, min(wanted, len(self._newest)))
+        yield from newest
+        yield from self._buffer.sample(share - len(newest), self._rl_step, self._trainer.version)
 
     def _is_told(self) -> bool:
         """Whether this generation is to be left; once so, it stays so, though a silent coordinator may come back."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,51 @@ from megatron_tlt.actor.megatron_checkpoint import POLL_S, begin_save, load_poli
 from megatron_tlt.actor.megatron_writer import BackgroundWrite
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.checkpoint.files import clean_leftovers, find_latest_whole
+from megatron_tlt.checkpoint.manifest import Sums, verify_manifest
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
 from megatron_tlt.checkpoint.publication import Publication
+from megatron_tlt.checkpoint.shared import run_together, with_shared_sums
 from megatron_tlt.errors import RunError
 from megatron_tlt.models.hf_folder import MEGATRON_PART, SIDE_FILES, copy_side_files
 from megatron_tlt.platform.collectives import any_rank, broadcast_data, failing_together
-from megatron_tlt.platform.device import log_once, rank
+from megatron_tlt.platform.device import rank, warn
 from megatron_tlt.platform.files import write_errors
+
+_STATE = "state.json"
 
 
 @dataclass
 class TrainerState:
-    """What a resumed run needs beyond the actor: how many steps are done, and evaluations by the step they followed."""
+    """What a resumed run needs beyond the actor.
+
+    Attributes:
+        step: how many are done.
+        evaluations: by the step that they followed.
+        evaluation_settings: of the ``evaluation`` section that they were made with; empty where nobody noted them.
+        tokens_seen: prompt and response tokens trained on; 0 where an earlier release, which did not count, saved.
+    """
 
     step: int = 0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluation_settings: dict[str, Any] = field(default_factory=dict)
+    tokens_seen: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> TrainerState:
+        """Of a checkpoint. What an earlier release did not write has its default.
+
+        Raises:
+            RunError: a newer release wrote more than this one knows, or it cannot be read.
+        """
+        path = folder / _STATE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            unknown = sorted(values.keys() - {each.name for each in fields(cls)})
+        except (OSError, ValueError, AttributeError) as error:
+            raise RunError(f"{path}: cannot be read: {error}") from error
+        if unknown:
+            raise RunError(f"{path}: unknown {', '.join(unknown)}; a newer release may have written it")
+        return cls(**values)
 
 
 class Checkpoints:
@@ -81,7 +111,7 @@ class Checkpoints:
                     if self._side_files is not None:
                         (temporary / SIDE_FILES).mkdir()
                         copy_side_files(self._side_files, temporary / SIDE_FILES)
-                    (temporary / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+                    (temporary / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
                 save_parts(self._parts, temporary, rank())
             self._write = begin_save(policy, temporary / MEGATRON_PART)
         if not self._in_background:
@@ -121,34 +151,61 @@ class Checkpoints:
             self._began = self._write = self._publication = None
             raise RunError(broadcast_data(str(last), str)) from error
 
-    def resume(self, policy: Policy) -> TrainerState:
+    def resume(self, policy: Policy, *, sweep: bool = False) -> TrainerState:
         """Loads the newest whole checkpoint into ``policy``; the state of a fresh run where there is none.
 
         A damaged checkpoint is passed over with a warning for the one before it.
 
+        Args:
+            policy: of the same architecture, under any layout.
+            sweep: first remove what killed processes left behind. For the run itself: who only reads its checkpoints
+                changes nothing.
+
         Raises:
             RunError: checkpoints exist, but none of them is whole.
         """
-        found: str | None = None
-        with failing_together():
-            if rank() == 0 and self._root.is_dir():
-                found = self._newest_whole()
-        found = broadcast_data(found, str | None)
-        if found is None:
-            return TrainerState()
-        folder = Path(found)
-        load_policy(policy, folder / MEGATRON_PART)
-        for warning in load_parts(self._parts, folder):
-            log_once(f"warning: {warning}")
-        return TrainerState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+        if sweep:
+            run_together(lambda: clean_leftovers(self._root) if rank() == 0 else [])
+        folder = self.find()
+        return TrainerState() if folder is None else self.load(policy, folder)
 
-    def _newest_whole(self) -> str | None:
-        clean_leftovers(self._root)
-        path, warnings = find_latest_whole(self._root)
+    def load(self, policy: Policy, folder: Path) -> TrainerState:
+        """Loads what :meth:`find` found. Of a checkpoint that no run wrote there is only the model.
+
+        Raises:
+            RunError: its state cannot be read.
+        """
+        load_policy(policy, folder / MEGATRON_PART)
+        if not (folder / _STATE).is_file():
+            return TrainerState()
+        for warning in load_parts(self._parts, folder):
+            warn(warning)
+        return TrainerState.read(folder)
+
+    def find(self, folder: Path | None = None) -> Path | None:
+        """The newest whole checkpoint, or ``folder``, verified; None where there is no checkpoint yet.
+
+        Raises:
+            RunError: the folder is damaged, or checkpoints exist, but none of them is whole.
+        """
+        found = with_shared_sums(lambda sums: self._find(folder, sums), str | None)
+        return None if found is None else Path(found)
+
+    def _find(self, folder: Path | None, sums: Sums) -> str | None:
+        if folder is None:
+            return self._newest_whole(sums)
+        problems = verify_manifest(folder, sums=sums)
+        if problems:
+            raise RunError(f"checkpoint {folder} is not whole: {problems[0]}")
+        return str(folder)
+
+    def _newest_whole(self, sums: Sums) -> str | None:
+        path, warnings = find_latest_whole(self._root, sums=sums)
         for warning in warnings:
-            log_once(f"warning: {warning}")
+            warn(warning)
         if path is not None:
             return str(path)
         if any(self._root.glob("step_*")):
-            raise RunError(f"{self._root}: none of its checkpoints is whole; move the folder away to start again")
+            why = f" ({warnings[0]})" if warnings else ""
+            raise RunError(f"{self._root}: none of its checkpoints is whole{why}; move the folder away to start again")
         return None

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.config.spot import SpotConfig, session_start
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.collectives import broadcast_data, failing_together
 from megatron_tlt.platform.device import log_once, rank
@@ -19,11 +19,11 @@ from megatron_tlt.spot import CoordinatorClient, CoordinatorConfig, CoordinatorS
 _NOT_BELIEVED = ("misdirected", "replayed", "reports replayed", "reports of unknown ranks")
 
 
-def coordinator_config(spot: SpotConfig) -> CoordinatorConfig:
-    """The coordinator's part of the section."""
+def coordinator_config(spot: SpotConfig, min_replicas: int, min_entries: int) -> CoordinatorConfig:
+    """The coordinator's part of the section; the two numbers are those of :func:`session_start`."""
     return CoordinatorConfig(
-        min_replicas=spot.min_replicas,
-        min_entries=spot.min_entries,
+        min_replicas=min_replicas,
+        min_entries=min_entries,
         heartbeat_s=spot.heartbeat_s,
         lost_after_s=spot.lost_after_s,
         session_timeout_s=spot.session_timeout_s,
@@ -66,7 +66,7 @@ class Coordination:
     def __init__(self, config: TltConfig) -> None:
         assert config.spot is not None
         self._open = ExitStack()
-        settings, run_id = coordinator_config(config.spot), config.run.name
+        settings, run_id = coordinator_config(config.spot, *session_start(config)), config.run.name
         secret, endpoint = b"", ""
         self._service: CoordinatorService | None = None
         with failing_together():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,9 @@ import torch
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.spot import session_start
 from megatron_tlt.drafter import (
+    FAILURES,
     DataBuffer,
     DrafterTrainer,
     Entry,
@@ -19,24 +22,34 @@ from megatron_tlt.drafter import (
     SharedWeights,
     TrainerState,
     first_drafter,
+    load_drafter,
     read_checkpoint,
     save_drafter,
     taps_of,
     train_session,
     write_checkpoint,
 )
+from megatron_tlt.drafter.folder import WEIGHTS
 from megatron_tlt.errors import RunError
+from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data, any_rank
-from megatron_tlt.platform.device import barrier, current_device, log_once, rank, world_size
+from megatron_tlt.platform.device import barrier, current_device, log_once, rank, warn, world_size
 from megatron_tlt.platform.offload import StorageOffload
 from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
+from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
+from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.frozen_drafter import compare_with_frozen, held
+from megatron_tlt.trainer.session_diagnosis import SessionDiagnosis, SessionWarnings
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from megatron_tlt.trainer.synchronization import drafter_sync
+
+# the keys of a rank's data in its part of a checkpoint
+_KEYS = "entries.json"
 
 
 class LearnsWhileTraining(Protocol):
@@ -74,19 +87,26 @@ class Drafting:
         target: the folder with the policy's config; its weights are not read.
         folder: of the run: the first drafter and each rank's data go below ``drafter/``.
         policy: the target, whose weights it starts from and shares.
+        read_only: leave the folder of a run that another process may be training as it is: no data is read or written,
+            and the first drafter is written only where there is none.
     """
 
     name = "drafter"
 
-    def __init__(self, config: TltConfig, target: Path, folder: Path, policy: Policy) -> None:
+    def __init__(
+        self, config: TltConfig, target: Path, folder: Path, policy: Policy, *, read_only: bool = False
+    ) -> None:
         assert config.drafter is not None
         self._config: DrafterConfig = config.drafter
         self._run = config
+        self._target = target
         self._folder = folder
         self._first = folder / "drafter" / "first"
         self._step = 0
+        self._resumed = False
+        self._read_only = read_only
         model = first_drafter(self._config, target, config.run.seed, _TensorsOf(policy))
-        if rank() == 0:
+        if rank() == 0 and not (read_only and (self._first / WEIGHTS).is_file()):
             save_drafter(model, self._first, _engine_dtype(config))
         barrier()  # engines of all ranks read it
         self.taps: tuple[int, ...] = taps_of(model.config)
@@ -97,12 +117,16 @@ class Drafting:
         self._trainer = DrafterTrainer(model, self._config, config.run.seed, group)
         self._memory = StorageOffload()
         self._good = _copied(self._trainer.state)
+        bounds = self._config.buffer.model_copy(update={"disk_bytes": 0}) if read_only else self._config.buffer
         self._buffer = DataBuffer(
-            folder / "drafter" / f"data-{rank():05d}", self._config.buffer, config.run.seed + rank(), model.entry_size
+            folder / "drafter" / f"data-{rank():05d}", bounds, config.run.seed + rank(), model.entry_size
         )
         self._sync: WeightSync | None = None
         self._bubble: Bubble | None = None
         self._checkpoints: SpotCheckpoints | None = None
+        self._warnings = SessionWarnings(*session_start(config))
+        # responses of the last step, which the drafter is compared on before it learns from them
+        self._held: list[Entry] = []
 
     @property
     def first_folder(self) -> Path:
@@ -132,6 +156,10 @@ class Drafting:
         """
         spot = self._run.spot
         assert spot is not None
+        recorded = RecordedStates(spot.states_bytes)
+        if spot.states_bytes:
+            engine.record_into(recorded)
+        tp = self._run.rollout.tensor_parallel_size
         self._checkpoints = SpotCheckpoints(self._folder / "drafter" / "spot", spot.checkpoint_every, self._trainer)
         self._bubble = Bubble(
             spot,
@@ -142,6 +170,7 @@ class Drafting:
             global_batch=self._config.entries_per_step * world_size(),
             last_good=lambda: self._good,
             take_device=lambda: self._take_device(engine),
+            newest=EngineData(recorded, rank() % tp, tp) if spot.states_bytes else None,
         )
         return self._bubble
 
@@ -184,6 +213,8 @@ class Drafting:
                 reward=one.reward.value,
             )
             self._buffer.add(entry)
+            if step + 1 == self._run.trainer.steps:
+                self._held = held(self._held, entry)
 
     def train(self, step: int, policy: Policy) -> dict[str, float]:
         """A session on what the buffers hold; one that ends badly leaves the last good drafter.
@@ -195,21 +226,31 @@ class Drafting:
         """
         self._memory.reload()
         self._share(policy)
+        compared = self._compare_with_frozen() if step + 1 == self._run.trainer.steps else {}
         if self._bubble is None:
             result, metrics = self._session(step, self._config.session_steps), dict[str, float]()
         else:
             result, metrics = self._take_bubble_over(step, self._bubble)
-        failed = result.outcome.startswith("non_finite")
+        failed = result.outcome in FAILURES
         if failed:
-            log_once(
-                f"warning: the drafter's session of step {step + 1} ended with {result.outcome}; "
+            warn(
+                f"the drafter's session of step {step + 1} ended with {result.outcome}: {FAILURES[result.outcome]}; "
                 f"version {self._good.version} stays"
             )
             self._trainer.load_state(self._good)
         elif self._trainer.version != self._good.version:
             self._good = _copied(self._trainer.state)
         failed = failed or metrics.get("spot/failed", 0.0) > 0
-        return self._metrics(result) | {"drafter/failed": float(failed)} | metrics
+        return self._metrics(result) | {"drafter/failed": float(failed)} | metrics | compared
+
+    def _compare_with_frozen(self) -> dict[str, float]:
+        """The drafter as it was at the run's start against the one of now, on what neither was trained on."""
+        newest = self._trainer.model
+        frozen = load_drafter(self._first, read_hf_config(self._target), self._config.kind, newest.shared)
+        frozen = frozen.to(current_device().torch_device)
+        depth, most = self._run.speculation.num_speculative_tokens, self._config.max_tokens_per_micro_batch
+        entries, self._held = self._held, []
+        return compare_with_frozen(frozen, newest, self.version, entries, depth, most)
 
     def _share(self, policy: Policy) -> None:
         self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
@@ -230,7 +271,10 @@ class Drafting:
             if rank() == newest:
                 bubble.save(step)
         trained = SessionResult("completed", reports[newest].version - before, reports[newest].metrics)
-        metrics = bubble_metrics(reports, before)
+        bounds = session_start(self._run)
+        diagnosis = SessionDiagnosis.of(reports, self._run.rollout.tensor_parallel_size, *bounds, before)
+        self._warnings.check(step, diagnosis)
+        metrics = bubble_metrics(reports, before) | diagnosis.metrics
         missing = spot.least_steps - trained.steps
         if missing > 0:
             rest = self._session(step, missing)
@@ -269,9 +313,9 @@ class Drafting:
         barrier()
 
     def save(self, folder: Path) -> None:
-        """This rank's part of a checkpoint: rank 0 writes the drafter, every rank makes its data last."""
+        """This rank's part of a checkpoint: rank 0 writes the drafter, every rank the keys of its data."""
         self._memory.reload()
-        self._buffer.flush()
+        (folder / _KEYS).write_text(json.dumps(self._buffer.snapshot()), encoding="utf-8")
         if rank() == 0:
             write_checkpoint(folder, self._trainer.model, self._trainer.state, {"step": self._step})
 
@@ -281,12 +325,29 @@ class Drafting:
         self._trainer.load_state(state)
         self._good = _copied(self._trainer.state)
         self._step = int(extra["step"])
-        self._buffer.rewind(self._step)
+        self._resumed = True
+        if not self._read_only:
+            self._restore_data(folders)
         if self._bubble is not None:
             self._share(self._policy)  # the next session comes before the next update
 
+    def _restore_data(self, folders: Sequence[Path]) -> None:
+        file = folders[rank()] / _KEYS if rank() < len(folders) else None
+        keys = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
+        missing = sum(all_gather_data(self._buffer.restore(self._step, keys), int))
+        if missing:
+            warn(
+                f"{missing} responses of the drafter's data in {self._folder / 'drafter'} are missing that "
+                "the checkpoint refers to; the drafter trains without them, and the run does not repeat its steps"
+            )
+
     def take_newest_over(self) -> None:
-        """Behind a resume: a bubble's newer checkpoint, which a kill left behind the run's own."""
+        """After a resume: loads a bubble's checkpoint where it is newer than the run's own, as a kill may leave it.
+
+        A run that starts from no checkpoint drops the data of a killed run before it.
+        """
+        if not self._resumed:
+            self._buffer.restore(-1)
         if self._checkpoints is None:
             return
         before = self._trainer.version

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from megatron_tlt.config.schema import RolloutConfig
-from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.config.schema import RolloutConfig, TltConfig
+from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, prompt_lengths
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
-from megatron_tlt.platform.collectives import all_gather_data, any_rank
+from megatron_tlt.platform.collectives import all_gather_data, any_rank, failing_together
 from megatron_tlt.platform.device import barrier, rank, world_size
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.types import Reward
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.engine_speculation import EngineSpeculation
+from megatron_tlt.rollout.stop import StopAgreement
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
 from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.dealing import engine_of
 from megatron_tlt.trainer.engine_lane import EngineLane
 
 
@@ -51,16 +56,35 @@ def request_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def training_sampling(rollout: RolloutConfig, eos_id: int) -> SamplingSpec:
-    """How training rollouts are sampled."""
+def training_sampling(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingSpec:
+    """How training rollouts are sampled; any of the tokenizer's ``stop_ids`` ends a response."""
     sampling = rollout.sampling
     return SamplingSpec(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=rollout.max_response_tokens,
-        stop_token_ids=(eos_id,),
+        stop_token_ids=tokenizer.stop_ids,
     )
+
+
+def evaluation_sampling(config: TltConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> SamplingSpec:
+    """How evaluations are sampled: greedily, or with the rollout's top-p and top-k unless ``evaluation`` has others."""
+    settings, sampling = config.evaluation, config.rollout.sampling
+    top_p = sampling.top_p if settings.top_p is None else settings.top_p
+    top_k = sampling.top_k if settings.top_k is None else settings.top_k
+    return SamplingSpec(
+        temperature=0.0 if greedy else settings.temperature,
+        top_p=1.0 if greedy else top_p,
+        top_k=-1 if greedy else top_k,
+        max_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=tokenizer.stop_ids,
+    )
+
+
+def prompt_limit(rollout: RolloutConfig, tokenizer: Tokenizer) -> PromptLimit:
+    """The longest prompt of a run, in this tokenizer's tokens."""
+    return PromptLimit(rollout.max_prompt_tokens, rollout.filter_overlong_prompts, partial(prompt_lengths, tokenizer))
 
 
 def one_request_each(
@@ -88,7 +112,8 @@ class ExperienceCollector:
         max_prompt_tokens: longer prompts are refused.
         max_response_tokens: responses are cut there.
         tensor_parallel_size: ranks per engine.
-        chooser: of the strategy in force, if it is chosen.
+        speculation: what drafts in the engine's steps; None: whatever the engine was built with.
+        on_collected: receives the problems and all their responses, on every rank, once they are scored.
         should_stop: asked after every engine step; True ends the rollout early.
         as_asked: what is asked in place of a request, named ``problem-sample``: a measurement fixes lengths so.
     """
@@ -103,7 +128,8 @@ class ExperienceCollector:
         max_response_tokens: int,
         tensor_parallel_size: int,
         timeline: Timeline,
-        chooser: AdaptiveSpeculation | None = None,
+        speculation: EngineSpeculation | None = None,
+        on_collected: Callable[[Sequence[Problem], Sequence[ScoredResponse]], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         as_asked: Callable[[Request], Request] = lambda request: request,
     ) -> None:
@@ -115,7 +141,8 @@ class ExperienceCollector:
         self._tp = tensor_parallel_size
         self._timeline = timeline
         self._lane = EngineLane(timeline)
-        self._chooser = chooser
+        self._speculation = speculation
+        self._on_collected = on_collected
         self._should_stop = should_stop
         self._as_asked = as_asked
 
@@ -137,6 +164,7 @@ class ExperienceCollector:
 
         Raises:
             ConfigError: a prompt is longer than the limit.
+            RunError: on every rank, when any rank's reward pool has failed.
             StopRequested: on every rank, when any rank was asked to stop before the last engine ended.
         """
         requests, keys = self._requests(problems, samples, sampling, seed_parts)
@@ -144,34 +172,37 @@ class ExperienceCollector:
         start = time.perf_counter()
         stopped = False
         responses: list[Response] = []
+        stop = StopAgreement(self._should_stop, self._engine.tensor_parallel_group)
 
         def finished(response: Response) -> None:
             if leads:
                 problem = problems[keys[response.request_id][0]]
-                self._pool.submit(response.request_id, problem, self._text(response))
-            if self._chooser is not None:
-                self._chooser.finished(response)
+                # A pool that has failed is raised by collect below, on all ranks. Raised here, on one rank, it would
+                # leave the other ranks of the engine and of the world in a collective.
+                with contextlib.suppress(RunError):
+                    self._pool.submit(response.request_id, problem, self._text(response))
+            if self._speculation is not None:
+                self._speculation.finished(response)
             if on_finished is not None:
                 on_finished(1)
 
         def stepped(record: StepRecord) -> None:
             self._lane.add(record)
-            # Ranks of one engine step together: one of them must not leave the others alone in a collective.
-            if self._tp == 1 and self._should_stop():
+            if stop():
                 raise StopRequested
 
-        if self._chooser is not None:
-            self._chooser.begin_rollout(requests)
+        if self._speculation is not None:
+            self._speculation.begin_rollout(requests, self._engine.versions.get("drafter"))
         with self._timeline.span("rollout", requests=len(requests)):
             self._lane.begin_rollout()
             try:
-                responses = self._engine.generate(requests, finished, stepped, self._chooser)
+                responses = self._engine.generate(requests, finished, stepped, self._speculation)
             except StopRequested:
                 stopped = True
             finally:
                 self._lane.flush()
-                if self._chooser is not None:
-                    self._chooser.end_rollout(requests)
+                if self._speculation is not None:
+                    self._speculation.end_rollout(requests)
         decoded = time.perf_counter()
         with self._timeline.span("idle"):
             if while_idle is not None:
@@ -179,7 +210,7 @@ class ExperienceCollector:
             stopped = any_rank(stopped or self._should_stop())
             barrier()
         waited = time.perf_counter()
-        with self._timeline.span("reward"):
+        with self._timeline.span("reward"), failing_together():
             rewards = self._pool.collect()
         if stopped:
             raise StopRequested
@@ -187,6 +218,8 @@ class ExperienceCollector:
         mine = [ScoredResponse(*keys[r.request_id], r, rewards[r.request_id]) for r in responses] if leads else []
         everyone = all_gather_data(mine, list[ScoredResponse])
         scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
+        if self._on_collected is not None:
+            self._on_collected(problems, scored)
         return scored, PhaseTimes(decoded - start, waited - decoded, judged - waited)
 
     def _requests(
@@ -200,9 +233,9 @@ class ExperienceCollector:
             if len(prompt) > self._max_prompt_tokens:
                 raise ConfigError(
                     f"problem {problem.uid}: its prompt has {len(prompt)} tokens; "
-                    f"allowed by rollout.max_prompt_tokens: {self._max_prompt_tokens}"
+                    f"{allowed_prompts(self._max_prompt_tokens)}"
                 )
-            if index % engines != engine:
+            if engine_of(index, engines) != engine:
                 continue
             for sample in range(samples):
                 name = f"{index}-{sample}"
@@ -213,6 +246,6 @@ class ExperienceCollector:
 
     def _text(self, response: Response) -> str:
         tokens = response.token_ids
-        if tokens and tokens[-1] == self._tokenizer.eos_id:
+        if tokens and tokens[-1] in self._tokenizer.stop_ids:
             tokens = tokens[:-1]
         return self._tokenizer.decode(list(tokens))

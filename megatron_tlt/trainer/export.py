@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.checkpoint.shared import run_together, shared_folder
 from megatron_tlt.models.hf_folder import copy_side_files
-from megatron_tlt.platform.device import barrier, rank
+from megatron_tlt.platform.device import rank
+from megatron_tlt.platform.files import write_errors
 
 _WEIGHTS = "model.safetensors"
 
@@ -25,8 +27,16 @@ def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
     for name, tensor in policy.export_weights():
         if rank() == 0:
             tensors[name] = tensor.to("cpu", copy=True).contiguous()
-    if rank() == 0:
-        with atomic_folder(folder) as temporary:
+
+    def write() -> None:
+        if rank():
+            return
+        with write_errors(folder):
             copy_side_files(source, temporary)
-            save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
-    barrier()
+            try:
+                save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
+            except SafetensorError as error:  # its message is the operating system's
+                raise OSError(str(error)) from error
+
+    with shared_folder(folder) as temporary:
+        run_together(write)

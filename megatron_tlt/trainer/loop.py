@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -18,38 +18,48 @@ from megatron_tlt.errors import TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.samples import EVALUATION, GREEDY_EVALUATION, SampleRow
 from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.collectives import failing_together
 from megatron_tlt.platform.device import (
     initialize_distributed,
     prepare,
     rank,
     seed_everything,
+    show,
+    warn,
 )
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
-from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination
 from megatron_tlt.trainer.drafting import Drafting
-from megatron_tlt.trainer.evaluation import Evaluation
-from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested, training_sampling
+from megatron_tlt.trainer.evaluation import Evaluation, EvaluationReport, EvaluationRequest
+from megatron_tlt.trainer.experience import (
+    ExperienceCollector,
+    StopRequested,
+    evaluation_sampling,
+    prompt_limit,
+    training_sampling,
+)
 from megatron_tlt.trainer.export import save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
+from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation import Speculating
 from megatron_tlt.trainer.step import StepResult, TrainingStep
 from megatron_tlt.trainer.synchronization import policy_sync
 
 
 class Interrupted(TltError):
-    """The run was asked to stop, saved its state and left; the same command goes on from there."""
+    """A signal asked to stop, and what had to be saved is saved."""
 
-    def __init__(self, signum: int, step: int) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(signum).name} after {step} steps, state saved; run again to go on"
-        )
+    def __init__(self, signum: int, where: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
         self.exit_status = 128 + signum
 
 
@@ -74,9 +84,18 @@ class Run:
     Args:
         config: of the run.
         as_asked: what the engine is asked in place of a request; a measurement fixes lengths so.
+        verifiers: that are needed beside those of the config's tasks.
+        read_only: another process may be training this run: nothing of its folder is changed.
     """
 
-    def __init__(self, config: TltConfig, as_asked: Callable[[Request], Request] = lambda request: request) -> None:
+    def __init__(
+        self,
+        config: TltConfig,
+        as_asked: Callable[[Request], Request] = lambda request: request,
+        *,
+        verifiers: Sequence[str] = (),
+        read_only: bool = False,
+    ) -> None:
         self._config = config
         self._stop = StopFlag()
         prepare()
@@ -84,19 +103,28 @@ class Run:
         initialize_distributed(config.launcher.collective_timeout_s)
         seed_everything(config.run.seed, config.run.deterministic)
         self._folder = Path(config.run.dir)
-        self._timeline = Timeline(rank(), self._folder)
+        self._timeline = Timeline(rank(), None if read_only else self._folder)
         source = model_folder(config)
         self._side_files = side_files_of(source)
         self.tokenizer = load_tokenizer(self._side_files)
-        self.policy = Policy(source, config.actor, config.run.seed, total_steps=config.trainer.steps)
+        if not config.model.verify:
+            warn(f"model.verify is false: the weights in {source} are not verified")
+        self.policy = Policy(
+            source, config.actor, config.run.seed, total_steps=config.trainer.steps, verify=config.model.verify
+        )
         needs_reference = config.algorithm.kl_coefficient > 0
-        self._reference = Policy(source, config.actor, config.run.seed, trainable=False) if needs_reference else None
+        self._reference = (
+            # the policy's own weights, verified above
+            Policy(source, config.actor, config.run.seed, trainable=False, verify=False) if needs_reference else None
+        )
         if self._reference:
             self._reference.memory.offload()
         # the first reshard brings the weights
         rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
         self.drafting = (
-            Drafting(config, self._side_files, self._folder, self.policy) if config.drafter is not None else None
+            Drafting(config, self._side_files, self._folder, self.policy, read_only=read_only)
+            if config.drafter is not None
+            else None
         )
         speculation = config.speculation
         if self.drafting is not None:
@@ -108,7 +136,10 @@ class Run:
             self.drafting.bubble(self.engine, self._timeline) if self.drafting and config.spot is not None else None
         )
         self._speculating = Speculating(config, self.engine.token_drafters)
-        self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, verifiers_of(config.tasks))
+        self._limit = prompt_limit(config.rollout, self.tokenizer)
+        problems = build_sources(config.tasks, "train", config.run.seed, self._limit)
+        needed = sorted({*verifiers_of(config.tasks), *verifiers})
+        self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, needed)
         self._collector = ExperienceCollector(
             self.engine,
             self.tokenizer,
@@ -117,23 +148,28 @@ class Run:
             max_response_tokens=config.rollout.max_response_tokens,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
             timeline=self._timeline,
-            chooser=self._speculating.chooser,
+            speculation=self._speculating.engine,
+            on_collected=self._speculating.end_rollout,
             should_stop=self._stop,
             as_asked=as_asked,
         )
+        # all ranks have all responses; rank 0 writes
+        per_task = config.observe.samples_per_task if rank() == 0 else 0
+        self._samples = SampleRows(self.tokenizer, per_task, config.observe.sample_characters)
         self.step = TrainingStep(
             config,
             self.policy,
             self._reference,
             self.engine,
             self._collector,
-            build_sources(config.tasks, "train", config.run.seed),
+            problems,
             policy_sync(config, self.policy, self.engine),
             self._timeline,
-            training_sampling(config.rollout, self.tokenizer.eos_id),
+            training_sampling(config.rollout, self.tokenizer),
             self.drafting,
             self._speculating,
             self.bubble,
+            self._samples,
         )
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
@@ -146,18 +182,9 @@ class Run:
             side_files=self._side_files,
             in_background=config.trainer.async_save,
         )
+        self._held_out: list[Problem] | None = None
         self._state = TrainerState()
         self._saved_step: int | None = None
-
-    def _sampling(self, temperature: float) -> SamplingSpec:
-        """How held-out problems are answered."""
-        rollout = self._config.rollout
-        return SamplingSpec(
-            temperature=temperature,
-            top_k=rollout.sampling.top_k if temperature == rollout.sampling.temperature else -1,
-            max_tokens=rollout.max_response_tokens,
-            stop_token_ids=(self.tokenizer.eos_id,),
-        )
 
     def train(self) -> None:
         """Trains from the newest checkpoint (or from the start) to the last step.
@@ -166,8 +193,9 @@ class Run:
             Interrupted: a signal asked to stop; everything up to the last whole step is saved.
         """
         config = self._config
-        self._state = self._checkpoints.resume(self.policy)
+        self._state = self._checkpoints.resume(self.policy, sweep=True)
         self._saved_step = self._state.step or None
+        self._check_evaluation_settings()
         if self.drafting is not None:
             self.drafting.take_newest_over()
         with (
@@ -184,13 +212,22 @@ class Run:
                 self._save()
                 self._checkpoints.finish()
                 record.finish_partial()
-                raise Interrupted(self._stop.signum or signal.SIGTERM, self._state.step) from None
+                where = f"after {self._state.step} steps, state saved; run again to go on"
+                raise Interrupted(self._stop.signum or signal.SIGTERM, where) from None
             with self._timeline.span("export"):
                 save_hf_folder(self.policy, self._side_files, self._folder / "hf")
                 if self.drafting is not None:
                     self.drafting.write(self._folder / "drafter" / "newest")
             record.finish(self._state, self.policy.layout)
         self.engine.shutdown()
+
+    def _check_evaluation_settings(self) -> None:
+        """A resumed run may evaluate otherwise; the newest step is then evaluated again."""
+        state, now = self._state, self._config.evaluation.model_dump(mode="json", exclude={"every"})
+        if state.evaluation_settings not in ({}, now):
+            state.evaluations.pop(str(state.step), None)
+            warn("evaluation: other settings than before; figures of earlier steps do not compare with those to come")
+        state.evaluation_settings = now
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -203,21 +240,30 @@ class Run:
                 self.bubble.attach(coordination.client, coordination.refused)
                 yield
 
-    def evaluate_newest(self) -> None:
-        """Evaluates the newest checkpoint (the initial model where there is none) and prints the result."""
-        state = self._checkpoints.resume(self.policy)
+    def evaluate_checkpoint(self, request: EvaluationRequest) -> None:
+        """Evaluates what ``request`` names, prints what that was and the result.
+
+        Raises:
+            Interrupted: a signal asked to stop.
+        """
+        folder = self._checkpoints.find(None if request.checkpoint is None else Path(request.checkpoint))
+        state = TrainerState() if folder is None else self._checkpoints.load(self.policy, folder)
+        seed = self._config.run.seed
+        problems = request.problems(seed, self._limit) if request.data is not None else self.held_out()
         with Progress(rank(), 1, enabled=self._config.observe.progress) as progress, self._pool:
             self.step.reshard(state.step, StepResult(), progress.start)
-            progress.message(self._line(state.step, self.evaluate(progress)))
+            try:
+                evaluation, samples = self.evaluate(progress, problems)
+            except StopRequested:
+                raise Interrupted(self._stop.signum or signal.SIGTERM, "while evaluating") from None
+            step = state.step if folder is None or state.step else None
+            report = EvaluationReport.of(self._config, request, model_folder(self._config), folder, step, evaluation)
+            with failing_together():
+                if rank() == 0:
+                    report.write(request.json)
+                    report.write_samples(request.samples_file, samples)
+            show(report.text)
         self.engine.shutdown()
-
-    @staticmethod
-    def _line(step: int, evaluation: Evaluation) -> str:
-        greedy = f"  greedy {evaluation.greedy:.3f}" if evaluation.greedy is not None else ""
-        return (
-            f"held-out after step {step}: pass@1 {evaluation.pass_at_1:.3f}  "
-            f"pass@{evaluation.samples} {evaluation.pass_at_k:.3f}{greedy}"
-        )
 
     def _loop(self, record: RunRecord, progress: Progress) -> None:
         config = self._config
@@ -228,12 +274,10 @@ class Run:
             step = self._state.step
             self._timeline.begin_step(step + 1)
             result = self.step.run(step, progress.start, progress.advance, self._updated)
+            record.step(self._state.step, result, progress)
             every = config.evaluation.every
-            evaluated = None
-            with self._phase("evaluate", result):
-                if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
-                    evaluated = self._evaluate(record, progress)
-            record.step(self._state.step, result, evaluated, progress)
+            if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
+                self._evaluate(record, progress)
         self.step.take_device_back()
         self._save()
         self._checkpoints.finish()
@@ -241,6 +285,8 @@ class Run:
     def _updated(self, result: StepResult) -> None:
         """A step's update is done: counts it, and saves where one is due."""
         self._state.step += 1
+        self._state.tokens_seen += result.tokens
+        result.metrics["tokens/seen"] = float(self._state.tokens_seen)
         every = self._config.trainer.save_every
         with self._phase("checkpoint", result):
             self._checkpoints.poll()
@@ -266,31 +312,42 @@ class Run:
         key = str(self._state.step)
         if key in self._state.evaluations:
             return Evaluation(**self._state.evaluations[key])
-        evaluation = self.evaluate(progress)
+        began = time.perf_counter()
+        evaluation, samples = self.evaluate(progress, self.held_out())
         self._state.evaluations[key] = asdict(evaluation)
         self._saved_step = None
-        record.evaluation(self._state.step, evaluation)
-        progress.message(self._line(self._state.step, evaluation))
+        record.evaluation(self._state.step, evaluation, time.perf_counter() - began, samples)
+        progress.message(f"held-out after step {self._state.step}: {evaluation.line}")
         return evaluation
 
-    def evaluate(self, progress: Progress) -> Evaluation:
-        """Samples the held-out problems; the same problems and seeds every time."""
+    def held_out(self) -> list[Problem]:
+        """The held-out problems of the config's tasks: the same ones every time."""
+        if self._held_out is None:
+            mixture = build_sources(self._config.tasks, "held_out", self._config.run.seed, self._limit)
+            self._held_out = mixture.held_out(self._config.evaluation.problems)
+        return self._held_out
+
+    def evaluate(self, progress: Progress, problems: Sequence[Problem]) -> tuple[Evaluation, list[SampleRow]]:
+        """Accuracy on the problems, the same seeds every time, and on rank 0 some of the responses."""
         settings = self._config.evaluation
-        problems = build_sources(self._config.tasks, "held_out", self._config.run.seed).held_out(settings.problems)
         seeds = (self._config.run.seed, "held-out")
         progress.start("evaluate", None)
         with self._timeline.span("evaluate"):
             sampled, _ = self._collector.collect(
-                problems, settings.samples, self._sampling(settings.temperature), seeds, progress.advance
+                problems, settings.samples, evaluation_sampling(self._config, self.tokenizer), seeds, progress.advance
             )
+            samples = self._samples.rows(EVALUATION, problems, sampled)
             greedy = None
             if settings.greedy:
-                scored, _ = self._collector.collect(problems, 1, self._sampling(0.0), seeds, progress.advance)
+                sampling = evaluation_sampling(self._config, self.tokenizer, greedy=True)
+                scored, _ = self._collector.collect(problems, 1, sampling, seeds, progress.advance)
                 greedy = [s.reward.correct for s in scored]
+                samples += self._samples.rows(GREEDY_EVALUATION, problems, scored)
         correct = [0] * len(problems)
         for s in sampled:
             correct[s.problem] += s.reward.correct
-        return Evaluation.from_counts(correct, settings.samples, greedy)
+        tasks = [problem.source for problem in problems]
+        return Evaluation.from_counts(correct, settings.samples, greedy, tasks), samples
 
 
 def train(config: TltConfig) -> None:
@@ -298,6 +355,6 @@ def train(config: TltConfig) -> None:
     Run(config).train()
 
 
-def evaluate(config: TltConfig) -> None:
-    """A worker's whole life under ``tlt eval``: prints the accuracy of the run's newest policy."""
-    Run(config).evaluate_newest()
+def evaluate(config: TltConfig, request: EvaluationRequest) -> None:
+    """A worker's whole life under ``tlt eval``."""
+    Run(config, verifiers=verifiers_of(request.tasks), read_only=True).evaluate_checkpoint(request)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.observe.drafter_check import DrafterCheck, drafter_warnings
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import JsonLinesFile
-from megatron_tlt.observe.metrics import MetricsWriter, read_metrics
+from megatron_tlt.observe.learning_check import LearningCheck, learning_warnings
+from megatron_tlt.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.report import write_report
+from megatron_tlt.observe.samples import SAMPLES_FILE, SampleLog, SampleRow
+from megatron_tlt.observe.speculation_gain import RunGain
 from megatron_tlt.observe.summary import describe_lengths, reward_summary, time_totals, write_summary
 from megatron_tlt.observe.timeline import Timeline, write_trace
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import barrier, current_device, rank, world_size
+from megatron_tlt.platform.device import barrier, current_device, rank, warn, world_size
 from megatron_tlt.reshard.interface import SyncReport
 from megatron_tlt.trainer.checkpoints import TrainerState
 from megatron_tlt.trainer.evaluation import Evaluation
@@ -26,7 +30,10 @@ from megatron_tlt.trainer.step import StepResult
 
 
 class RunRecord:
-    """Metrics, lengths, timeline, report and summary of one run; rows of steps that a resume repeats are dropped."""
+    """Metrics, lengths, samples, timeline, report and summary of one run.
+
+    Rows of steps that a resume repeats are dropped.
+    """
 
     def __init__(self, folder: Path, config: TltConfig, done_steps: int, timeline: Timeline) -> None:
         self._folder = folder
@@ -34,6 +41,8 @@ class RunRecord:
         self._timeline = timeline
         self._metrics: MetricsWriter | None = None
         self._lengths: JsonLinesFile | None = None
+        self._samples: SampleLog | None = None
+        self._learning, self._drafter = LearningCheck(), DrafterCheck()
         # Nothing is saved before the first step: a run killed there evaluates its start again.
         kept = done_steps or -1
         timeline.truncate_after(kept)
@@ -42,6 +51,12 @@ class RunRecord:
             self._metrics.truncate_after(kept)
             self._lengths = JsonLinesFile(folder / "lengths.jsonl")
             self._lengths.truncate_after(kept)
+            # also where samples are off now: those of steps that are done again would contradict the metrics
+            if config.observe.samples_per_task or (folder / SAMPLES_FILE).exists():
+                self._samples = SampleLog(folder, kept)
+            for row in read_metrics(folder / METRICS_FILE):  # what a resumed run has warned of is not said again
+                self._learning.add(row)
+                self._drafter.add(row)
 
     def __enter__(self) -> RunRecord:
         return self
@@ -54,9 +69,11 @@ class RunRecord:
             self._metrics.close()
         if self._lengths is not None:
             self._lengths.close()
+        if self._samples is not None:
+            self._samples.close()
 
-    def step(self, step: int, result: StepResult, evaluation: Evaluation | None, progress: Progress) -> None:
-        """Records step number ``step`` (counted from 1)."""
+    def step(self, step: int, result: StepResult, progress: Progress) -> None:
+        """Records step number ``step`` (counted from 1), before anything else can end the run."""
         mine = (current_device().peak_memory_bytes(), result.memory, result.reshard)
         ranks = all_gather_data(mine, tuple[int, dict[str, int], SyncReport | None])
         self._timeline.flush()
@@ -66,8 +83,9 @@ class RunRecord:
         for phase in result.memory:
             metrics[f"memory/{phase}_gib"] = max(phases[phase] for _, phases, _ in ranks) / 2**30
         metrics.update(_reshard_metrics([report for _, _, report in ranks if report is not None]))
-        if evaluation is not None:
-            metrics.update(_evaluation_metrics(evaluation))
+        warnings = self._learning.add(metrics) + self._drafter.add(metrics)
+        metrics["learning/warnings"] = float(self._learning.active)
+        metrics["speculation/warnings"] = float(self._drafter.active)
         self._metrics.log(step, metrics)
         row = {
             "step": step,
@@ -76,12 +94,20 @@ class RunRecord:
             "acceptance": [round(a, 3) for a in result.acceptance],
         }
         self._lengths.append([row])
+        if self._samples is not None:
+            self._samples.add(step, result.samples)
         progress.step_done(step, metrics)
+        for warning in warnings:
+            warn(warning)
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Records the evaluation before the first step; later ones travel with their step."""
-        if self._metrics is not None and step == 0:
-            self._metrics.log(0, _evaluation_metrics(evaluation))
+    def evaluation(self, step: int, evaluation: Evaluation, seconds: float, samples: Sequence[SampleRow] = ()) -> None:
+        """Records the evaluation that followed ``step``; a resumed run may do it again, or for the first time."""
+        if self._metrics is None:
+            return
+        metrics = {**_evaluation_metrics(evaluation), "time/evaluate": seconds}
+        self._metrics.amend(step, metrics)
+        if self._samples is not None:
+            self._samples.add_evaluation(step, samples)
 
     def finish_partial(self) -> None:
         """An interrupted run: trace and report of what there is."""
@@ -114,9 +140,11 @@ class RunRecord:
 
         first, last = min(state.evaluations, key=int), max(state.evaluations, key=int)
         drafts = sum(column("speculation/draft_tokens"))
+        gain = RunGain.of(rows)
         return {
             "world_size": world_size(),
             "steps": state.step,
+            "tokens_seen": state.tokens_seen,
             "actor": {"backend": "megatron-core", "layout": layout},
             "rollout": {
                 "backend": "vllm",
@@ -133,6 +161,7 @@ class RunRecord:
             },
             "eval": {"start": state.evaluations[first], "end": state.evaluations[last]},
             "reward": reward_summary(rows),
+            "learning": {"warnings": len(learning_warnings(rows))},
             "reshard": {
                 "method": config.reshard.method,
                 "tensors": int(column("reshard/tensors")[-1]),
@@ -149,6 +178,12 @@ class RunRecord:
                 "enabled": config.speculation.enabled,
                 "drafter": config.speculation.drafter,
                 "num_speculative_tokens": config.speculation.num_speculative_tokens,
+                "gain": None if gain is None else gain.gain,
+                "gain_steps": 0 if gain is None else gain.known_steps,
+                "gain_unknown": None if gain is None else gain.unknown,
+                "frozen_acceptance_length": next(iter(column("drafter/frozen_acceptance_length")), None),
+                "adapted_acceptance_length": next(iter(column("drafter/adapted_acceptance_length")), None),
+                "warnings": len(drafter_warnings(rows)),
             },
             "environment": describe_environment(),
         }
@@ -174,5 +209,6 @@ def _reshard_metrics(reports: list[SyncReport]) -> dict[str, float]:
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    named = {f"eval/{name}": value for name, value in asdict(evaluation).items() if value is not None}
-    return {name: float(value) for name, value in named.items() if name not in {"eval/problems", "eval/samples"}}
+    named = {name: getattr(evaluation, name) for name in ("pass_at_1", "pass_at_k", "greedy")}
+    metrics = {f"eval/{name}": float(value) for name, value in named.items() if value is not None}
+    return metrics | {f"task/{task}/eval_pass_at_1": value for task, value in evaluation.pass_at_1_by_task.items()}

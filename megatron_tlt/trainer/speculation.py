@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.platform.device import log_once, rank
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import rank, warn, world_size
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.engine_speculation import EngineSpeculation, RolloutAccount, account_metrics
 from megatron_tlt.speculation.suffix import SuffixDrafter
-from megatron_tlt.speculation.token_drafter import TokenDrafter
+from megatron_tlt.speculation.suffix_file import OtherVersion
+from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
+from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.dealing import engine_of
+from megatron_tlt.trainer.experience import ScoredResponse
 
 _STATE, _SUFFIX = "state.json", "suffix.bin"
 
@@ -35,62 +42,104 @@ class Speculating:
         speculation = config.speculation
         self._drafters = drafters
         self._model = speculation.drafter
-        engine = rank() // config.rollout.tensor_parallel_size
+        self._tp = config.rollout.tensor_parallel_size
+        self._engine = rank() // self._tp
+        # In a tree of all problems, responses to a problem that never recurs still give drafts to other problems.
+        self._all_problems = speculation.suffix.scope == "global"
+        max_num_seqs = config.rollout.vllm.get("max_num_seqs")
         self.chooser = (
-            AdaptiveSpeculation(speculation, config.rollout.max_response_tokens, config.run.seed + engine)
+            AdaptiveSpeculation(
+                speculation,
+                config.rollout.max_response_tokens,
+                config.run.seed + self._engine,
+                None if max_num_seqs is None else int(max_num_seqs),
+            )
             if speculation.enabled and speculation.adaptive is not None
             else None
         )
-        self._seen: set[str] = set()
+        needs_training = config.drafter is not None and config.drafter.path is None
+        self.engine = (
+            EngineSpeculation(speculation, self.chooser, needs_training=needs_training) if speculation.enabled else None
+        )
         self._version: int | None = None
 
-    def begin_step(self, problems: Iterable[str], version: int | None = None) -> None:
-        """A step on these problems begins, with this version of the engine's drafter model if it has one.
+    def begin_step(self, version: int | None = None) -> None:
+        """A step begins, with this version of the engine's drafter model if it has one.
 
-        Where a problem comes again, an epoch has ended.
         n-grams are of the step's own responses: a run that is resumed, whose checkpoint has none, drafts the same.
         """
-        keys = set(problems)
-        ended = bool(keys & self._seen)
-        for name, drafter in self._drafters.items():
-            if ended or name == "ngram":
-                drafter.end_epoch()
-        self._seen = keys if ended else self._seen | keys
+        for drafter in self._drafters.values():
+            drafter.begin_step()
+        if self.engine is not None:
+            self.engine.begin_step()
         if self.chooser is not None and self._version not in (None, version):
             self.chooser.drafter_changed(self._model)
         self._version = version
 
+    def end_rollout(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> None:
+        """All responses of a rollout, of all engines: the next time, any engine may decode a problem.
+
+        Suffix trees learn from every response to a problem that may come again, length classes from every response.
+        """
+        responses = [
+            FinishedResponse(problems[s.problem].uid, s.response.prompt_token_ids, s.response.token_ids)
+            for s in scored
+            if problems[s.problem].recurs or self._all_problems
+        ]
+        for drafter in self._drafters.values():
+            drafter.end_rollout(responses)
+        if self.engine is not None:
+            self.engine.keep_rollout()
+        engines = world_size() // self._tp
+        for s in scored:
+            elsewhere = engine_of(s.problem, engines) != self._engine
+            if self.chooser is not None and elsewhere and s.response.finish_reason != "abort":
+                self.chooser.record(problems[s.problem].uid, len(s.response.token_ids))
+
     def metrics(self) -> dict[str, float]:
-        """Shares of the last rollout's engine steps by strategy, and what the drafters hold."""
-        steps = {} if self.chooser is None else self.chooser.steps
-        total = sum(steps.values())
-        found = {f"speculation/share_{name}": count / total for name, count in steps.items()}
+        """What all engines did in the last rollout, and what this rank's drafters hold; collective."""
+        mine = self.engine.account if self.engine is not None and rank() % self._tp == 0 else None
+        accounts = all_gather_data(mine, RolloutAccount | None)
+        found = account_metrics([account for account in accounts if account is not None])
         for name, drafter in self._drafters.items():
             found[f"speculation/{name}_mib"] = drafter.memory_bytes / 2**20
         return found
 
     def save(self, folder: Path) -> None:
-        """As ``CheckpointPart.save``."""
+        """As ``CheckpointPart.save``; suffix history is the same on all ranks, so one of them writes it."""
         state = {
-            "seen": sorted(self._seen),
+            "tensor_parallel_size": self._tp,
             "version": self._version,
             "chooser": None if self.chooser is None else self.chooser.state(),
+            "engine": None if self.engine is None else self.engine.state(),
         }
         atomic_write_text(folder / _STATE, json.dumps(state))
         suffix = self._drafters.get("suffix")
-        if isinstance(suffix, SuffixDrafter):
+        if isinstance(suffix, SuffixDrafter) and rank() == 0:
             suffix.save(folder / _SUFFIX)
 
     def load(self, folders: Sequence[Path]) -> None:
-        """As ``CheckpointPart.load``; a rank that was not there goes on from another one's state."""
-        folder = folders[rank() % len(folders)]
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        self._seen, self._version = set(state["seen"]), state["version"]
+        """As ``CheckpointPart.load``; an engine that the checkpoint lacks takes the state of another one."""
+        state = self._state(folders[0])
+        tp = state.get("tensor_parallel_size", self._tp)  # older releases did not write it
+        engines = max(1, len(folders) // tp)
+        state = self._state(folders[self._engine % engines * tp])
+        self._version = state["version"]
         suffix = self._drafters.get("suffix")
-        if isinstance(suffix, SuffixDrafter) and (folder / _SUFFIX).is_file():
-            suffix.load(folder / _SUFFIX)
+        if isinstance(suffix, SuffixDrafter) and (folders[0] / _SUFFIX).is_file():
+            try:
+                suffix.load(folders[0] / _SUFFIX)
+            except OtherVersion as error:
+                warn(f"suffix drafting starts without the responses of earlier steps: {error}")
+        if self.engine is not None and state.get("engine") is not None:  # earlier releases measured no gain
+            self.engine.load_state(state["engine"])
         if self.chooser is not None and state["chooser"] is not None:
             try:
                 self.chooser.load_state(state["chooser"])
             except ValueError as error:
-                log_once(f"warning: what was learnt about strategies is not used: {error}")
+                warn(f"what was learnt about strategies is not used: {error}")
+
+    @staticmethod
+    def _state(folder: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        return found

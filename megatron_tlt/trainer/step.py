@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.algorithms.advantages import group_relative_advantages
+from megatron_tlt.algorithms.advantages import group_relative_advantages, mixed_groups
 from megatron_tlt.algorithms.losses import ClippedPolicyLoss
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, measure_mismatch, truncated_importance_weights
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.observe.samples import TRAIN, SampleRow
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
@@ -26,7 +27,9 @@ from megatron_tlt.trainer.acceptance import acceptance_metrics
 from megatron_tlt.trainer.bubble import Bubble
 from megatron_tlt.trainer.drafting import LearnsWhileTraining
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
+from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation import Speculating
+from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, task_metrics
 
 
 @dataclass
@@ -37,9 +40,14 @@ class StepResult:
     lengths: list[int] = field(default_factory=list)
     finish_reasons: dict[str, int] = field(default_factory=dict)
     acceptance: list[float] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+    """The task of each response."""
+    tokens: int = 0
+    """Prompt and response tokens of all samples; a prompt counts once for each of its responses."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of device memory in use on this rank at the end of each phase."""
     reshard: SyncReport | None = None
+    samples: list[SampleRow] = field(default_factory=list)
 
 
 class TrainingStep:
@@ -50,6 +58,7 @@ class TrainingStep:
         drafting: the drafter that is trained, if any.
         speculating: what speculation learns beside it, if anything.
         bubble: trains the drafter on ranks whose engine has ended before others', if that is to be.
+        samples: chooses the responses that people get to read, if any.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class TrainingStep:
         drafting: LearnsWhileTraining | None = None,
         speculating: Speculating | None = None,
         bubble: Bubble | None = None,
+        samples: SampleRows | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -79,6 +89,7 @@ class TrainingStep:
         self._drafting = drafting
         self._speculating = speculating
         self._bubble = bubble
+        self._samples = samples
         self._loss = ClippedPolicyLoss(config.algorithm)
 
     def run(
@@ -133,7 +144,7 @@ class TrainingStep:
         problems = [self._problems.problem(step * count + i) for i in range(count)]
         drafter_version = self._engine.versions.get("drafter")  # an engine that sleeps has none
         if self._speculating is not None:
-            self._speculating.begin_step((problem.uid for problem in problems), drafter_version)
+            self._speculating.begin_step(drafter_version)
         while_idle = self._while_idle(step)
         scored, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response, while_idle
@@ -143,9 +154,13 @@ class TrainingStep:
         slowest = max(row[0] for row in ranks)
         lengths = [len(s.response.token_ids) for s in scored]
         drafts = sum((s.response.draft for s in scored), DraftStats())
-        rewards = np.array([s.reward.value for s in scored]).reshape(-1, group)
+        rewards = [s.reward.value for s in scored]
+        if self._samples is not None:
+            result.samples = self._samples.rows(TRAIN, problems, scored)
         result.lengths = lengths
         result.acceptance = [s.response.draft.acceptance_length for s in scored]
+        result.tasks = [problems[s.problem].source for s in scored]
+        result.tokens = sum(len(s.response.prompt_token_ids) for s in scored) + sum(lengths)
         for s in scored:
             reason = s.response.finish_reason
             result.finish_reasons[reason] = result.finish_reasons.get(reason, 0) + 1
@@ -155,14 +170,18 @@ class TrainingStep:
                 "time/idle": float(np.mean([row[1] for row in ranks])),
                 "time/reward": max(row[2] for row in ranks),
                 "rollout/tokens_per_s": sum(lengths) / slowest,
-                "reward/mean": float(rewards.mean()),
+                "reward/mean": float(np.mean(rewards)),
                 "reward/correct": float(np.mean([s.reward.correct for s in scored])),
-                "reward/mixed_groups": float(np.mean(rewards.std(axis=1) > 0)),
+                "reward/mixed_groups": mixed_groups(rewards, group),
+                "reward/extracted": float(np.mean([s.reward.extracted is not None for s in scored])),
                 "reward/verifier_errors": float(sum(s.reward.error is not None for s in scored)),
+                "reward/verifier_error_share": float(np.mean([s.reward.error is not None for s in scored])),
                 "length/mean": float(np.mean(lengths)),
                 "length/median": float(np.median(lengths)),
                 "length/max": float(max(lengths)),
                 "length/truncated": result.finish_reasons.get("length", 0) / len(scored),
+                **reward_spread(rewards),
+                **task_metrics(result.tasks, scored, group),
                 "speculation/acceptance_length": drafts.acceptance_length,
                 "speculation/draft_tokens": float(drafts.num_draft_tokens),
                 "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
@@ -213,6 +232,7 @@ class TrainingStep:
         rollout = [s.response.log_probs for s in scored]
         mismatch = measure_mismatch(rollout, [scores.log_probs for scores in old])
         self._record_mismatch(mismatch, result)
+        result.metrics.update(entropy_metrics(result.tasks, [scores.entropies for scores in old]))
         enforce(mismatch, config.algorithm.mismatch, step)
         return [self._with_columns(samples[i], rollout[i], old[i], reference, i) for i in range(len(samples))]
 
@@ -252,15 +272,13 @@ class TrainingStep:
     ) -> None:
         config = self._config
         on_phase("update", None)
-        size = len(samples) // config.trainer.mini_batches
         rows: list[dict[str, float]] = []
         with self._timed("update", result):
             order = np.random.default_rng((config.run.seed, step)).permutation(len(samples))
             if config.trainer.mini_batches == 1:
                 order = np.arange(len(samples))
-            for start in range(0, size * config.trainer.mini_batches, size):
-                batch = [samples[i] for i in order[start : start + size]]
-                rows.append(self._policy.update(batch, self._loss, self._temperature))
+            for part in np.array_split(order, config.trainer.mini_batches):
+                rows.append(self._policy.update([samples[i] for i in part], self._loss, self._temperature))
         for name in rows[0]:
             if name != "tokens":
                 result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows]))

@@ -1,7 +1,9 @@
-"""Supervised warm-up: builds the recipe's tokenizer and model and trains it on worked solutions."""
+"""Supervised warm-up: trains the recipe's base, or a new model with a new tokenizer, on worked solutions."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from megatron_tlt.actor.megatron_optimizer import chosen_optimizer
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.algorithms.types import TrainingSample
-from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.checkpoint.files import clean_leftovers
+from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.supervised import encode_examples, solution_text
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +34,7 @@ from megatron_tlt.platform.device import (
     rank,
     seed_everything,
 )
-from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.files import atomic_write_text, temporary_sibling, write_errors
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.tasks.mixture import ProblemMixture, build_sources
 from megatron_tlt.trainer.export import save_hf_folder
@@ -50,15 +53,26 @@ def build_model_of_recipe(config: TltConfig) -> None:
     seed_everything(config.model.recipe.seed, config.run.deterministic)
     chosen_optimizer(config.actor)  # a wrong one is to be said before the warm-up, not behind it
     problems = build_sources(config.tasks, "train", config.run.seed)
-    if rank() == 0:
-        with atomic_folder(target.with_name(f".{target.name}.untrained")) as untrained:
-            _write_start(config, problems, untrained)
-    start = Path(broadcast_data(str(target.with_name(f".{target.name}.untrained")), str))
-    policy = _train(config, problems, load_tokenizer(start), start)
-    save_hf_folder(policy, start, target)
-    if rank() == 0:
-        atomic_write_text(target / RECIPE_FILE, recipe_description(config))
-    barrier()
+    with contextlib.ExitStack() as building:
+        untrained = config.model.recipe.base
+        if rank() == 0:
+            # Of this build alone: another run may be building the same recipe.
+            clean_leftovers(target.parent, target.name)
+        if rank() == 0 and untrained is None:
+            untrained = temporary_sibling(target)
+            building.callback(shutil.rmtree, untrained, ignore_errors=True)
+            with write_errors(untrained):
+                untrained.mkdir(parents=True)
+                _write_start(config, problems, untrained)
+            write_manifest(untrained)
+        start = Path(broadcast_data(str(untrained), str))
+        policy = _train(config, problems, load_tokenizer(start), start)
+        if broadcast_data((target / RECIPE_FILE).is_file(), bool):
+            return  # another run has built it meanwhile, and uses it
+        save_hf_folder(policy, start, target)
+        if rank() == 0:
+            atomic_write_text(target / RECIPE_FILE, recipe_description(config))
+        barrier()
 
 
 def _write_start(config: TltConfig, problems: ProblemMixture, folder: Path) -> None:
@@ -90,14 +104,16 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
         total_steps=supervised.num_steps,
         lr_decay_style="cosine",
         min_lr_fraction=supervised.min_lr_fraction,
+        verify=config.model.verify,
     )
-    count = supervised.problems_per_step
+    count, left_out = supervised.problems_per_step, 0
     began = time.perf_counter()
     with Progress(rank(), supervised.num_steps, enabled=config.observe.progress) as progress:
         progress.start("warm-up", supervised.num_steps)
         for step in range(supervised.num_steps):
             batch = [problems.problem(step * count + i) for i in range(count)]
             examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens, supervised.careless_fraction)
+            left_out += len(batch) - len(examples)
             samples = [TrainingSample(e.token_ids, e.loss_mask.index(1)) for e in examples]
             metrics = policy.update(samples, negative_log_likelihood)
             progress.advance()
@@ -106,4 +122,9 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
                     f"warm-up {step + 1}/{supervised.num_steps}  loss {metrics['loss']:.3f}  "
                     f"grad norm {metrics['grad_norm']:.2f}  {time.perf_counter() - began:.0f} s"
                 )
+        if left_out:
+            progress.message(
+                f"warm-up left out {left_out} of {supervised.num_steps * count} examples: longer than "
+                f"model.recipe.supervised.max_sequence_tokens, {supervised.max_sequence_tokens}"
+            )
     return policy

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.checkpoint.files import verify_manifest
+from megatron_tlt.checkpoint.manifest import verify_manifest
 from megatron_tlt.models.tiny import write_tiny_model
 from tests.helpers.launch import REPOSITORY, python, run_logged, run_python
 
@@ -96,5 +96,35 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path: Path) -> None:
     stored["model.embed_tokens.weight"] = torch.zeros(3, 64)
     save_file(stored, file)
     log = convert(source, tmp_path / "out", expect_status=2)
-    assert "tensor 'model.embed_tokens.weight' has shape (3, 64); config.json asks for (64, 64)" in log
+    (line,) = (line for line in log.splitlines() if not line.startswith("note: "))
+    assert line.startswith("error: ")
+    assert "tensor 'model.embed_tokens.weight' has shape (3, 64); config.json asks for (64, 64)" in line
     assert not (tmp_path / "out").exists()
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 64
+    file.write_bytes(data)
+
+
+def test_damaged_or_unverifiable_weights_are_neither_converted_nor_loaded(tmp_path: Path) -> None:
+    source = write_tiny_model("qwen2-tied", tmp_path / "hf")
+    assert f"note: {source} has no manifest.json" in convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert verify_manifest(tmp_path / "back") == []
+
+    (data,) = (tmp_path / "megatron" / "actor").glob("*.distcp")
+    flip_a_bit(data)
+    flip_a_bit(tmp_path / "back" / "model.safetensors")
+    for name, file in (("megatron", data), ("back", tmp_path / "back" / "model.safetensors")):
+        log = convert(tmp_path / name, tmp_path / "out", expect_status=1)
+        assert f"{file}: SHA-256 differs from the manifest's" in log and not (tmp_path / "out").exists()
+        log = run_python(WORKER, [str(tmp_path / name), str(tmp_path / "saved")], expect_status=None)
+        assert f"{file}: SHA-256 differs from the manifest's" in log and not (tmp_path / "saved").exists()
+    log = convert(tmp_path / "back", tmp_path / "taken", "--no-verify")
+    assert "not verified, as asked" in log and verify_manifest(tmp_path / "taken") == []
+
+    (tmp_path / "megatron" / "manifest.json").unlink()
+    log = convert(tmp_path / "megatron", tmp_path / "out", expect_status=1)
+    assert "manifest.json: missing" in log and "not used unless verification is switched off" in log

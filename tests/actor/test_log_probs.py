@@ -31,6 +31,25 @@ def test_equal_to_log_softmax_and_differentiable(temperature: float, chunk: int)
     torch.testing.assert_close(gradient, logits.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("start", "columns"), [(0, 17), (5, 12)])
+def test_columns_behind_the_vocabulary_are_in_no_sum_and_get_no_gradient(start: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(11, columns, generator=generator)
+    padded = torch.cat([logits, torch.full((11, 3), 50.0)], dim=1).requires_grad_()
+    labels = torch.randint(17, (11,), generator=generator)
+    options = {"temperature": 0.7, "chunk_tokens": 4, "vocab_start": start}
+
+    found = vocab_parallel_scores(padded, labels, vocab_size=17, **options)
+    (found[0] + 0.1 * found[1]).sum().backward()
+    whole = logits.clone().requires_grad_()
+    expected = vocab_parallel_scores(whole, labels, **options)
+    (expected[0] + 0.1 * expected[1]).sum().backward()
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert padded.grad is not None and whole.grad is not None
+    torch.testing.assert_close(padded.grad[:, :columns], whole.grad, atol=0, rtol=0)
+    assert bool(torch.all(padded.grad[:, columns:] == 0))
+
+
 class _NewStorages(TorchDispatchMode):
     """Bytes of every storage that is made inside."""
 

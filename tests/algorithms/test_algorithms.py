@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_tlt.algorithms.advantages import group_relative_advantages
+from megatron_tlt.algorithms.advantages import group_relative_advantages, mixed_groups
 from megatron_tlt.algorithms.losses import ClippedPolicyLoss, LossInputs, k3_estimate, negative_log_likelihood
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, measure_mismatch, truncated_importance_weights
 from megatron_tlt.algorithms.types import TrainingSample
@@ -29,6 +30,10 @@ def test_advantages_compare_within_the_group_only() -> None:
     advantages = group_relative_advantages([1, 0, 0, 1, 1, 1, 1, 1], 4, normalize_by_std=True)
     assert advantages[:4] == pytest.approx([1, -1, -1, 1], abs=1e-4)
     assert advantages[4:] == [0, 0, 0, 0]
+    # the mean of three times 0.1 is not 0.1
+    assert group_relative_advantages([0.1, 0.1, 0.1], 3, normalize_by_std=True) == [0, 0, 0]
+    with pytest.raises(RunError, match="response 5: reward nan"):
+        group_relative_advantages([1, 0, 0, 1, 1, math.nan], 2, normalize_by_std=False)
     with pytest.raises(ValueError, match="5 rewards"):
         group_relative_advantages([1, 2, 3, 4, 5], 4, normalize_by_std=False)
 
@@ -47,20 +52,19 @@ def inputs(advantages: list[float], old: torch.Tensor, mask: torch.Tensor, **col
 def test_gradient_at_the_sampling_policy_is_the_policy_gradient() -> None:
     log_probs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    loss, denominator, metrics = ClippedPolicyLoss(AlgorithmConfig())(
-        log_probs, torch.zeros(2, 2), inputs([2.0, -1.0], log_probs.detach(), mask)
-    )
-    (loss / denominator).backward()
+    policy_loss, data = ClippedPolicyLoss(AlgorithmConfig()), inputs([2.0, -1.0], log_probs.detach(), mask)
+    loss, metrics = policy_loss(log_probs, torch.zeros(2, 2), data)
+    (loss / policy_loss.denominator(data)).backward()
     assert log_probs.grad is not None
     torch.testing.assert_close(log_probs.grad, torch.tensor([[-2.0, -2.0], [1.0, 0.0]]) / 3)
-    assert denominator == 3 and metrics["clip_fraction"] == 0
+    assert policy_loss.denominator(data) == 3 and metrics["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(("advantage", "ratio", "moves"), [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False)])
 def test_clip_stops_only_what_already_went_far_enough(advantage: float, ratio: float, moves: bool) -> None:
     old = torch.tensor([[-2.0]])
     log_probs = (old + math.log(ratio)).requires_grad_()
-    loss, _, metrics = ClippedPolicyLoss(AlgorithmConfig())(
+    loss, metrics = ClippedPolicyLoss(AlgorithmConfig())(
         log_probs, torch.zeros(1, 1), inputs([advantage], old, torch.ones(1, 1))
     )
     loss.backward()
@@ -73,17 +77,17 @@ def test_sequence_mean_weighs_responses_and_token_mean_weighs_tokens() -> None:
     log_probs = torch.zeros(2, 3)
     mask = torch.tensor([[1.0, 0, 0], [1, 1, 1]])
     data = inputs([1.0, 2.0], log_probs, mask)
-    sequence = ClippedPolicyLoss(AlgorithmConfig(loss_aggregation="sequence_mean"))(log_probs, log_probs, data)
-    token = ClippedPolicyLoss(AlgorithmConfig())(log_probs, log_probs, data)
-    assert float(sequence[0] / sequence[1]) == pytest.approx(-(1 + 2) / 2)
-    assert float(token[0] / token[1]) == pytest.approx(-(1 + 2 * 3) / 4)
+    sequence = ClippedPolicyLoss(AlgorithmConfig(loss_aggregation="sequence_mean"))
+    token = ClippedPolicyLoss(AlgorithmConfig())
+    for loss, expected in ((sequence, -(1 + 2) / 2), (token, -(1 + 2 * 3) / 4)):
+        assert float(loss(log_probs, log_probs, data)[0] / loss.denominator(data)) == pytest.approx(expected)
 
 
 def test_kl_and_entropy_terms_enter_with_their_coefficients() -> None:
     log_probs, mask = torch.full((1, 1), -1.0), torch.ones(1, 1)
     data = inputs([0.0], log_probs, mask, reference=torch.full((1, 1), -1.5))
     config = AlgorithmConfig(kl_coefficient=0.5, entropy_coefficient=0.1)
-    loss, _, metrics = ClippedPolicyLoss(config)(log_probs, torch.full((1, 1), 2.0), data)
+    loss, metrics = ClippedPolicyLoss(config)(log_probs, torch.full((1, 1), 2.0), data)
     kl = math.exp(-0.5) - 1 + 0.5
     assert float(loss) == pytest.approx(0.5 * kl - 0.1 * 2.0)
     assert float(metrics["kl"]) == pytest.approx(kl)
@@ -91,8 +95,41 @@ def test_kl_and_entropy_terms_enter_with_their_coefficients() -> None:
 
 def test_supervised_loss_counts_response_tokens_only() -> None:
     log_probs, mask = torch.tensor([[-1.0, -2.0, -4.0]]), torch.tensor([[0.0, 1.0, 1.0]])
-    loss, tokens, _ = negative_log_likelihood(log_probs, log_probs, inputs([1.0], log_probs, mask))
-    assert float(loss) == 6.0 and float(tokens) == 2.0
+    data = inputs([1.0], log_probs, mask)
+    loss, _ = negative_log_likelihood(log_probs, log_probs, data)
+    assert float(loss) == 6.0 and float(negative_log_likelihood.denominator(data)) == 2.0
+
+
+WILD = [-math.inf, math.inf, -200.0, 200.0, math.nan]
+
+
+@pytest.mark.parametrize("wild", WILD)
+@pytest.mark.parametrize("column", ["log_probs", "entropy", "advantages", "old", "reference", "weights"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_what_stands_at_a_masked_position_changes_neither_loss_nor_gradient(
+    aggregation: str, column: str, wild: float
+) -> None:
+    config = AlgorithmConfig(loss_aggregation=aggregation, kl_coefficient=0.5, entropy_coefficient=0.1)
+    mask = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+
+    def outcome(value: float) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        generator = torch.Generator().manual_seed(2)
+        names = ("log_probs", "entropy", "advantages", "old", "reference", "weights")
+        columns = {name: torch.randn(2, 3, generator=generator) for name in names}
+        columns[column].masked_fill_(mask == 0, value)
+        leaves = [columns["log_probs"].requires_grad_(), columns["entropy"].requires_grad_()]
+        data = LossInputs(mask, *(columns[name] for name in names[2:]))
+        loss, metrics = ClippedPolicyLoss(config)(leaves[0], leaves[1], data)
+        supervised, _ = negative_log_likelihood(leaves[0], leaves[1], data)
+        (loss + supervised).backward()
+        return metrics | {"total": loss, "supervised": supervised}, [
+            leaf.grad for leaf in leaves if leaf.grad is not None
+        ]
+
+    found, expected = outcome(wild), outcome(0.0)
+    assert len(found[1]) == 2
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert all(bool(torch.all(gradient[mask == 0] == 0)) for gradient in found[1])
 
 
 @given(st.floats(-20, 0), st.floats(-20, 0))
@@ -124,8 +161,18 @@ def test_importance_weights_are_truncated_from_above_only() -> None:
     assert weights == pytest.approx((2.0, math.exp(-1.0)))
 
 
+@pytest.mark.filterwarnings("error")
+def test_importance_weights_of_huge_ratios_are_the_truncation() -> None:
+    assert truncated_importance_weights([-math.inf, -2000.0, 0.0], [-1.0, 0.0, -math.inf], 1.0) == (1.0, 1.0, 0.0)
+
+
 def test_a_sample_with_a_column_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="old_log_probs has 1 entries for a response of 2"):
         TrainingSample((1, 2, 3), 1, old_log_probs=(0.0,))
     with pytest.raises(ValueError, match="prompt_length 3"):
         TrainingSample((1, 2, 3), 3)
+
+
+def test_groups_of_equal_rewards_are_not_mixed() -> None:
+    assert np.std([0.1, 0.1, 0.1]) > 0, "which is why the standard deviation cannot say so"
+    assert mixed_groups([0.1, 0.1, 0.1, 0.0, 1.0, 1.0], 3) == 0.5

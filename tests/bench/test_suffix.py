@@ -25,19 +25,31 @@ def arguments_of(*values: str) -> argparse.Namespace:
 def test_a_response_seen_before_is_accepted_whole() -> None:
     tokens = tuple(range(10, 40))
     responses = [RecordedResponse("p", epoch, (1, 2), tokens) for epoch in (1, 2)]
-    accepted = suffix.decode(SuffixDrafter(SuffixConfig(prompt_tokens=2)), responses, 1, 4)
+    accepted = suffix.decode([SuffixDrafter(SuffixConfig(prompt_tokens=2))], responses, 1, 4)
     # 30 rounds of nothing; then after a match of m tokens at most m drafts: 2, 4, 4, 4, 4, 4 and the last round's 1
     assert accepted == [0.0, (2 + 5 * 4 + 1) / 7]
-    assert suffix.decode(NgramDrafter(), responses, 1, 4) == [0.0, 0.0], "it forgets an epoch"
+    assert suffix.decode([NgramDrafter()], responses, 1, 4) == [0.0, 0.0], "it forgets a step"
 
 
 def test_samples_side_by_side_and_one_after_another() -> None:
     tokens = tuple(range(10, 40))
     responses = [RecordedResponse("p", 1, (1, 2), tokens) for _ in range(2)]
     # the first takes 30 rounds, the second 6 of four drafts and one token more
-    assert suffix.decode(NgramDrafter(), responses, 1, 4) == [24 / 36]
+    assert suffix.decode([NgramDrafter()], responses, 1, 4) == [24 / 36]
     # side by side each is drafted from the other wherever that one is ahead
-    assert suffix.decode(NgramDrafter(), responses, 2, 4)[0] > 24 / 36
+    assert suffix.decode([NgramDrafter()], responses, 2, 4)[0] > 24 / 36
+
+
+@pytest.mark.parametrize("engines", [2, 8])
+def test_over_engines_as_much_is_accepted_as_on_one(engines: int) -> None:
+    """Five epochs over problems that are dealt anew in each; what other engines decoded is drafted from."""
+    responses = suffix.reordered(synthetic_responses(PolicyLaw(), 24, 2, 5))
+    order = [list(dict.fromkeys(r.problem for r in responses if r.epoch == epoch)) for epoch in (1, 2)]
+    moved = sum(order[0].index(problem) % engines != i % engines for i, problem in enumerate(order[1]))
+    assert moved > 24 / 3, "many problems come to another engine"
+    one, many = (suffix.decode([SuffixDrafter() for _ in range(n)], responses, 8, 8) for n in (1, engines))
+    assert one[-1] > 2 * one[0]
+    assert all(accepted >= 0.95 * alone for accepted, alone in zip(many, one, strict=True))
 
 
 def test_the_law_repeats_itself_and_only_where_it_should() -> None:
@@ -71,9 +83,10 @@ def test_a_small_run(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     small = ("--sizes", "2000", "4000", "--repeats", "2", "--appends", "30000", "--bound-mb", "1")
     result = suffix.run(arguments_of("--responses", str(path), *small))
-    assert {row["part"] for row in result.rows} >= {"acceptance", "speed", "memory"}
+    assert {row["part"] for row in result.rows} >= {"acceptance", "engines", "speed", "memory"}
     assert all(math.isfinite(target["value"]) for target in result.targets.values())
     assert result.targets["held_over_bound"]["met"]
+    assert result.targets["accepted_8_engines_over_1_least_of_epochs"]["met"]
     assert result.targets["accepted_with_over_without_history_never_repeated"]["value"] == 1.0
     memory = next(row for row in result.rows if row["part"] == "memory")
     assert memory["stored_tokens"] == 30000 and memory["evictions"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,16 +19,14 @@ from hypothesis import strategies as st
 
 from megatron_tlt.checkpoint.files import (
     atomic_folder,
-    atomic_write_bytes,
-    atomic_write_text,
     clean_leftovers,
     find_latest_whole,
     set_latest,
-    verify_manifest,
-    write_manifest,
 )
+from megatron_tlt.checkpoint.manifest import FileSum, sha256_sums, verify_manifest, write_manifest
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.files import temporary_sibling
+from megatron_tlt.platform.files import atomic_write_bytes, atomic_write_text
+from megatron_tlt.platform.owner import Owner
 
 
 def names(folder: Path) -> list[str]:
@@ -103,7 +103,7 @@ class TestAtomicFolder:
         with atomic_folder(tmp_path / "step-000001") as folder:
             (folder / "a").write_text("a")
             assert not (tmp_path / "step-000001").exists()
-            assert folder.name.startswith(f".step-000001.tmp-{os.getpid()}")
+            assert folder.name.startswith(f".step-000001.tmp-{Owner.current().text}-")
         assert names(tmp_path) == ["step-000001"]
         assert (tmp_path / "step-000001" / "a").read_text() == "a"
 
@@ -180,7 +180,7 @@ class TestManifest:
         (problem,) = verify_manifest(folder)
         assert "0.bin" in problem
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"a": 1}, "format": 1}', '{"files": {}, "format": 9}'])
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"a": 1}, "format": 1}', '{"files": {}, "format": 0}'])
     def test_damaged_manifest(self, tmp_path: Path, text: str) -> None:
         folder = save(tmp_path, "c")
         (folder / "manifest.json").write_text(text)
@@ -231,6 +231,38 @@ class TestLatest:
         found, warnings = find_latest_whole(tmp_path)
         assert found is None and len(warnings) == 2
 
+    @pytest.mark.parametrize("removed", ["step-1", "step-1/state.json"])
+    def test_a_checkpoint_that_a_live_run_removes_is_no_damage(self, tmp_path: Path, removed: str) -> None:
+        """The run publishes the next one while this one is hashed; its removal is over, or has only begun."""
+        save(tmp_path, "step-1")
+        set_latest(tmp_path, "step-1")
+
+        def hash_beside_a_live_run(files: Sequence[Path]) -> list[FileSum]:
+            if not (tmp_path / "step-2").exists():
+                save(tmp_path, "step-2")
+                set_latest(tmp_path, "step-2")
+                path = tmp_path / removed
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+            return sha256_sums(files)
+
+        assert find_latest_whole(tmp_path, sums=hash_beside_a_live_run) == (tmp_path / "step-2", [])
+
+    def test_it_looks_again_three_times(self, tmp_path: Path) -> None:
+        save(tmp_path, "step-0")
+        looked_at: list[str] = []
+
+        def hash_what_is_removed(files: Sequence[Path]) -> list[FileSum]:
+            newest = files[0].relative_to(tmp_path).parts[0]
+            looked_at.append(newest)
+            if newest != "step-0":
+                shutil.rmtree(tmp_path / newest)
+                save(tmp_path, f"step-{len(looked_at) + 1}")
+            return sha256_sums(files)
+
+        save(tmp_path, "step-1")
+        assert find_latest_whole(tmp_path, sums=hash_what_is_removed) == (tmp_path / "step-0", [])
+        assert looked_at == ["step-1", "step-2", "step-3", "step-4", "step-0"]
+
     @pytest.mark.parametrize("name", ["", "step-2", "../c", "latest"])
     def test_only_folders_of_the_root(self, tmp_path: Path, name: str) -> None:
         save(tmp_path, "c")
@@ -238,27 +270,3 @@ class TestLatest:
         with pytest.raises(RunError, match="latest"):
             set_latest(tmp_path, name)
         assert find_latest_whole(tmp_path)[0] == tmp_path / "c"
-
-
-class TestLeftovers:
-    def test_swept_away(self, tmp_path: Path) -> None:
-        save(tmp_path, "step-1")
-        (tmp_path / ".step-2.tmp-123-0").mkdir()
-        (tmp_path / ".step-2.tmp-123-0" / "half").write_text("x")
-        (tmp_path / ".latest.tmp-123-1").write_text("x")
-        (tmp_path / ".gitignore").write_text("*")
-        assert len(clean_leftovers(tmp_path)) == 2
-        assert names(tmp_path) == [".gitignore", "step-1"]
-        assert clean_leftovers(tmp_path / "none") == []
-
-    def test_killed_between_the_two_renames(self, tmp_path: Path) -> None:
-        old = save(tmp_path, "step-1", b"old")
-        os.rename(old, temporary_sibling(old, "old"))
-        assert clean_leftovers(tmp_path) == []
-        assert names(tmp_path) == ["step-1"] and verify_manifest(old) == []
-
-    def test_not_what_is_being_written(self, tmp_path: Path) -> None:
-        with atomic_folder(tmp_path / "step-1") as folder:
-            (folder / "a").write_text("a")
-            assert clean_leftovers(tmp_path) == []
-        assert names(tmp_path) == ["step-1"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from megatron_tlt.actor.batches import BatchShape, plan_shares
 from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config, load_resolved
+from megatron_tlt.config.migrations import VERSION_KEY, migrate
+from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 
 BASE = {
@@ -72,6 +77,19 @@ def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
     [
         (["trainer.mini_batches=7"], "trainer.mini_batches: found 7; allowed: a divisor of"),
         (
+            ["rollout.sampling.temperature=0.005"],
+            "rollout.sampling.temperature: found 0.005; allowed: at least 0.01, or 0 (vLLM",
+        ),
+        (["evaluation.temperature=0.005"], "evaluation.temperature: found 0.005; allowed: at least 0.01 (vLLM"),
+        (
+            ["actor.megatron.moe_router_load_balancing_type=global_aux_loss"],
+            "moe_router_load_balancing_type: found 'global_aux_loss'; a global loss needs micro-batches of one size",
+        ),
+        (
+            ["actor.megatron.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]"],
+            "moe_router_load_balancing_type: found ['aux_loss', 'seq_aux_loss'] with actor.packing true",
+        ),
+        (
             ["speculation.path=/x"],
             "speculation.path: found /x, but drafter ngram has no model; allowed: with eagle, eagle3",
         ),
@@ -93,6 +111,21 @@ def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
                 "model.recipe.architecture.intermediate_size=131",
             ],
             "a divisor of the model's intermediate_size, 131",
+        ),
+        (
+            ["actor.max_tokens_per_micro_batch=639"],
+            "actor.max_tokens_per_micro_batch: found 639; allowed: at least rollout.max_prompt_tokens + "
+            "rollout.max_response_tokens = 640",
+        ),
+        (
+            ["model.recipe.supervised.max_tokens_per_micro_batch=511"],
+            "supervised.max_tokens_per_micro_batch: found 511; allowed: at least max_sequence_tokens = 512",
+        ),
+        (["actor.megatron.fp16=true"], "actor.megatron.fp16: found True; the actor computes in bf16"),
+        (["actor.optimizer.fp16=true"], "actor.optimizer.fp16: found True; the actor computes in bf16"),
+        (
+            ["model.recipe.supervised.optimizer.fp16=true"],
+            "model.recipe.supervised.optimizer.fp16: found True; the actor computes in bf16",
         ),
     ],
 )
@@ -202,6 +235,17 @@ def test_overrides_parse_yaml_and_take_list_indices(tmp_path: Path) -> None:
     assert config.observe.wandb is not None and config.observe.wandb.project == "x"
 
 
+def test_the_bounds_are_those_that_batches_have(tmp_path: Path) -> None:
+    """A sequence of prompt and response that the config allows fits a micro-batch; one token less would not do."""
+    config = load_config(write(tmp_path), ["actor.max_tokens_per_micro_batch=640"], check_libraries=False)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    for packed in (True, False):
+        shape = BatchShape(config.actor.max_tokens_per_micro_batch, packed=packed)
+        assert plan_shares([longest, 1], shape, 1)
+        with pytest.raises(ConfigError, match="max_tokens_per_micro_batch 640"):
+            plan_shares([longest + 1], shape, 1)
+
+
 def test_malformed_overrides_are_reported_at_once(tmp_path: Path) -> None:
     lines = violations(
         write(tmp_path), "trainer.steps", "tasks.7.weight=1", "run.seed.x=1", "run.name=ok", "tasks.0.name.a=1"
@@ -211,24 +255,6 @@ def test_malformed_overrides_are_reported_at_once(tmp_path: Path) -> None:
     assert "tasks.0.name is the value 'chain_sum'" in lines[-1]
 
 
-def test_run_folder_follows_the_command(tmp_path: Path) -> None:
-    path = write(tmp_path, run={"name": "quickstart"})
-
-    def folder(*overrides: str) -> str:
-        return str(load_config(path, overrides, check_libraries=False).run.dir)
-
-    assert folder() == "runs/quickstart"
-    assert folder("speculation.enabled=false") == "runs/quickstart+speculation.enabled=false"
-    assert folder("run.dir=runs/mine", "trainer.steps=3") == "runs/mine"
-    assert folder("run.name=other") == "runs/other"
-    # characters that are made safe must not make two commands one
-    assert folder("tasks.0.name='a b'") != folder("tasks.0.name='a/b'")
-    long = [f"trainer.steps={n}" for n in range(20)]
-    assert folder(*long) == folder(*long) and len(folder(*long)) <= len("runs/") + 80
-    assert folder(*long) != folder(*long[:-1])
-    assert str(load_config(write(tmp_path), check_libraries=False).run.dir) == "runs/base"
-
-
 def test_resolved_config_comes_back_equal(tmp_path: Path) -> None:
     config = load_config(write(tmp_path), ["actor.optimizer.lr=1e-5", "observe.wandb.project=p"], check_libraries=False)
     resolved = tmp_path / "resolved.yaml"
@@ -236,12 +262,69 @@ def test_resolved_config_comes_back_equal(tmp_path: Path) -> None:
     assert load_resolved(resolved) == config
 
 
-def test_compare_resolved_lets_only_the_allowed_keys_change() -> None:
-    old = {"trainer": {"steps": 5, "mini_batches": 1}, "observe": {"progress": True}, "tasks": [{"name": "a"}]}
-    new = {
-        "trainer": {"steps": 9, "mini_batches": 2},
-        "observe": {"progress": False},
-        "tasks": [{"name": "a", "w": None}],
-    }
-    assert compare_resolved(old, old) == []
-    assert compare_resolved(old, new) == ["tasks.0.w: '(absent)' -> None", "trainer.mini_batches: 1 -> 2"]
+def resolved_file(
+    folder: Path, change: Callable[[dict[str, Any]], object] = lambda values: None
+) -> tuple[Path, TltConfig]:
+    """A resolved config, changed, and the config that it came from."""
+    config = load_config(write(folder), check_libraries=False)
+    values = yaml.safe_load(dump_resolved(config))
+    change(values)
+    path = folder / "resolved.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path, config
+
+
+def test_a_resumed_run_may_change_only_what_does_not_identify_it(tmp_path: Path) -> None:
+    path, config = resolved_file(tmp_path)
+    assert compare_resolved(path, config) == []
+    other = ["trainer.steps=9", "evaluation.problems=3", "observe.progress=false", "rollout.max_prompt_tokens=200"]
+    assert compare_resolved(path, load_config(write(tmp_path), other, check_libraries=False)) == []
+    other = ["trainer.mini_batches=2", "tasks.0.weight=3"]
+    assert compare_resolved(path, load_config(write(tmp_path), other, check_libraries=False)) == [
+        "tasks.0.weight: 1.0 -> 3.0",
+        "trainer.mini_batches: 1 -> 2",
+    ]
+
+
+def test_a_key_that_an_earlier_release_did_not_know_had_its_default(tmp_path: Path) -> None:
+    path, config = resolved_file(tmp_path, lambda values: values["rewards"].pop("timeout_s"))
+    assert compare_resolved(path, config) == []
+    path, config = resolved_file(tmp_path, lambda values: (values.pop("reshard"), values["algorithm"].pop("clip_low")))
+    assert compare_resolved(path, config) == []
+    changed = load_config(write(tmp_path), ["algorithm.clip_low=0.3"], check_libraries=False)
+    assert compare_resolved(path, changed) == ["algorithm.clip_low: 0.2 -> 0.3"]
+    assert load_resolved(path) == config
+
+
+def test_a_default_that_came_to_follow_from_the_run_does_not_break_older_ones(tmp_path: Path) -> None:
+    overrides = ["launcher.nproc_per_node=2", "speculation.drafter=eagle", "drafter.kind=eagle", "spot={}"]
+    config = load_config(write(tmp_path), overrides, check_libraries=False)
+    values = yaml.safe_load(dump_resolved(config))
+    values["spot"] |= {"min_replicas": 2, "min_entries": 64}
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert compare_resolved(path, config) == []
+
+
+def test_a_resolved_config_of_a_newer_release_is_refused_by_its_version(tmp_path: Path) -> None:
+    path, config = resolved_file(tmp_path, lambda values: values.update({VERSION_KEY: 1000}))
+    for read in (load_resolved, lambda path: compare_resolved(path, config)):
+        with pytest.raises(ConfigError, match=rf"{path}: config_version is 1000; this release reads 0 to "):
+            read(path)
+
+
+def test_a_renamed_key_is_migrated_from_any_earlier_version() -> None:
+    def first(values: dict[str, Any]) -> None:
+        values["b"] = values.pop("a")
+
+    def second(values: dict[str, Any]) -> None:
+        values["c"] = values.pop("b") + 1
+
+    assert migrate({"a": 1}, "f", [first, second]) == {"c": 2}
+    assert migrate({VERSION_KEY: 1, "b": 1}, "f", [first, second]) == {"c": 2}
+    assert migrate({VERSION_KEY: 2, "c": 1}, "f", [first, second]) == {"c": 1}
+
+
+def test_a_resolved_config_serves_as_a_launch_config(tmp_path: Path) -> None:
+    path, config = resolved_file(tmp_path)
+    assert load_config(path, check_libraries=False) == config

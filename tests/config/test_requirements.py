@@ -13,7 +13,7 @@ def pins(file: Path) -> dict[str, str]:
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     found = {}
     for line in lines:
-        match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([\w.]+)", line)
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([\w.]+)(?: --hash=sha256:[0-9a-f]{64})?", line)
         assert match, f"{file.name}: {line!r} is no exact pin"
         found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
     return found
@@ -21,7 +21,7 @@ def pins(file: Path) -> dict[str, str]:
 
 def test_packages_pinned_twice_have_one_version() -> None:
     seen: dict[str, tuple[str, str]] = {}
-    assert len(FILES) == 5
+    assert len(FILES) == 6
     for file in FILES:
         for name, version in pins(file).items():
             other, where = seen.setdefault(name, (version, file.name))

@@ -75,3 +75,10 @@ def test_collate_shifts_and_pads(tokenizer: Tokenizer, problems: list[Problem], 
         assert list(batch.loss_mask[row, :count]) == list(example.loss_mask[1:])
         assert batch.loss_mask[row].sum() == sum(example.loss_mask)  # padding is never trained
         assert np.all(batch.tokens[row, count:] == tokenizer.pad_id)
+
+
+def test_a_length_that_no_example_has_is_refused(tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    shortest = min(len(encode_example(tokenizer, problem)) for problem in problems)
+    assert len(encode_examples(tokenizer, problems, shortest)) >= 1
+    with pytest.raises(ConfigError, match=rf"max_sequence_tokens: found {shortest - 1}; .* at least {shortest}, so"):
+        encode_examples(tokenizer, problems, shortest - 1)

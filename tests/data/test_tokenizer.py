@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.schema import RolloutConfig, TaskConfig
 from megatron_tlt.data import Tokenizer, encode_prompt, load_tokenizer, train_tokenizer
-from megatron_tlt.data.tokenizer import HuggingFaceTokenizer
+from megatron_tlt.data.tokenizer import HuggingFaceTokenizer, prompt_lengths
 from megatron_tlt.data.tokenizer_training import BASE_ALPHABET
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
+from megatron_tlt.trainer.experience import training_sampling
 
 TEXTS = ["sum 3+5-2\n8-2\n6\n#### 6", "naïve café\t€5", "éé ü"]
 TEXT = st.text(alphabet=BASE_ALPHABET + "éï€\tü", max_size=60)
@@ -46,6 +47,15 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == text
 
 
+def test_special_tokens_have_their_names_where_asked_for(
+    tokenizer: Tokenizer, hugging_face: HuggingFaceTokenizer
+) -> None:
+    ids = [tokenizer.pad_id, *tokenizer.encode(" 3+5\n"), tokenizer.eos_id, *tokenizer.encode("8 ")]
+    for read in (tokenizer, hugging_face):
+        assert read.decode(ids, special_tokens=True) == "<pad> 3+5\n</s>8 "
+        assert read.decode(ids) == " 3+5\n8 "
+
+
 @settings(max_examples=300, deadline=None)
 @given(before=TEXT, after=TEXT)
 def test_pieces_do_not_cross_the_prompt(tokenizer: Tokenizer, before: str, after: str) -> None:
@@ -59,6 +69,9 @@ def test_pieces_do_not_cross_the_prompt(tokenizer: Tokenizer, before: str, after
 def test_hugging_face_reads_the_same_folder(
     tokenizer: Tokenizer, hugging_face: HuggingFaceTokenizer, text: str
 ) -> None:
+    assume(
+        not any(name in text for name in ("<pad>", "</s>", "<unk>", "<unused"))
+    )  # transformers reads them as the tokens
     assert hugging_face.encode(text) == tokenizer.encode(text)
     assert hugging_face.decode(tokenizer.encode(text)) == text
 
@@ -66,7 +79,7 @@ def test_hugging_face_reads_the_same_folder(
 def test_special_ids_agree(tokenizer: Tokenizer, hugging_face: HuggingFaceTokenizer) -> None:
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 128)
     assert (hugging_face.pad_id, hugging_face.eos_id, hugging_face.vocab_size) == (0, 1, 128)
-    assert tokenizer.encode_chat([{"role": "user", "content": "x"}]) is None
+    assert not tokenizer.has_chat_template
 
 
 def test_one_piece_per_character_and_one_for_the_marker(tokenizer: Tokenizer) -> None:
@@ -110,7 +123,62 @@ def test_chat_goes_through_the_template_of_a_hugging_face_folder(tokenizer: Toke
     loaded = load_tokenizer(tmp_path)
     chat = Problem("u", "s", "2+2?", "4", "math", {"messages": [{"role": "user", "content": "2+2?"}]})
     assert loaded.decode(encode_prompt(loaded, chat)) == "user:2+2?\n>"
-    assert tokenizer.decode(encode_prompt(tokenizer, chat)) == "2+2?"
+    assert prompt_lengths(loaded, [chat] * 3) == [len("user:2+2?\n>")] * 3
+    with pytest.raises(ConfigError, match=r"problem u: .* its tokenizer has no chat template"):
+        encode_prompt(tokenizer, chat)
+    assert "no chat template" in str(prompt_lengths(tokenizer, [chat])[0])
+
+
+def test_a_chat_template_that_refuses_messages_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_meta.json").unlink()
+    template = "{{ raise_exception('roles must alternate') }}"
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    chat = Problem("u", "s", "2+2?", "4", "math", {"messages": [{"role": "user", "content": "2+2?"}]})
+    with pytest.raises(ConfigError, match=r"problem u: the chat template of .* refuses the messages: .*alternate"):
+        encode_prompt(load_tokenizer(tmp_path), chat)
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(TEXT, max_size=5))
+def test_lengths_of_a_batch_are_those_of_single_prompts(
+    tokenizer: Tokenizer, hugging_face: HuggingFaceTokenizer, texts: list[str]
+) -> None:
+    for loaded in (tokenizer, hugging_face):
+        assert loaded.count_tokens(texts) == [len(loaded.encode(text)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"),
+    [
+        ({"eos_token_id": [9, 1, 5]}, {"eos_token_id": 7}, (1, 5, 9)),
+        ({"eos_token_id": 4}, {}, (1, 4)),
+        ({}, {"eos_token_id": [7, 8]}, (1,)),
+        (None, {"eos_token_id": [7, 8]}, (1, 7, 8)),
+        (None, {"eos_token_id": None}, (1,)),
+        (None, None, (1,)),
+    ],
+)
+def test_a_response_stops_at_every_end_token_of_the_model(
+    tokenizer: Tokenizer, tmp_path: Path, generation: object, model: object, expected: tuple[int, ...]
+) -> None:
+    tokenizer.save(tmp_path)
+    for name, content in (("generation_config.json", generation), ("config.json", model)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.stop_ids == expected and loaded.eos_id == 1
+    (tmp_path / "tokenizer_meta.json").unlink()
+    assert HuggingFaceTokenizer(tmp_path).stop_ids == expected
+    assert training_sampling(RolloutConfig(), loaded).stop_token_ids == expected
+
+
+def test_a_wrong_end_token_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '</s>'; allowed: a token id"):
+        load_tokenizer(tmp_path)
 
 
 def test_bad_folders_are_named(tmp_path: Path, folder: Path) -> None:

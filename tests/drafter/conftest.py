@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.losses import TargetTop
-from megatron_tlt.drafter.model import Kind
+from megatron_tlt.drafter.model import DraftModel, Kind
 from megatron_tlt.models.tiny import write_tiny_model
 
 TAPS = (1, 2, 3)
@@ -52,6 +52,18 @@ def random_entry(
     hidden = hidden_states(model, token_ids, kind)
     top = top_of(model, token_ids, k) if k else None
     return Entry(f"{step}/{seed}", step, token_ids, prompt_length, hidden, float(seed % 3) / 2, top)
+
+
+def scattered(model: DraftModel) -> DraftModel:
+    """Weights at which every part of the model matters: norms away from 1, fc and MLP all but passed through."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(5)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 @pytest.fixture(scope="session")

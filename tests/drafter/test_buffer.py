@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.drafter import DrafterBufferConfig
+from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES, DrafterBufferConfig, DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
-from megatron_tlt.drafter.entry import OVERHEAD_BYTES, DamagedEntry, Entry, read_entry, to_bytes
+from megatron_tlt.drafter.entry import DamagedEntry, Entry, read_entry, to_bytes
 from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.platform.files import temporary_sibling
+from megatron_tlt.platform.owner import Owner
 from tests.helpers.launch import REPOSITORY
 
 from .workers.buffer_writer import numbered
@@ -113,7 +116,7 @@ def test_bounds_hold_books_add_up_and_samples_were_stored(
             assert [item.key for item in buffer.descriptions] == acknowledged
         elif name == "rewind":
             step = min(step, int(str(values[0])))
-            buffer.rewind(step)
+            assert buffer.restore(step) == 0
         elif name == "sample":
             count, draw = (int(str(value)) for value in values)
             found = buffer.sample(count, step, draw)
@@ -137,9 +140,12 @@ def test_a_killed_process_loses_nothing_it_acknowledged_and_no_torn_file_is_load
     acknowledged = max([acknowledged, *(int(line.split()[1]) for line in rest if line.count(b" ") == 1)])
     assert process.wait() == -signal.SIGKILL
 
-    (tmp_path / f".{'0' * 32}.entry.tmp-1-1").write_bytes(b"half of an entry")
+    dead = replace(Owner.current(), started=Owner.current().started - 1)
+    (tmp_path / f".{'0' * 32}.entry.tmp-{dead.text}-1").write_bytes(b"half of an entry")
+    live = temporary_sibling(tmp_path / f"{'1' * 32}.entry")
+    live.write_bytes(b"another process is writing it")
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=1 << 20, disk_bytes=1 << 30), seed=0)
-    assert not list(tmp_path.glob(".*"))
+    assert list(tmp_path.glob(".*")) == [live]
     for i in range(acknowledged):
         found = buffer.get(f"0/{i}")
         assert found is not None and same(found, numbered(i))
@@ -260,6 +266,79 @@ def test_sampling_is_deterministic_one_step_off_and_by_length(tmp_path: Path) ->
     assert {e.step for e in buffer.sample(6, 0, 0)} == {0}
 
 
+def test_the_newest_earlier_step_is_drawn_first_by_length_and_older_ones_only_fill_up(tmp_path: Path) -> None:
+    buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=1 << 20, disk_bytes=0, max_age=3), seed=3)
+    lengths = {f"2/{i}": 10 * (1 + i) for i in range(6)}
+    for step in range(2):
+        for i in range(6):
+            buffer.add(entry(f"{step}/{i}", 300, step=step))
+    for key, length in lengths.items():
+        buffer.add(entry(key, length, step=2))
+    drawn: Counter[str] = Counter()
+    draws = 3000
+    for draw in range(draws):  # as during the rollout of step 3, which has no entries yet
+        (one,) = buffer.sample(1, 3, draw)
+        drawn[one.key] += 1
+    for key, length in lengths.items():
+        assert drawn[key] / draws == pytest.approx(length / sum(lengths.values()), abs=0.03)
+    for draw in range(20):
+        assert Counter(item.step for item in buffer.sample(6, 3, draw)) == {2: 6}
+        assert Counter(item.step for item in buffer.sample(14, 3, draw)) == {2: 6, 1: 6, 0: 2}
+        # as after the update of step 2: its own evenly, the other half from the step before it
+        assert Counter(item.step for item in buffer.sample(6, 2, draw)) == {2: 3, 1: 3}
+        assert Counter(item.step for item in buffer.sample(16, 2, draw)) == {2: 6, 1: 6, 0: 4}
+
+
+def test_what_the_newest_checkpoint_refers_to_stays_on_disk_and_is_restored(tmp_path: Path) -> None:
+    """A run saves after steps 1 and 3 and is killed in step 5, when the bounds allow steps 4 and 5 alone."""
+    config = DrafterBufferConfig(memory_bytes=1, disk_bytes=1 << 20, max_age=1)
+    buffer = DataBuffer(tmp_path, config, seed=0)
+    saved: list[list[str]] = []
+    for step in range(6):
+        for i in range(3):
+            buffer.add(entry(f"{step}/{i}", 20 + i, step))
+        if step % 2 and step < 5:
+            saved.append(buffer.snapshot())
+        assert {item.step for item in buffer.descriptions} == set(range(max(0, step - 1), step + 1)) and books(buffer)
+    # step 1 is of the checkpoint before the newest, which the one in flight could have been
+    assert len(list(tmp_path.glob("*.entry"))) == 5 * 3 + 3
+    again = DataBuffer(tmp_path, config, seed=0)
+    assert again.restore(3, saved[-1]) == 0
+    assert (
+        [item.key for item in again.descriptions] == saved[-1] == [f"{step}/{i}" for step in (2, 3) for i in range(3)]
+    )
+    assert all(
+        same(again.get(f"{s}/{i}") or entry("x", 9), entry(f"{s}/{i}", 20 + i, s)) for s in (2, 3) for i in range(3)
+    )
+    assert len(list(tmp_path.glob("*.entry"))) == 6 and books(again)
+    for step in (4, 5):
+        for i in range(3):
+            again.add(entry(f"{step}/{i}", 20 + i, step))
+        again.snapshot()
+    # the checkpoints after steps 4 and 5 refer to steps 3 to 5
+    assert len(list(tmp_path.glob("*.entry"))) == 9
+    again.snapshot()  # an evaluation saves the newest step again
+    assert len(list(tmp_path.glob("*.entry"))) == 9
+    before = DataBuffer(tmp_path, config, seed=0)
+    assert before.restore(4, [f"{step}/{i}" for step in (3, 4) for i in range(3)]) == 0
+    assert again.restore(5, ["5/0", "6/0"]) == 1
+    assert DataBuffer(tmp_path, DrafterBufferConfig(disk_bytes=0), seed=0).restore(5, ["5/0"]) == 0
+
+
+def test_files_for_checkpoints_are_bounded(tmp_path: Path) -> None:
+    room = 4 * size(20)
+    buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=1, disk_bytes=room, max_age=0), seed=0)
+    for step in range(6):
+        for i in range(4):
+            buffer.add(entry(f"{step}/{i}", 20, step))
+            assert disk_bytes(tmp_path) <= 3 * room
+        buffer.snapshot()
+        assert disk_bytes(tmp_path) <= 2 * room
+    for step in range(6, 20):  # no more checkpoints
+        buffer.add(entry(f"{step}/0", 20, step))
+        assert disk_bytes(tmp_path) <= 3 * room
+
+
 def test_what_cannot_be_drafted_or_held_is_counted(tmp_path: Path) -> None:
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=6000, disk_bytes=0), seed=0)
     assert not buffer.add(entry("short", 5, prompt_length=4))
@@ -287,4 +366,5 @@ def test_wrong_entries_are_refused_by_name() -> None:
         Entry("a", 0, good.token_ids, 7, good.hidden, 0.0)
     with pytest.raises(ConfigError, match="reward is nan"):
         Entry("a", 0, good.token_ids, 1, good.hidden, float("nan"))
-    assert good.nbytes == 6 * (4 + 2 * WIDTH) + OVERHEAD_BYTES
+    assert good.nbytes == 6 * (4 + 2 * WIDTH) + ENTRY_OVERHEAD_BYTES == DrafterConfig().entry_bytes(6, WIDTH)
+    assert DrafterConfig(kind="eagle3").entry_bytes(6, WIDTH // 4) == good.nbytes

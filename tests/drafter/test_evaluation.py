@@ -29,7 +29,7 @@ def decoded(model: DraftModel, entry: Entry, anchor: int) -> list[int]:
     drafts: list[int] = []
     for _ in range(DEPTH):
         head_input, following = model(tokens, features, UnrolledContext([len(tokens)], torch.device("cpu")))
-        drafts.append(int(F.linear(head_input[-1], model.head_VH).argmax()))
+        drafts.append(int(F.linear(head_input[-1], model.head_DH).argmax()))
         tokens = torch.cat([tokens, torch.tensor(drafts[-1:])])
         features = torch.cat([features, following[-1:]])
     return drafts

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.cli import main
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter import DrafterTrainer, drafter_from_target, save_drafter, write_checkpoint
@@ -30,7 +31,8 @@ def test_a_checkpoint_and_a_folder_become_the_same_folder(kind: Kind, target_fol
         assert main(["export-drafter", str(tmp_path / source), str(tmp_path / f"of-{source}")]) == 0
         for file in ("config.json", "model.safetensors"):
             assert (tmp_path / f"of-{source}" / file).read_bytes() == (tmp_path / "folder" / file).read_bytes()
-        assert len(list((tmp_path / f"of-{source}").iterdir())) == 2
+        names = sorted(file.name for file in (tmp_path / f"of-{source}").iterdir())
+        assert names == ["config.json", "manifest.json", "model.safetensors"]
 
 
 def test_the_dtype_is_what_is_asked_for(target_folder: Path, tmp_path: Path) -> None:
@@ -83,6 +85,7 @@ def test_tensors_that_are_missing_or_not_finite_are_named(
     trainer = checkpoint(target_folder, tmp_path / "training")
     folder, out = tmp_path / "folder", tmp_path / "out"
     save_drafter(trainer.model, folder)
+    (folder / "manifest.json").unlink()
     weights = load_file(folder / "model.safetensors")
     fc = weights.pop("fc.weight")
     save_file(weights, folder / "model.safetensors")
@@ -93,3 +96,21 @@ def test_tensors_that_are_missing_or_not_finite_are_named(
     assert "neither training.safetensors nor model.safetensors in it" in refused(folder, out, capsys)
     save_file({"x": fc}, tmp_path / "training" / "training.safetensors")
     assert "training.safetensors: its format is None" in refused(tmp_path / "training", out, capsys)
+
+
+@pytest.mark.parametrize("source", ["training", "folder"])
+def test_a_flipped_bit_is_found_where_there_is_a_manifest(
+    source: str, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = checkpoint(target_folder, tmp_path / "training")
+    save_drafter(trainer.model, tmp_path / "folder")
+    write_manifest(tmp_path / "training")
+    (file,) = (tmp_path / source).glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 64
+    file.write_bytes(data)
+    assert main(["export-drafter", str(tmp_path / source), str(tmp_path / "out")]) == 1
+    assert f"{file}: SHA-256 differs" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / source / "manifest.json").unlink()
+    assert main(["export-drafter", str(tmp_path / source), str(tmp_path / "out")]) == 0
+    assert f"note: {tmp_path / source} has no manifest.json" in capsys.readouterr().err

@@ -21,28 +21,16 @@ from megatron_tlt.drafter.folder import (
     save_drafter,
     taps_of,
 )
-from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
+from megatron_tlt.drafter.model import Kind, SharedWeights
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
 from tests.helpers.launch import run_python
 
-from .conftest import TAPS, VOCAB, hidden_states, load_target, write_target
+from .conftest import TAPS, VOCAB, hidden_states, load_target, scattered, write_target
 
 WORKER = Path(__file__).parent / "workers" / "vllm_drafts.py"
 KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
-
-
-def scattered(model: DraftModel) -> DraftModel:
-    """Weights at which every part of the model matters: norms away from 1, fc and MLP all but passed through."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(5)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
 
 
 @pytest.mark.distributed
@@ -140,7 +128,8 @@ def test_a_drafter_of_another_size_is_refused_with_both(kind: Kind, target_folde
     ("option", "value", "message"),
     [
         ("vocab_size", 32, "vocab_size is 32; the target asks for 64"),
-        ("draft_vocab_size", 32, "draft_vocab_size is 32; allowed: the target's whole vocabulary, 64"),
+        ("draft_vocab_size", 65, "draft_vocab_size is 65; allowed: at most the target's vocabulary, 64"),
+        ("draft_vocab_size", 32, "no tensor 'd2t'"),
         ("attention_bias", True, "attention_bias is True; allowed: false"),
         ("norm_before_residual", True, "norm_before_residual is True; allowed: false"),
         ("architectures", ["LlamaForCausalLM"], "architectures is .*'LlamaForCausalLM'.*LlamaForCausalLMEagle3"),

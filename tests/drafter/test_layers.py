@@ -16,7 +16,7 @@ from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.folder import drafter_from_target
 from megatron_tlt.drafter.model import DraftModel, Kind
 
-from .conftest import VOCAB, random_entry
+from .conftest import VOCAB, random_entry, scattered
 
 STEPS = 3
 KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
@@ -48,7 +48,7 @@ def test_unrolled_attention_is_that_of_decoding(
     chunk: int, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "_QUERY_CHUNK", chunk)
-    model = drafter_from_target(target_folder, "eagle", seed=1)
+    model = scattered(drafter_from_target(target_folder, "eagle", seed=1))
     attention = model.layers[0].self_attn
     torch.manual_seed(0)
     lengths = [9, 1, 6]
@@ -80,7 +80,7 @@ def run(model: DraftModel, entries: list[Entry]) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_attends_across_packed_sequences(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
-    model = drafter_from_target(target_folder, kind, seed=1)
+    model = scattered(drafter_from_target(target_folder, kind, seed=1))
     entries = [random_entry(target, kind, length, 3, seed) for seed, length in enumerate((12, 7, 20))]
     packed = run(model, entries)
     for entry, rows in zip(entries, packed, strict=True):
@@ -93,7 +93,7 @@ def test_no_token_attends_across_packed_sequences(kind: Kind, target_folder: Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_token_changes_nothing_before_it(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
-    model = drafter_from_target(target_folder, kind, seed=1)
+    model = scattered(drafter_from_target(target_folder, kind, seed=1))
     entry = random_entry(target, kind, 12, 3, 1)
     changed_ids = entry.token_ids.clone()
     changed_ids[8] = (changed_ids[8] + 1) % VOCAB

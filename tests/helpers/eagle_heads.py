@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 
-def build_eagle_head(kind: str, target: Path, folder: Path, seed: int = 0, scale: float = 0.3) -> Path:
+def build_eagle_head(
+    kind: str, target: Path, folder: Path, seed: int = 0, scale: float = 0.3, drafted: int | None = None
+) -> Path:
     """Write a head of one layer: ``eagle`` shares the target's embedding and output head, ``eagle3`` its embedding.
 
-    ``scale`` is the standard deviation of the weights.
+    ``scale`` is the standard deviation of the weights; ``drafted`` tokens can be drafted by EAGLE-3, all unless given.
     """
     model = json.loads((target / "config.json").read_text())
     hidden, width, vocab = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
@@ -48,8 +50,8 @@ def build_eagle_head(kind: str, target: Path, folder: Path, seed: int = 0, scale
     if kind == "eagle3":
         for norm in (f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm"):
             shapes[f"{norm}.weight"] = (hidden,)
-        shapes["lm_head.weight"] = (vocab, hidden)
-        config["draft_vocab_size"] = vocab
+        shapes["lm_head.weight"] = (drafted or vocab, hidden)
+        config["draft_vocab_size"] = drafted or vocab
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -58,6 +60,9 @@ def build_eagle_head(kind: str, target: Path, folder: Path, seed: int = 0, scale
         else torch.randn(shape, generator=generator) * scale
         for name, shape in shapes.items()
     }
+    if drafted:
+        ids = torch.randperm(vocab, generator=generator)[:drafted].sort().values
+        tensors["d2t"] = ids - torch.arange(drafted)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

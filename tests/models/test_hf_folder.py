@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import INDEX, SafetensorsFolder, copy_side_files, read_hf_config
@@ -74,3 +74,44 @@ def test_side_files_are_all_that_holds_no_weights(tmp_path: Path) -> None:
         (source / name).write_text("x")
     copy_side_files(source, target)
     assert sorted(file.name for file in target.iterdir()) == ["config.json", "tokenizer.model"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"{name}_scale_inv": torch.ones(1, 1)}, "tensor '{name}_scale_inv' belongs to quantized '{name}'"),
+        ({"{name}.absmax": torch.ones(4)}, "tensor '{name}.absmax' belongs to quantized '{name}'"),
+        ({"{name}": torch.float8_e4m3fn}, "tensor '{name}' is F8_E4M3"),
+        ({"{name}": torch.int8}, "tensor '{name}' is I8"),
+    ],
+)
+def test_quantized_weights_are_refused_by_tensor(
+    tensors: dict[str, torch.Tensor | torch.dtype], message: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_model("llama", tmp_path / "model")
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored = load_file(folder / "model.safetensors")
+    for key, value in tensors.items():
+        tensor = stored[name].to(value) if isinstance(value, torch.dtype) else value
+        stored[key.format(name=name)] = tensor
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        SafetensorsFolder(folder).check(WeightMap(read_hf_config(folder)))
+    assert f"{folder}: {message.format(name=name)}" in str(error.value)
+
+
+def test_quantized_config_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model("llama", tmp_path / "model")
+    file = folder / "config.json"
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=r"config\.json: quantization_config is 'fp8'; allowed: "):
+        read_hf_config(folder)
+
+
+def test_manifest_is_no_side_file(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    copy_side_files(tmp_path, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["config.json"]

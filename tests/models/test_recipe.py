@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from megatron_tlt.config.checks import check_fields_together
+from megatron_tlt.config.model import architecture_file
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.models.recipe import recipe_folder, warm_up_optimizer
 
@@ -26,3 +32,29 @@ def test_what_the_recipe_says_itself_is_not_the_actors_to_change() -> None:
     assert recipe_folder(config({"lr": 1e-5}, own)) == recipe_folder(config({"lr": 1e-6}, own))
     found = warm_up_optimizer(config({"optimizer": "torch.optim.NAdam"}, own, optimizer_arguments={"eps": 1e-6}))
     assert found == {"optimizer": own, "optimizer_arguments": {}}
+
+
+def with_base(base: Path, **recipe: Any) -> TltConfig:
+    (base / "config.json").write_text('{"max_position_embeddings": 64}')
+    (base / "model.safetensors").write_bytes(b"first")
+    return TltConfig.model_validate({"model": {"recipe": {"base": base, **recipe}}, "tasks": [{"name": "gcd"}]})
+
+
+def test_the_weights_of_the_base_change_the_folder_and_its_place_does_not(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    one, other = with_base(tmp_path / "one"), with_base(tmp_path / "other")
+    assert recipe_folder(one) == recipe_folder(other) != recipe_folder(config())
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"other")
+    assert recipe_folder(one) != recipe_folder(other)
+
+
+def test_a_base_brings_its_architecture_and_tokenizer(tmp_path: Path) -> None:
+    checked = with_base(tmp_path)
+    assert architecture_file(checked) == tmp_path / "config.json"
+    (line,) = (line for line in check_fields_together(checked) if "max_sequence_tokens" in line)
+    assert "found 512; allowed: at most max_position_embeddings = 64" in line
+    with pytest.raises(ValidationError, match="architecture is given, but base has its own"):
+        with_base(tmp_path, architecture={"hidden_size": 64})
+    gone = TltConfig.model_validate({"model": {"recipe": {"base": tmp_path / "gone"}}, "tasks": [{"name": "gcd"}]})
+    assert f"model.recipe.base: no folder {tmp_path / 'gone'}" in "\n".join(check_fields_together(gone))

@@ -11,6 +11,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import JsonLinesFile
 from megatron_tlt.observe.metrics import MetricsWriter, read_metrics
+from megatron_tlt.observe.samples import SampleLog, SampleRow
 from megatron_tlt.observe.summary import (
     describe_lengths,
     reward_summary,
@@ -22,6 +23,7 @@ from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline, write_trace
 from megatron_tlt.trainer.acceptance import CLASSES
 
 RANKS = 2
+TASKS = ("basic_arithmetic", "chain_sum")
 
 
 def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
@@ -29,6 +31,7 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
     random = np.random.default_rng(seed)
     timelines = [Timeline(rank, folder) for rank in range(RANKS)]
     lengths_file = JsonLinesFile(folder / "lengths.jsonl")
+    samples = SampleLog(folder, -1)
     every_length: list[int] = []
     with MetricsWriter(folder, tensorboard=False) as metrics:
         clock = timelines[0].now()
@@ -63,6 +66,11 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
                 "time/total": sum(times.values()) + 0.3,
                 "speculation/acceptance_length": acceptance.mean(),
                 "speculation/drafter_version": step * 20,
+                "speculation/rollout_s": times["rollout"],
+                "speculation/gain_coverage": 1.0,
+                **(
+                    {"speculation/plain_rollout_s": times["rollout"] * 1.4, "speculation/gain": 1.4} if step > 2 else {}
+                ),
                 **{f"speculation/accepted_at_{at}": (0.3 + 0.4 * done) / at for at in (1, 2, 3)},
                 **{f"speculation/acceptance_length_{kind}": acceptance.mean() + at for at, kind in enumerate(CLASSES)},
                 "mismatch/mean_abs": 2e-3 * random.lognormal(0, 0.2),
@@ -77,6 +85,9 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
                 "rollout/tokens_per_s": lengths.sum() / times["rollout"],
                 "memory/peak_gib": 6.1 + 0.4 * done,
             }
+            for at, task in enumerate(TASKS):
+                figures = {"responses": 128, "reward": reward + 0.1 * at, "length_mean": lengths.mean() + 9 * at}
+                values |= {f"task/{task}/{name}": value for name, value in figures.items()}
             if step % 6 == 0:
                 values |= _evaluation(0.21 + 0.36 * done, random)
             metrics.log(step, {name: float(value) for name, value in values.items()})
@@ -84,7 +95,11 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
             reasons = {"stop": finished, "length": len(lengths) - finished}
             row = {"step": step, "lengths": lengths.tolist(), "finish_reasons": reasons}
             lengths_file.append([row | {"acceptance": acceptance.round(3).tolist()}])
+            samples.add(step, _samples("train", step))
+            if step % 6 == 0:
+                samples.add_evaluation(step, _samples("evaluation", step))
     lengths_file.close()
+    samples.close()
     for timeline in timelines:
         timeline.close()
     write_trace(folder)
@@ -92,7 +107,7 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
     summary = _summary(rows, every_length, steps)
     assert undocumented_keys(summary) == []
     write_summary(folder / "summary.json", summary)
-    tasks = [{"name": "basic_arithmetic", "params": {"min_terms": 2}}, {"name": "chain_sum"}]
+    tasks = [{"name": TASKS[0], "params": {"min_terms": 2}}, {"name": TASKS[1]}]
     config = TltConfig.model_validate({"run": {"name": "quickstart-cpu"}, "model": {"recipe": {}}, "tasks": tasks})
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     return folder
@@ -100,7 +115,35 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
 
 def _evaluation(level: float, random: np.random.Generator) -> dict[str, float]:
     level += random.normal(0, 0.01)
-    return {"eval/pass_at_1": level, "eval/pass_at_k": min(1.0, level + 0.2), "eval/greedy": level + 0.04}
+    by_task = {f"task/{task}/eval_pass_at_1": level for task in TASKS}
+    return by_task | {"eval/pass_at_1": level, "eval/pass_at_k": min(1.0, level + 0.2), "eval/greedy": level + 0.04}
+
+
+def _samples(origin: str, step: int) -> list[SampleRow]:
+    """Two responses per task."""
+    return [
+        {
+            "origin": origin,
+            "task": task,
+            "problem": f"{task}/{origin}/0/{step}",
+            "sample": 0,
+            "chosen": chosen,
+            "reward": float(chosen == ["best"]),
+            "correct": chosen == ["best"],
+            "extracted": "4" if chosen == ["best"] else None,
+            "answer": "4",
+            "error": None,
+            "prompt_length": 6,
+            "length": 3 + step,
+            "finish_reason": "stop" if chosen == ["best"] else "length",
+            "acceptance_length": 1.5,
+            "prompt": "sum 1+3\n",
+            "response": f"<{origin} {task} {step} {chosen[0]}>\n#### 4</s>",
+            "cut": {},
+        }
+        for task in TASKS
+        for chosen in (["best"], ["worst", "longest"])
+    ]
 
 
 def _step_events(

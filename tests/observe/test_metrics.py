@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -154,3 +156,49 @@ def test_row_is_one_json_line(tmp_path: Path) -> None:
     write(tmp_path, range(2))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
+
+
+def test_damaged_line_in_the_middle_ends_no_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As after a power cut: the file system may lose one page of a file and keep later ones."""
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 1}\n{"st\0\0\0\0\n{"step": 2}\n[3]\n{"step": 3}\n{"step'
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.truncate_after(2)
+        writer.log(3, {})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    (record,) = caplog.records
+    assert "lines 2, 4, 6 " in record.getMessage() and "metrics.jsonl.damaged" in record.getMessage()
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_rows_are_on_the_disk_before_append_returns(
+    tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bytes] = []
+    file = JsonLinesFile(tmp_path / "rows.jsonl", sync=sync)
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+
+    monkeypatch.setattr(os, "fsync", noted)
+    file.append([{"step": 1}, {"step": 2}])
+    assert synced == ([b'{"step":1}\n{"step":2}\n'] if sync else [])
+
+
+def test_disk_that_fails_at_the_flush_leaves_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = JsonLinesFile(tmp_path / "rows.jsonl")
+    file.append([{"step": 1}])
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fsync", full)
+        with pytest.raises(RunError, match="disk full"):
+            file.append([{"step": 2}])
+    file.append([{"step": 3}])
+    assert [row["step"] for row in read_jsonl(file.path)] == [1, 3]

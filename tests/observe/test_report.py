@@ -65,7 +65,7 @@ def test_page_is_self_contained_and_well_formed(page: str) -> None:
 
 def test_page_has_every_plot_with_its_own_ids(page: str) -> None:
     plots = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(plots) == 10
+    assert len(plots) == 12
     every: list[str] = []
     for svg in plots:
         ElementTree.fromstring(svg)
@@ -93,7 +93,7 @@ def test_headlines(run_folder: Path, page: str) -> None:
     assert tiles["Held-out pass@1"].value == f"{start:.3f} → {end:.3f}"
     assert tiles["Acceptance length"].value == "1.81"
     assert tiles["Tensors verified in engines"].value == "51 / 51"
-    assert all(tile.value in page for tile in tiles.values()) and len(tiles) == 8
+    assert all(tile.value in page for tile in tiles.values()) and len(tiles) == 9
     assert "quickstart-cpu" in page and "chain_sum" in page and "prompts_per_step" in page
     assert 'class="notes"' not in page
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_tlt.rewards.extract import boxed_answer, marked_answer
+from megatron_tlt.rewards.extract import final_answer, marked_answer
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,34 @@ def test_marked(response: str, answer: str | None) -> None:
     ("response", "answer"),
     [
         (r"so \boxed{6}.", "6"),
-        (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{6", None),
-        (r"\boxed{ }", None),
+        (r"\boxed{\text{a}} " + "x" * 80 + r" \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1}, \boxed{2}", "1, 2"),
+        (r"\boxed{1}, $\boxed{2}$ \text{ or } \(\boxed{3}\)", "1, 2, 3"),
+        (r"\boxed{1}, so \boxed{2}", "2"),
+        ("\\boxed{1},\n\\boxed{2}", "2"),
+        (r"\boxed{2} and \boxed{2}", "2"),
+        (r"\boxed{}, \boxed{2}", "2"),
+        (r"\boxed{\boxed{2}}", "2"),
+        (r"\boxed{1 and \boxed{2}", "2"),
+        (r"\fbox{6}", "6"),
+        (r"\boxed{6", ""),
+        (r"\boxed{ }", ""),
+        ("#### 1\n#### 2", "2"),
+        ("#### 6\nmore", "6"),
+        ("#### 6 apples\nmore", "6 apples"),
+        ("#### Step 2\nmore", None),
+        ("#### 2. Add\nmore", None),
+        ("#### Paris", "Paris"),
+        ("#### **Final answer:** 6\nmore", "6"),
+        ("#### 6\n\\boxed{7}", "7"),
+        ("\\boxed{7}\n#### 6", "6"),
+        ("\\boxed{7}\n#### Check", "7"),
         ("6", None),
+        ("", None),
     ],
 )
-def test_boxed(response: str, answer: str | None) -> None:
-    assert boxed_answer(response) == answer
+def test_final(response: str, answer: str | None) -> None:
+    assert final_answer(response) == answer
 
 
 @given(st.text(), st.text(alphabet=st.characters(exclude_characters="#\n", exclude_categories=["Cs"])))

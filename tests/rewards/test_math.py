@@ -47,6 +47,7 @@ def _problem(answer: str, uid: str = "p") -> Problem:
         ("72", "nothing to see", False),
         ("72", "#### -72", False),
         ("72", "#### " + "(" * 300, False),
+        ("72", "\\boxed{" + "(" * 20_000 + "72" + ")" * 20_000 + "}", False),  # too long to be parsed
         ("72", "\\boxed{\ud83d\udd25}".encode("utf-16", "surrogatepass").decode("utf-16"), False),
     ],
 )
@@ -86,5 +87,5 @@ def test_gsm8k_reference_solutions_are_right_and_perturbed_ones_wrong() -> None:
 def test_verifiers_of_names_the_key_of_an_unknown_one(tmp_path: Path) -> None:
     file = TaskConfig(kind="file", name="f", path=tmp_path / "f.jsonl")
     assert verifiers_of([TaskConfig(name="gcd"), file]) == ["math", "reasoning_gym"]
-    with pytest.raises(ConfigError, match=r"tasks\[1\]\.verifier: unknown verifier 'maths'; allowed are math, "):
+    with pytest.raises(ConfigError, match=r"tasks\[1\]\.verifier: unknown verifier 'maths'; allowed for a file: math"):
         verifiers_of([file, file.model_copy(update={"verifier": "maths"})])

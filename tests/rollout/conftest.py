@@ -12,7 +12,7 @@ import torch
 
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, NgramConfig, SpeculationConfig
-from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.tiny_models import build_qwen2, load_qwen2, logits_of, write_letters_tokenizer
@@ -33,6 +33,12 @@ ROLLOUT = RolloutConfig(
 SPECULATION = SpeculationConfig(num_speculative_tokens=3, ngram=NgramConfig(prompt_lookup_min=1, prompt_lookup_max=3))
 NUM_DRAFTS = 3
 NGRAM = Strategy("ngram", NUM_DRAFTS)
+
+
+def strategies_of(engine: VllmEngine) -> list[Strategy]:
+    """Off, and every drafter of the engine with one token and with the most."""
+    models = [name for name in engine.drafters if name != "off"]
+    return [OFF, *(Strategy(name, length) for name in models for length in (1, NUM_DRAFTS))]
 
 
 @pytest.fixture(scope="session")
@@ -67,9 +73,10 @@ def plain_engine(model_folder: Path, engine: VllmEngine) -> Iterator[VllmEngine]
     engine.shutdown()
 
 
-@pytest.fixture(scope="session", params=["eagle", "eagle3"])
+@pytest.fixture(scope="session", params=[("eagle", None), ("eagle3", None), ("eagle3", 20)])
 def head(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_eagle_head(request.param, model_folder, tmp_path_factory.mktemp("heads") / request.param)
+    kind, drafted = request.param
+    return build_eagle_head(kind, model_folder, tmp_path_factory.mktemp("heads") / kind, drafted=drafted)
 
 
 @pytest.fixture(scope="session")

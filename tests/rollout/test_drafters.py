@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_tlt.errors import RunError
+from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec, StepRecord
 from megatron_tlt.speculation.strategy import OFF
 from tests.helpers.eagle_heads import build_eagle_head
@@ -59,6 +60,8 @@ def test_greedy_is_that_of_a_plain_engine_and_the_accounts_add_up(
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens  # some right, some wrong
     assert sum(step.num_draft_tokens for step in steps) == total.num_draft_tokens
     assert sum(step.num_accepted_tokens for step in steps) == total.num_accepted_tokens
+    per_position = zip(*(step.accepted_per_position for step in steps), strict=True)
+    assert tuple(map(sum, per_position)) == total.accepted_per_position
 
 
 def test_switching_off_and_on(drafting: VllmEngine, expected: list[tuple[int, ...]]) -> None:
@@ -133,11 +136,49 @@ def test_weights_are_the_folders_and_new_ones_change_the_drafts_only(
 
     drafting.begin_update("drafter")  # as after a sleep that drops weights
     for tensor in read.values():
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     drafting.restore_drafter()
     assert drafting.versions["drafter"] == 0
     assert all(torch.equal(read[name], state[name]) for name in state)
     assert drafts_of(drafting.generate(requests)) == drafts_of(before)
+
+
+def test_recorded_states_are_those_of_the_target(drafting: VllmEngine, reference: Qwen2ForCausalLM, head: Path) -> None:
+    """Under drafts, without, and behind prompts that came from the prefix cache."""
+    recorded = RecordedStates(1 << 28)
+    drafting.record_into(recorded)
+    prompt = tuple(i % VOCAB for i in range(70))  # two blocks of the cache
+    cached = [Request(f"c{i}", prompt, SamplingSpec(temperature=1.0, max_tokens=9), seed=i) for i in range(3)]
+    strategy, steps = drafting.strategy, 0
+
+    def switch(_: StepRecord) -> None:
+        nonlocal steps
+        steps += 1
+        drafting.set_strategy(OFF if steps // 4 % 2 else strategy)
+
+    # whatever is decoded outside of a recorded rollout, such as an evaluation, is no part of it
+    recorded.end()
+    drafting.generate([Request("before", prompt, SamplingSpec(temperature=1.0, max_tokens=9), seed=9)])
+    recorded.begin()
+    responses = drafting.generate([*greedy_requests(6, 20), *cached], on_step=switch)
+    drafting.set_strategy(strategy)
+    drafting.record_into(None)
+    found = {one.request_id: one for one in recorded.take()}
+    taps = json.loads((head / "config.json").read_text()).get("eagle_config", {})
+    layers = taps.get("eagle_aux_hidden_state_layer_ids", [])
+    assert found.keys() == {response.request_id for response in responses} and recorded.dropped == 0
+    for response in responses:
+        one = found[response.request_id]
+        assert one.token_ids == (*response.prompt_token_ids, *response.token_ids)
+        assert one.prompt_length == len(response.prompt_token_ids)
+        before_norm: list[torch.Tensor] = []  # transformers gives the normed ones at its place
+        hook = reference.model.norm.register_forward_pre_hook(lambda _, given, kept=before_norm: kept.append(given[0]))
+        with torch.no_grad():
+            states = [*reference(torch.tensor([one.token_ids[:-1]]), output_hidden_states=True).hidden_states]
+        hook.remove()
+        final, states[-1] = states[-1], before_norm[0]
+        expected = torch.cat([*(states[layer][0] for layer in layers), final[0]], dim=-1)
+        assert one.hidden.float() == pytest.approx(expected, abs=2e-2, rel=2e-2)
 
 
 def test_policy_and_drafter_are_read_apart(drafting: VllmEngine, plain_engine: VllmEngine) -> None:

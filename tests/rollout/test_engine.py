@@ -67,6 +67,24 @@ def test_log_probs_are_those_of_transformers(engine: VllmEngine, reference: Qwen
         assert response.log_probs == pytest.approx(expected, abs=1e-4)
 
 
+def test_rows_that_pad_the_vocabulary_are_in_no_softmax(engine: VllmEngine, reference: Qwen2ForCausalLM) -> None:
+    head = engine._runner.get_model().lm_head.weight
+    assert len(head) > VOCAB
+    padding = head[VOCAB:].clone()
+    try:
+        with torch.no_grad():
+            # either sign: one of them would win every softmax
+            head[VOCAB::2], head[VOCAB + 1 :: 2] = 3.0, -3.0
+        requests = mixed_requests(8)
+        for request, response in zip(requests, engine.generate(requests), strict=True):
+            assert max(response.token_ids) < VOCAB
+            expected = expected_log_probs(reference, response, request.sampling)
+            assert response.log_probs == pytest.approx(expected, abs=1e-4)
+    finally:
+        with torch.no_grad():
+            head[VOCAB:] = padding
+
+
 def test_accounts_add_up(engine: VllmEngine) -> None:
     steps: list[StepRecord] = []
     order: list[str] = []

@@ -21,7 +21,7 @@ bounds = st.none() | st.lists(st.integers(1, 64), min_size=1, max_size=8, unique
 def test_every_bucket_has_off_and_what_needs_no_model(
     found: list[Strategy], max_batch: int, upper: list[int] | None, neighbours: int | None
 ) -> None:
-    buckets = map_buckets(found, max_batch, upper, neighbours)
+    buckets = map_buckets(found, min(max_batch, (upper or [64])[-1]), upper, neighbours)
     assert all(a.upper < b.upper for a, b in pairwise(buckets))
     for bucket in buckets:
         assert OFF in bucket.arms and len(bucket.arms) >= 2
@@ -37,7 +37,7 @@ def test_every_bucket_has_off_and_what_needs_no_model(
 def test_published_larger_verification_on_smaller_batches(
     found: list[Strategy], max_batch: int, upper: list[int] | None
 ) -> None:
-    buckets = map_buckets(found, max_batch, upper, neighbours=0, always=False)
+    buckets = map_buckets(found, min(max_batch, (upper or [64])[-1]), upper, neighbours=0, always=False)
     counts = [[arm.verify_tokens for arm in bucket.arms] for bucket in buckets]
     assert all(min(a) >= max(b) or a == b for a, b in pairwise(counts))
     if len(buckets) <= len(group_by_verify_tokens(found)):
@@ -51,7 +51,10 @@ def test_published_larger_verification_on_smaller_batches(
 def test_the_smallest_bucket_that_a_batch_fits_takes_it(found: list[Strategy], max_batch: int, batch: int) -> None:
     buckets = map_buckets(found, max_batch)
     chosen = bucket_of(buckets, batch)
-    assert batch <= buckets[chosen].upper or chosen == len(buckets) - 1
+    if batch > max_batch:
+        assert chosen is None
+        return
+    assert chosen is not None and batch <= buckets[chosen].upper
     assert chosen == 0 or batch > buckets[chosen - 1].upper
 
 
@@ -63,6 +66,9 @@ def test_no_arm_is_over_the_budget(found: list[Strategy], batch: int, budget: in
     assert all(arm == OFF or batch * arm.verify_tokens <= budget for arm in arms)
     assert within_budget(found[1:], batch, 1) == [OFF] or batch * found[1].verify_tokens <= 1
     assert within_budget(found, batch, None) == found
+    withheld = {found[-1].drafter}
+    left = within_budget(found, batch, budget, withheld)
+    assert left == ([arm for arm in arms if arm.drafter not in withheld] or [OFF])
 
 
 @pytest.mark.parametrize("wrong", [[], [0, 4], [4, 4], [8, 2]])
@@ -71,3 +77,8 @@ def test_bounds_that_are_none_are_refused(wrong: list[int]) -> None:
         map_buckets([OFF, Strategy("ngram", 3)], 32, wrong)
     with pytest.raises(ValueError, match="no strategies"):
         map_buckets([], 32)
+
+
+def test_bounds_that_leave_out_the_largest_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 8, 32\]; the last must be 36 or more"):
+        map_buckets([OFF, Strategy("ngram", 3)], 36, [2, 8, 32])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.speculation.controller import EngineStep, SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepObservation, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
 
 ARMS = [Strategy("ngram", 1), Strategy("ngram", 3)]
@@ -29,7 +29,7 @@ class Alternating:
         self.seen: list[StepObservation] = []
         self.batches: list[int] = []
 
-    def choose(self, batch: int) -> Strategy:
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
         self.batches.append(batch)
         return ARMS[len(self.batches) % 2]
 
@@ -51,10 +51,12 @@ def play(controller: SpeculationController, batches: list[int], seed: int = 0) -
     rng, verified, given = random.Random(seed), OFF, []
     for batch in batches:
         drafted = controller.next(batch)
-        accepted = rng.randint(0, batch * verified.num_tokens)
+        accepted = sorted((rng.randint(0, batch) for _ in range(verified.num_tokens)), reverse=True)
         seconds = 0.01 * rng.lognormvariate(0, 0.2) * (1 + 0.1 * verified.num_tokens)
         drafts = batch * verified.num_tokens
-        controller.observe(EngineStep(verified, drafted, batch, seconds, batch + accepted, drafts, accepted))
+        controller.observe(
+            EngineStep(verified, drafted, batch, seconds, batch + sum(accepted), drafts, tuple(accepted))
+        )
         given.append(drafted)
         verified = drafted
     return given
@@ -92,7 +94,7 @@ def test_steps_with_prompts_belong_to_no_strategy() -> None:
 
 
 def test_a_new_rollout_closes_the_gate_and_keeps_what_was_learnt() -> None:
-    controller = SpeculationController(build_tuner("beg_mab", STRATEGIES), ElasticGate(8, patience=2))
+    controller = SpeculationController(build_tuner("beg_mab", STRATEGIES, max_batch=12), ElasticGate(8, patience=2))
     play(controller, [4] * 40)
     learnt = controller.tuner.state()
     controller.begin_rollout()
@@ -105,7 +107,10 @@ def test_ranks_that_are_told_alike_decide_alike_also_after_a_resume(
     name: str, seed: int, batches: list[int], data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, len(batches)))
-    ranks = [SpeculationController(build_tuner(name, STRATEGIES, {}, seed), ElasticGate(12, 2, 2)) for _ in range(3)]
+    ranks = [
+        SpeculationController(build_tuner(name, STRATEGIES, {}, seed, max_batch=14), ElasticGate(12, 2, 2))
+        for _ in range(3)
+    ]
     first = [play(rank, batches[:cut], seed) for rank in ranks[:2]]
     assert first[0] == first[1]
     ranks[2].load_state(json.loads(json.dumps(ranks[0].state())))
@@ -120,3 +125,17 @@ def test_ranks_that_are_told_alike_decide_alike_also_after_a_resume(
 def test_a_hold_without_a_steady_step_is_refused() -> None:
     with pytest.raises(ValueError, match="hold_steps is 1; allowed: 2 and more"):
         SpeculationController(Alternating(), hold_steps=1)
+
+
+def test_budgets_are_asked_for_with_each_choice_and_only_then() -> None:
+    class Asking(Alternating):
+        def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+            assert budgets is not None
+            mixes.append(budgets(ARMS[0]))
+            return ARMS[0]
+
+    mixes: list[BudgetMix | None] = []
+    controller = SpeculationController(Asking(), ElasticGate(8, patience=1), hold_steps=4)
+    for step in range(9):
+        controller.next(3, lambda strategy: BudgetMix.of([0, step, strategy.num_tokens]))  # noqa: B023
+    assert mixes == [BudgetMix.of([0, step, 1]) for step in (0, 4, 8)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.acceptance import AcceptanceLengths, chain_moments, implied_alpha
+from megatron_tlt.speculation.acceptance import AcceptanceLengths, implied_rate
 from megatron_tlt.speculation.step_times import StepTimes
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
 
 STRATEGIES = [OFF, *(Strategy(drafter, k) for drafter in ("ngram", "eagle") for k in (1, 3, 5, 7))]
 
@@ -21,34 +23,114 @@ def true_seconds(strategy: Strategy, batch: int) -> float:
     return 0.004 * (1 + 0.02 * batch + 0.015 * batch * strategy.num_tokens + drafting)
 
 
+def expected_length(rates: Sequence[float], budgets: Iterable[int]) -> float:
+    """Tokens per request where draft token j is accepted with ``rates[j]`` if those before it were."""
+    budgets = list(budgets)
+    return 1 + sum(sum(math.prod(rates[: j + 1]) for j in range(budget)) for budget in budgets) / len(budgets)
+
+
+def draw(rng: random.Random, rates: Sequence[float], budgets: Iterable[int]) -> list[int]:
+    """Accepted tokens of each request."""
+    accepted = []
+    for budget in budgets:
+        accepted.append(next((j for j in range(budget) if rng.random() >= rates[j]), budget))
+    return accepted
+
+
+def observation(strategy: Strategy, budgets: Sequence[int], accepted: Sequence[int]) -> StepObservation:
+    batch = len(budgets)
+    per_position = tuple(sum(count > j for count in accepted) for j in range(strategy.num_tokens))
+    return StepObservation(
+        strategy, batch, 1.0, batch + sum(accepted), sum(budgets), per_position, BudgetMix.of(budgets)
+    )
+
+
 def chain(rng: random.Random, alpha: float, strategy: Strategy, batch: int) -> StepObservation:
-    accepted = 0
-    for _ in range(batch):
-        for _ in range(strategy.num_tokens):
-            if rng.random() >= alpha:
-                break
-            accepted += 1
-    return StepObservation(strategy, batch, 1.0, batch + accepted, batch * strategy.num_tokens, accepted)
+    budgets = [strategy.num_tokens] * batch
+    return observation(strategy, budgets, draw(rng, [alpha] * strategy.num_tokens, budgets))
 
 
-@settings(deadline=None)
-@given(st.floats(0.02, 0.98), st.integers(1, 12))
-def test_alpha_comes_back(alpha: float, num_tokens: int) -> None:
-    mean, square = chain_moments(alpha, num_tokens)
-    assert implied_alpha(mean, num_tokens) == pytest.approx(alpha, abs=1e-3)
-    assert square >= mean**2
+def chain_length(alpha: float, num_tokens: int) -> float:
+    return expected_length([alpha] * num_tokens, [num_tokens])
 
 
-def test_moments_are_those_of_a_chain() -> None:
-    rng = random.Random(0)
-    drawn = [chain(rng, 0.7, Strategy("eagle", 4), 1).num_accepted_tokens for _ in range(20_000)]
-    mean, square = chain_moments(0.7, 4)
-    assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.03)
-    assert sum(n * n for n in drawn) / len(drawn) == pytest.approx(square, rel=0.03)
+@given(st.lists(st.integers(0, 9), max_size=30))
+def test_a_mix_counts_requests_by_their_budgets(budgets: list[int]) -> None:
+    mix = BudgetMix.of(budgets)
+    assert mix.requests == len(budgets) and len(mix.at_least) == max(budgets, default=0)
+    assert mix.at_least == tuple(sum(budget > j for budget in budgets) for j in range(len(mix.at_least)))
+    assert mix.mean == pytest.approx(sum(budgets) / max(1, len(budgets)))
+    assert mix.drafted_only() == BudgetMix.of([budget for budget in budgets if budget])
+
+
+def test_with_budgets_of_one_no_request_gains_more_than_one_token() -> None:
+    lengths, arm, rng = AcceptanceLengths(), Strategy("suffix", 7, by_length=True), random.Random(0)
+    for _ in range(400):
+        lengths.observe(observation(arm, [1] * 8, draw(rng, [0.7], [1] * 8)))
+    assert lengths.predict(arm, BudgetMix.of([1] * 8))[0] == pytest.approx(1.7, abs=0.03)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.02, 0.98), st.lists(st.integers(1, 7), min_size=1, max_size=24), st.data())
+def test_a_prediction_is_the_expectation_of_any_budgets(alpha: float, seen: list[int], data: st.DataObject) -> None:
+    """Independent acceptance; the budgets to predict for are others than those seen, as long as some were as large."""
+    asked = data.draw(st.lists(st.integers(0, max(seen)), min_size=1, max_size=24))
+    lengths, arm = AcceptanceLengths(half_life=1e6), Strategy("suffix", 7, by_length=True)
+    at_least = BudgetMix.of(seen).at_least
+    scale = 10**9  # so many requests alike are accepted as often as expected, but for rounding
+    per_position = tuple(round(scale * count * alpha ** (j + 1)) for j, count in enumerate(at_least))
+    step = StepObservation(
+        arm,
+        scale * len(seen),
+        1.0,
+        scale * len(seen) + sum(per_position),
+        scale * sum(seen),
+        per_position,
+        BudgetMix(scale * len(seen), tuple(scale * count for count in at_least)),
+    )
+    for _ in range(400):
+        lengths.observe(step)
+    assert lengths.predict(arm, BudgetMix.of(asked))[0] == pytest.approx(expected_length([alpha] * 7, asked), abs=0.02)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.floats(0.1, 0.95), min_size=5, max_size=5),
+    st.lists(st.integers(0, 5), min_size=8, max_size=8),
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    st.integers(0, 99),
+)
+def test_a_prediction_is_what_simulation_gives(
+    rates: list[float], seen: list[int], asked: list[int], seed: int
+) -> None:
+    """Each position with a rate of its own; simulated steps have mixed budgets, one request always the largest."""
+    lengths, arm, rng = AcceptanceLengths(half_life=1e6, drift=1e9), Strategy("eagle", 5, by_length=True), None
+    rng = random.Random(seed)
+    budgets = [*seen, 5]
+    for _ in range(1500):
+        lengths.observe(observation(arm, budgets, draw(rng, rates, budgets)))
+    predicted, error = lengths.predict(arm, BudgetMix.of(asked))
+    assert abs(predicted - expected_length(rates, asked)) < max(0.1, 5 * error)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.booleans()), max_size=12), st.data())
+def test_no_prediction_is_more_than_all_drafts(steps: list[tuple[list[int], bool]], data: st.DataObject) -> None:
+    """Whatever was seen, also where the strategies' budgets differ from step to step."""
+    lengths = AcceptanceLengths()
+    for budgets, by_length in steps:
+        arm = Strategy("suffix", 6, by_length)
+        accepted = [data.draw(st.integers(0, budget)) for budget in budgets]
+        lengths.observe(observation(arm, budgets, accepted))
+    asked = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    mix = BudgetMix.of(asked)
+    predicted, error = lengths.predict(Strategy("suffix", 6, by_length=True), mix)
+    assert 1.0 <= predicted <= 1.0 + mix.mean + 1e-9 and error >= 0
+    assert lengths.predict(Strategy("suffix", 6))[0] <= 7.0
 
 
 def test_few_strategies_say_what_the_others_take() -> None:
-    times = StepTimes(STRATEGIES)
+    times = StepTimes(STRATEGIES, 72)
     rng = random.Random(1)
     seen = [OFF, Strategy("ngram", 3), Strategy("eagle", 1), Strategy("eagle", 3)]
     for batch in (32, 16, 8, 3, 1):
@@ -63,7 +145,7 @@ def test_few_strategies_say_what_the_others_take() -> None:
 
 
 def test_a_strategy_that_is_its_own_kind_is_learnt() -> None:
-    times, odd = StepTimes(STRATEGIES), Strategy("eagle", 5)
+    times, odd = StepTimes(STRATEGIES, 72), Strategy("eagle", 5)
     for _ in range(20):
         for strategy in STRATEGIES:
             times.observe(strategy, 4, true_seconds(strategy, 4) * (1.8 if strategy == odd else 1.0))
@@ -73,7 +155,7 @@ def test_a_strategy_that_is_its_own_kind_is_learnt() -> None:
 
 
 def test_a_slow_spell_is_not_put_down_to_the_strategy_tried_in_it() -> None:
-    times, tried = StepTimes(STRATEGIES), Strategy("ngram", 3)
+    times, tried = StepTimes(STRATEGIES, 72), Strategy("ngram", 3)
     for _ in range(40):
         times.observe(OFF, 4, true_seconds(OFF, 4))
     for _ in range(8):
@@ -85,29 +167,66 @@ def test_a_slow_spell_is_not_put_down_to_the_strategy_tried_in_it() -> None:
 
 
 def test_a_strategy_that_stays_slower_is_believed_in_the_end() -> None:
-    times = StepTimes(STRATEGIES)
+    times = StepTimes(STRATEGIES, 72)
     for factor in (1.0, 2.0):
         for _ in range(600):
             times.observe(OFF, 4, factor * true_seconds(OFF, 4))
     assert times.predict(OFF, 4)[0] > 1.6 * true_seconds(OFF, 4)
 
 
-def test_batches_far_above_the_gate_are_not_kept() -> None:
-    times = StepTimes(STRATEGIES, max_batch=64)
-    for batch in range(1, 300):
-        times.observe(OFF, batch, 1.0)
-    assert len(times) == 64
-    narrower = StepTimes(STRATEGIES, max_batch=16)
-    narrower.load_state(times.state())
-    assert len(narrower) == 16 and narrower.predict(OFF, 8)[0] == pytest.approx(times.predict(OFF, 8)[0], rel=0.05)
+def test_batches_above_the_largest_are_not_kept_and_large_ones_share_cells() -> None:
+    times = StepTimes(STRATEGIES, max_batch=256)
+    for batch in range(1, 2000):
+        times.observe(OFF, batch, 0.01 + 0.0001 * batch)
+    assert len(times) == 32 + 3 * 16
+    for batch in (1, 33, 63, 100, 201, 256):
+        assert times.predict(OFF, batch)[0] == pytest.approx(0.01 + 0.0001 * batch, rel=0.05)
+
+
+@pytest.mark.parametrize(("before", "after"), [(64, 16), (64, 520), (520, 72)])
+def test_step_times_of_another_range_can_be_taken_over(before: int, after: int) -> None:
+    times, other = StepTimes(STRATEGIES, max_batch=before), StepTimes(STRATEGIES, max_batch=after)
+    for batch in range(1, before + 1):
+        times.observe(OFF, batch, 0.01 + 0.0001 * batch)
+    other.load_state(json.loads(json.dumps(times.state())))
+    for batch in {1, 8, 16, min(before, after)}:
+        assert other.predict(OFF, batch)[0] == pytest.approx(times.predict(OFF, batch)[0], rel=0.1)
+    other.observe(OFF, after, 0.01 + 0.0001 * after)
+
+
+def test_step_times_that_an_earlier_release_wrote_can_be_taken_over() -> None:
+    """Up to batch 64, a cell for each batch, without draft budgets."""
+    cells = [
+        [strategy.name, batch, [true_seconds(strategy, batch)] * 6] for strategy in STRATEGIES for batch in range(1, 65)
+    ]
+    times = StepTimes(STRATEGIES, max_batch=260)
+    weights = [0.004, 0.00008, 0.00006, 0.0008, 0.0006, 0.0004, 0.0]
+    times.load_state({"cells": cells, "weights": weights, "since_fit": 0, "mood": []})
+    assert len(times) == 48 * len(STRATEGIES)
+    for strategy in STRATEGIES:
+        for batch in (1, 33, 64):
+            assert times.predict(strategy, batch)[0] == pytest.approx(true_seconds(strategy, batch), rel=0.05)
+    times.observe(OFF, 200, true_seconds(OFF, 200))
+
+
+def test_a_step_with_fewer_drafts_takes_less() -> None:
+    times, arm = StepTimes(STRATEGIES, 72), Strategy("ngram", 7, by_length=True)
+    for budget in (1, 4, 7):
+        for batch in (8, 32):
+            for _ in range(12):
+                seconds = true_seconds(OFF, batch) + 0.004 * 0.015 * batch * budget
+                times.observe(OFF, batch, true_seconds(OFF, batch))
+                times.observe(arm, batch, seconds, float(budget))
+    few, many = times.predict(arm, 32, 1.0)[0], times.predict(arm, 32, 7.0)[0]
+    assert few < 0.8 * many and times.predict(arm, 32)[0] == many
 
 
 def test_one_strategy_says_what_its_drafter_does() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for _ in range(100):
         lengths.observe(chain(rng, 0.7, Strategy("eagle", 3), 8))
-    assert lengths.predict(Strategy("eagle", 3))[0] == pytest.approx(1 + chain_moments(0.7, 3)[0], rel=0.05)
-    assert lengths.predict(Strategy("eagle", 7))[0] == pytest.approx(1 + chain_moments(0.7, 7)[0], rel=0.1)
+    assert lengths.predict(Strategy("eagle", 3))[0] == pytest.approx(chain_length(0.7, 3), rel=0.05)
+    assert lengths.predict(Strategy("eagle", 7))[0] == pytest.approx(chain_length(0.7, 7), rel=0.1)
     assert lengths.knows_drafter(Strategy("eagle", 1)) and not lengths.knows_drafter(Strategy("ngram", 1))
     assert lengths.predict(OFF) == (1.0, 0.0)
 
@@ -117,21 +236,26 @@ def test_drafts_that_are_seldom_found_are_not_short_chains() -> None:
     for i in range(300):
         step = chain(rng, 0.9, Strategy("ngram", 3), 4)
         lengths.observe(step if i % 4 == 0 else StepObservation(Strategy("ngram", 3), 4, 1.0, 4))
-    expected = 1 + 0.25 * chain_moments(0.9, 7)[0]
+    expected = 0.75 + 0.25 * chain_length(0.9, 7)
     assert lengths.predict(Strategy("ngram", 7))[0] == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize("found", [1.0, 0.5])
-def test_by_length_the_gain_is_that_of_the_requests_that_may_have_drafts(found: float) -> None:
+def test_requests_without_drafts_say_nothing_of_those_with_drafts(found: float) -> None:
     lengths, rng, arm = AcceptanceLengths(), random.Random(0), Strategy("suffix", 4, by_length=True)
     for batch in (64, 4):
-        for _ in range(200):  # 4 of them may have 4 drafts each
-            accepted = [next((n for n in range(4) if rng.random() > 0.8), 4) for _ in range(round(4 * found))]
-            step = StepObservation(arm, batch, 1.0, batch + sum(accepted), 4 * len(accepted), sum(accepted), 16)
-            lengths.observe(step)
-        assert lengths.predict(arm)[0] == pytest.approx(1 + found * chain_moments(0.8, 4)[0], rel=0.1), batch
-    lengths.observe(StepObservation(arm, 8, 1.0, 8))  # none may
-    assert lengths.predict(arm)[0] == pytest.approx(1 + found * chain_moments(0.8, 4)[0], rel=0.1)
+        budgets = [4] * 4 + [0] * (batch - 4)
+        for _ in range(200):
+            accepted = draw(rng, [0.8] * 4, budgets[: round(4 * found)])
+            lengths.observe(observation(arm, budgets, accepted))
+        gain = found * (chain_length(0.8, 4) - 1)
+        mix = BudgetMix.of(budgets)
+        assert lengths.predict(arm, mix.drafted_only())[0] == pytest.approx(1 + gain, rel=0.1), batch
+        assert lengths.predict(arm, mix)[0] == pytest.approx(1 + gain * 4 / batch, rel=0.1), batch
+    before = lengths.predict(arm)[0]
+    lengths.observe(observation(arm, [0] * 8, [0] * 8))
+    assert lengths.predict(arm)[0] == pytest.approx(before, rel=0.01)
+    assert lengths.predict(arm, BudgetMix.of([0] * 8)) == (1.0, 0.0)
 
 
 def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> None:
@@ -153,13 +277,13 @@ def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> Non
 def test_of_a_new_version_little_is_known_and_no_drift_is_told() -> None:
     lengths, arm = AcceptanceLengths(), Strategy("eagle", 3)
     for _ in range(200):
-        lengths.observe(StepObservation(arm, 4, 0.01, 12, 12, 8))
+        lengths.observe(StepObservation(arm, 4, 0.01, 10, 12, (3, 2, 1)))
     before, sure = lengths.predict(arm)
     lengths.renew("eagle")
     after, unsure = lengths.predict(arm)
     assert after == pytest.approx(before, rel=0.05) and unsure > 2 * sure
     for _ in range(12):
-        assert not lengths.observe(StepObservation(arm, 4, 0.01, 6, 12, 2))
+        assert not lengths.observe(StepObservation(arm, 4, 0.01, 6, 12, (2, 0, 0)))
     assert lengths.predict(arm)[0] < (before + 1.5) / 2
     lengths.renew("suffix")
     assert lengths.predict(arm)[1] < unsure
@@ -184,8 +308,8 @@ def test_states_go_on_as_if_nothing_had_happened(seed: int, cut: int) -> None:
         strategy, batch = rng.choice(STRATEGIES), rng.randint(1, 32)
         observed = chain(rng, 0.6, strategy, batch)
         steps.append((observed, true_seconds(strategy, batch) * rng.lognormvariate(0, 0.2)))
-    times, lengths = StepTimes(STRATEGIES), AcceptanceLengths()
-    resumed_times, resumed_lengths = StepTimes(STRATEGIES), AcceptanceLengths()
+    times, lengths = StepTimes(STRATEGIES, 72), AcceptanceLengths()
+    resumed_times, resumed_lengths = StepTimes(STRATEGIES, 72), AcceptanceLengths()
     for i, (step, seconds) in enumerate(steps):
         if i == cut:
             resumed_times.load_state(json.loads(json.dumps(times.state())))
@@ -198,3 +322,34 @@ def test_states_go_on_as_if_nothing_had_happened(seed: int, cut: int) -> None:
     for strategy in STRATEGIES:
         assert lengths.predict(strategy) == resumed_lengths.predict(strategy)
         assert times.predict(strategy, 6) == resumed_times.predict(strategy, 6)
+
+
+@settings(deadline=None)
+@given(st.floats(0.02, 0.98), st.integers(1, 12))
+def test_a_chains_rate_comes_back(alpha: float, num_tokens: int) -> None:
+    assert implied_rate(chain_length(alpha, num_tokens) - 1, num_tokens) == pytest.approx(alpha, abs=1e-3)
+
+
+def test_acceptance_that_an_earlier_release_wrote_can_be_taken_over() -> None:
+    """Sums by strategy; those by length were in units of full budgets, which were none."""
+
+    def sums(samples: float, drafted: float, accepted: float) -> dict[str, float]:
+        return {"samples": samples, "drafted": drafted, "accepted": accepted}
+
+    eagle, ngram = sums(200.0, 200.0, 200.0 * (chain_length(0.7, 3) - 1)), sums(90.0, 30.0, 30.0 * 0.8)
+    wrong = sums(300.0, 300.0, 300.0 * 4.9)
+    written = {
+        "clock": 500,
+        "drifts": 1,
+        "strategies": [
+            ["eagle-3", 500, eagle, eagle],
+            ["ngram-1", 500, ngram, ngram],
+            ["suffix-7-by-length", 500, wrong, wrong],
+        ],
+    }
+    lengths = AcceptanceLengths()
+    lengths.load_state(written)
+    assert lengths.predict(Strategy("eagle", 7))[0] == pytest.approx(chain_length(0.7, 7), rel=0.05)
+    assert lengths.predict(Strategy("ngram", 1))[0] == pytest.approx(1 + 0.8 / 3, rel=0.02)
+    assert not lengths.knows_drafter(Strategy("suffix", 7))
+    assert lengths.drifts == 1 and not lengths.observe(chain(random.Random(0), 0.7, Strategy("eagle", 3), 8))

@@ -55,3 +55,13 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
         ElasticGate(**wrong)
     with pytest.raises(ValueError, match="batch is -1"):
         ElasticGate().update(-1)
+
+
+@settings(deadline=None)
+@given(batches, st.integers(1, 20), st.integers(0, 6))
+def test_it_is_never_open_above_its_largest_batch(sizes: list[int], threshold: int, hysteresis: int) -> None:
+    gate = ElasticGate(threshold, 1, hysteresis)
+    opened = [size for size in sizes if gate.update(size)]
+    assert max(opened, default=0) <= gate.max_batch
+    gate.update(0)
+    assert gate.update(gate.max_batch)

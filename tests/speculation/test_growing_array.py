@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 from megatron_tlt.speculation.growing_array import MAPPED_FROM, GrowingArray
+
+LENGTH = MAPPED_FROM // 4  # of int32, in a mapping of its own
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.dtype([("a", "f8"), ("b", "i4")])])
@@ -36,3 +40,28 @@ def test_memory_goes_back_to_the_system() -> None:
     del arrays[1::2], growing
     gc.collect()
     assert process.memory_info().rss - begin < 40 << 20, "half of it is gone, though the rest lies between"
+
+
+def test_it_grows_though_somebody_else_looks_at_it() -> None:
+    """As an exception's frames may do; a tree whose arrays were gone never ended growing."""
+    array = GrowingArray(LENGTH, np.int32)
+    array.array[:] = 7
+    kept = array.array
+    for length in (2 * LENGTH, 3 * LENGTH):
+        array.grow(length)
+        assert len(array.array) == length and (array.array[:LENGTH] == 7).all() and not array.array[LENGTH:].any()
+    array.array[0] = 1
+    assert (kept == 7).all()
+
+
+def test_memory_that_is_refused_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(mmap.mmap):
+        def resize(self, _: int) -> Any:
+            raise OSError("no memory")
+
+    monkeypatch.setattr(mmap, "mmap", Full)
+    array = GrowingArray(LENGTH, np.int32)
+    array.array[:] = 7
+    with pytest.raises(OSError, match="no memory"):
+        array.grow(2 * LENGTH)
+    assert len(array.array) == LENGTH and (array.array == 7).all()

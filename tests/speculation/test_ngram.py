@@ -31,6 +31,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("start"), st.integers(0, 1)),
         st.tuples(st.just("extend"), st.integers(0, 3), st.lists(st.integers(0, 3), min_size=1, max_size=20)),
         st.tuples(st.just("finish"), st.integers(0, 3)),
+        st.tuples(st.just("learn"), st.integers(0, 1), st.lists(st.integers(0, 3), max_size=20)),
     ),
     max_size=40,
 )
@@ -53,6 +54,10 @@ def test_it_finds_the_latest_of_the_longest(
             drafter.start(str(number), f"problem {operation[1]}", [token for token, _ in prompt])
             own[number], problem_of[number] = list(prompt), operation[1]
             shared[operation[1]][number] = prompt[-config.max_n :]
+        elif operation[0] == "learn":
+            said = [(token, time := time + 1) for token in (0, 1, 2, operation[1], *operation[2])]
+            drafter.learn(f"problem {operation[1]}", [token for token, _ in said[:4]], operation[2])
+            shared[operation[1]][number] = said[max(0, 4 - config.max_n) :]
         elif own:
             chosen = sorted(own)[operation[1] % len(own)]
             if operation[0] == "extend":
@@ -76,7 +81,7 @@ def test_it_finds_the_latest_of_the_longest(
         assert (proposal.tokens, proposal.match_length) == expected
 
 
-def test_another_sample_is_drafted_from_until_the_epoch_ends() -> None:
+def test_another_sample_is_drafted_from_until_the_step_ends() -> None:
     drafter = NgramDrafter()
     drafter.start("a", "p", [1, 2])
     drafter.extend("a", [3, 4, 5, 6])
@@ -85,7 +90,7 @@ def test_another_sample_is_drafted_from_until_the_epoch_ends() -> None:
     drafter.finish("a")
     assert drafter.propose("b", 8).tokens == [3, 4, 5, 6]
     drafter.finish("b")
-    drafter.end_epoch()
+    drafter.begin_step()
     drafter.start("b", "p", [1, 2])
     assert drafter.propose("b", 8).tokens == []
 
@@ -148,7 +153,9 @@ def test_proposals_are_but_proposals(make: Callable[[], TokenDrafter], seed: int
         if rng.random() < 0.7:
             for drafter in drafters:
                 drafter.finish(str(number))
-                drafter.end_epoch()
+                drafter.learn(f"problem {number % 2}", prompt, phrase)
+                drafter.begin_step()
+            seen.update(phrase)
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
@@ -161,6 +168,8 @@ def test_bad_use_is_refused(make: Callable[[], TokenDrafter]) -> None:
         drafter.start("b", "p", [-5])
     with pytest.raises(ValueError, match="allowed: 0 to"):
         drafter.extend("a", [3, -1])
+    with pytest.raises(ValueError, match="allowed: 0 to"):
+        drafter.learn("p", [1], [3, -1])
     for call in (lambda: drafter.extend("b", [1]), lambda: drafter.propose("b", 1), lambda: drafter.finish("b")):
         with pytest.raises(KeyError):
             call()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.controller import EngineStep, SpeculationController
+from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED, BegMabOptions, BegMabTuner
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
 from megatron_tlt.speculation.tuner_solver import SolverOptions, SolverTuner
-from megatron_tlt.speculation.tuners import TUNERS, build_tuner
+from megatron_tlt.speculation.tuners import TUNERS
+from megatron_tlt.speculation.tuners import build_tuner as build_any_tuner
 
+MAX_BATCH = 36
 EAGLE = [Strategy("eagle", k) for k in (1, 3, 5)]
 STRATEGIES = [OFF, Strategy("ngram", 3), *EAGLE]
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -27,6 +32,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("solver", {"inline": False}),
 ]
 cases = st.sampled_from(CASES)
+
+
+def build_tuner(name: str, found: Sequence[Strategy], options: Mapping[str, Any] | None = None, seed: int = 0) -> Tuner:
+    return build_any_tuner(name, found, options, seed, max_batch=MAX_BATCH)
 
 
 def seconds_of(strategy: Strategy, batch: int) -> float:
@@ -40,15 +49,15 @@ def batch_of(step: int) -> int:
 
 def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7) -> StepObservation:
     """A step that takes longer the more is verified, of a drafter whose tokens are accepted with ``alpha``."""
-    accepted = 0
-    for _ in range(batch * (strategy != OFF)):
-        while accepted < batch * strategy.num_tokens and rng.random() < alpha * 0.8:
-            accepted += 1
-    seconds = seconds_of(strategy, batch)
+    accepted = [0] * strategy.num_tokens
+    for _ in range(batch):
+        for j in range(strategy.num_tokens):
+            if rng.random() >= alpha:
+                break
+            accepted[j] += 1
+    seconds = seconds_of(strategy, batch) * rng.lognormvariate(0, 0.1)
     drafts = batch * strategy.num_tokens
-    return StepObservation(
-        strategy, batch, seconds * rng.lognormvariate(0, 0.1), batch + accepted, drafts, min(drafts, accepted)
-    )
+    return StepObservation(strategy, batch, seconds, batch + sum(accepted), drafts, tuple(accepted))
 
 
 def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> list[Strategy]:
@@ -110,7 +119,7 @@ def test_a_good_drafter_is_found_again_after_it_was_bad(name: str) -> None:
 
 def test_published_one_group_in_each_bucket_and_untried_arms_first() -> None:
     two = [*EAGLE, Strategy("eagle3", 5)]
-    tuner = build_tuner("beg_mab", two, {**PUBLISHED, "epsilon": 0.0, "bounds": [2, 8, 32]}, 0)
+    tuner = build_tuner("beg_mab", two, {**PUBLISHED, "epsilon": 0.0, "bounds": [2, 8, 36]}, 0)
     first = tuner.choose(1)
     tuner.observe(StepObservation(first, 1, 1.0, 5))
     second = tuner.choose(1)
@@ -125,9 +134,9 @@ def test_published_one_group_in_each_bucket_and_untried_arms_first() -> None:
 
 def test_published_arms_of_a_new_version_are_untried() -> None:
     arms = [Strategy("eagle", 2), Strategy("ngram", 2)]
-    tuner = BegMabTuner(arms, BegMabOptions(**PUBLISHED | {"epsilon": 0.0}), seed=1)
+    tuner = BegMabTuner(arms, BegMabOptions(**PUBLISHED | {"epsilon": 0.0}), seed=1, max_batch=MAX_BATCH)
     for arm, tokens in zip(arms, (4, 12), strict=True):
-        tuner.observe(StepObservation(arm, 4, 0.01, tokens, 8, tokens - 4))
+        tuner.observe(StepObservation(arm, 4, 0.01, tokens, 8))
     assert tuner.choose(4) == arms[1]
     tuner.drafter_changed("eagle")
     assert tuner.choose(4) == arms[0]
@@ -135,14 +144,14 @@ def test_published_arms_of_a_new_version_are_untried() -> None:
 
 def test_a_solver_looks_at_a_new_version() -> None:
     arms = [OFF, Strategy("eagle", 2)]
-    tuner = SolverTuner(arms, SolverOptions(samples=1, inline=False, refresh=10**6))
+    tuner = SolverTuner(arms, SolverOptions(samples=1, inline=False, refresh=10**6), max_batch=MAX_BATCH)
     for _ in range(20):
         tuner.observe(StepObservation(OFF, 4, 0.01, 4))
-        tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8, 0))
+        tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8))
     assert tuner.choose(4) == OFF
     tuner.drafter_changed("eagle")
     assert tuner.choose(4) == arms[1]
-    tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8, 0))
+    tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8))
     assert tuner.choose(4) == OFF
 
 
@@ -173,7 +182,7 @@ def test_exploring_costs_what_it_may() -> None:
 
 def test_a_solver_says_what_it_wants_profiled_and_profiles_it_inline_or_before() -> None:
     rng = random.Random(0)
-    before = SolverTuner(STRATEGIES)
+    before = SolverTuner(STRATEGIES, max_batch=MAX_BATCH)
     assert set(before.wanted()) == {(strategy, batch) for strategy in STRATEGIES for batch in (1, 4, 16)}
     while before.wanted():
         before.observe(world(rng, *before.wanted()[0]))
@@ -181,7 +190,7 @@ def test_a_solver_says_what_it_wants_profiled_and_profiles_it_inline_or_before()
     for strategy in STRATEGIES:
         expected = {"off": 1.0}.get(strategy.drafter, before.speedup(strategy, 8))
         assert before.speedup(strategy, 8) == pytest.approx(expected)
-    inline = SolverTuner(STRATEGIES)
+    inline = SolverTuner(STRATEGIES, max_batch=MAX_BATCH)
     drive(inline, rng, 80)
     assert inline.wanted() == []
 
@@ -240,3 +249,116 @@ def test_another_tuners_state_is_refused(name: str) -> None:
         tuner.load_state({**tuner.state(), "tuner": "other"})
     with pytest.raises(ValueError, match=f"tuner {name}: the state is over"):
         tuner.load_state({**tuner.state(), "strategies": ["eagle-9"]})
+
+
+def play_at(name: str, batch: int, alpha: float, steps: int) -> list[tuple[Strategy, float, float]]:
+    """(strategy, tokens, seconds) of each step of a batch that stays, below a gate of 128; drafts pay for nothing."""
+    gate = ElasticGate(128, patience=1)
+    found = [OFF, *(Strategy("eagle", k) for k in (1, 3, 5, 7))]
+    controller = SpeculationController(build_any_tuner(name, found, {}, 1, max_batch=gate.max_batch), gate)
+    rng, verified, played = random.Random(0), OFF, []
+    for _ in range(steps):
+        drafted = controller.next(batch)
+        step = world(rng, verified, batch, alpha)
+        costs = [1 + 0.002 * batch + 0.02 * batch * arm.num_tokens for arm in (verified, drafted)]
+        seconds = 0.01 * sum(costs) / 2 * rng.lognormvariate(0, 0.1)
+        counts = step.accepted_per_position
+        controller.observe(
+            EngineStep(verified, drafted, batch, seconds, step.num_tokens, step.num_draft_tokens, counts)
+        )
+        played.append((verified, step.num_tokens, 0.01 * sum(costs) / 2))
+        verified = drafted
+    return played
+
+
+@pytest.mark.parametrize("name", ["beg_mab", "solver"])
+def test_at_a_batch_of_100_a_loser_is_dropped(name: str) -> None:
+    settled = play_at(name, 100, alpha=0.8, steps=900)[400:]
+    rate = sum(tokens for _, tokens, _ in settled) / sum(seconds for _, _, seconds in settled)
+    assert rate > 0.96 * 100 / (0.01 * 1.2), "of off"
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_above_the_largest_batch_nothing_is_drafted_and_no_bucket_learns(name: str, options: dict[str, Any]) -> None:
+    tuner = build_tuner(name, STRATEGIES, options)
+    drive(tuner, random.Random(0), 40)
+    before = [tuner.choose(batch) for batch in (MAX_BATCH + 1, 10 * MAX_BATCH)]
+    assert before == [OFF, OFF]
+    state = json.loads(json.dumps(tuner.state()))
+    for _ in range(40):  # plain steps of a full engine have many tokens per second
+        tuner.observe(StepObservation(OFF, 10 * MAX_BATCH, 0.02, 10 * MAX_BATCH))
+    after = tuner.state()
+    assert after.get("scores", {}).get("rewards") == state.get("scores", {}).get("rewards")
+    assert after.get("missing") == state.get("missing")
+
+
+def test_rewards_of_other_buckets_are_refused() -> None:
+    options = {"reward": "throughput", "neighbours": 0}
+    small = build_any_tuner("beg_mab", STRATEGIES, options, max_batch=36)
+    large = build_any_tuner("beg_mab", STRATEGIES, options, max_batch=132)
+    drive(small, random.Random(0), 20)
+    with pytest.raises(ValueError, match=r"the state's buckets end at \[.*36\]; allowed: \[.*132\]"):
+        large.load_state(small.state())
+
+
+@pytest.mark.parametrize("name", ["beg_mab", "solver"])
+def test_a_state_of_a_smaller_range_goes_on_in_a_larger_one(name: str) -> None:
+    small, large = (build_any_tuner(name, STRATEGIES, {}, max_batch=batch) for batch in (36, 260))
+    drive(small, random.Random(0), 120)
+    large.load_state(json.loads(json.dumps(small.state())))
+    assert drive(large, random.Random(1), 40)[-20:].count(OFF) <= 10
+    if isinstance(large, SolverTuner):
+        assert {batch for _, batch in large.wanted()} == {64, 256}
+        old = {key: value for key, value in small.state().items() if key != "grid"}
+        large.load_state(old)
+        assert {batch for _, batch in large.wanted()} == {64, 256}
+
+
+def test_a_solvers_grid_ends_where_the_gate_does() -> None:
+    tuner = build_any_tuner("solver", STRATEGIES, {}, max_batch=104)
+    assert isinstance(tuner, SolverTuner) and {batch for _, batch in tuner.wanted()} == {1, 4, 16, 64}
+    with pytest.raises(ValueError, match=r"batches are \[4, 128\]; allowed: up to 104"):
+        build_any_tuner("solver", STRATEGIES, {"batches": [4, 128]}, max_batch=104)
+
+
+@pytest.mark.parametrize("name", ["beg_mab", "solver"])
+def test_with_one_draft_each_a_strategy_is_judged_by_one_draft(name: str) -> None:
+    """A step that drafts takes twice as long and gains 1.7 tokens per request."""
+    arm, rng = Strategy("suffix", 7, by_length=True), random.Random(0)
+    tuner = build_tuner(name, [OFF, arm])
+    mix = BudgetMix.of([1] * 8)
+    chosen = []
+    for _ in range(200):
+        chosen.append(tuner.choose(8, lambda strategy: mix if strategy == arm else None))
+        for _ in range(3):
+            accepted = sum(rng.random() < 0.7 for _ in range(8)) if chosen[-1] == arm else 0
+            seconds = 0.01 * (2 if chosen[-1] == arm else 1) * rng.lognormvariate(0, 0.05)
+            drafts = 8 if chosen[-1] == arm else 0
+            counts, budgets = ((accepted,), mix) if drafts else ((), None)
+            tuner.observe(StepObservation(chosen[-1], 8, seconds, 8 + accepted, drafts, counts, budgets))
+    assert chosen[50:].count(OFF) >= 130
+
+
+@pytest.mark.parametrize("name", ["beg_mab", "solver"])
+def test_a_choice_goes_by_the_budgets_at_hand(name: str) -> None:
+    """With seven drafts each the strategy pays; with one, which takes nearly as long, it does not."""
+    arm, rng = Strategy("suffix", 7, by_length=True), random.Random(0)
+    tuner = build_tuner(name, [OFF, arm])
+    mixes = {budget: BudgetMix.of([budget] * 8) for budget in (1, 7)}
+    chosen: dict[int, list[Strategy]] = {1: [], 7: []}
+    for turn in range(400):
+        budget = 1 if turn % 2 else 7
+        strategy = tuner.choose(8, lambda arm, budget=budget: None if arm == OFF else mixes[budget])  # type: ignore[misc]
+        chosen[budget].append(strategy)
+        for _ in range(3):
+            accepted = [0] * 7
+            for _ in range(8 if strategy == arm else 0):
+                for j in range(budget):
+                    if rng.random() >= 0.8:
+                        break
+                    accepted[j] += 1
+            seconds = 0.01 * (2.1 + 0.1 * budget if strategy == arm else 1) * rng.lognormvariate(0, 0.05)
+            budgets = mixes[budget] if strategy == arm else None
+            drafts = 8 * budget if strategy == arm else 0
+            tuner.observe(StepObservation(strategy, 8, seconds, 8 + sum(accepted), drafts, tuple(accepted), budgets))
+    assert chosen[7][-100:].count(arm) >= 90 and chosen[1][-100:].count(OFF) >= 85

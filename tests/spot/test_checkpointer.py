@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tlt.checkpoint import files
+from megatron_tlt.checkpoint import files, manifest
 from megatron_tlt.checkpoint.payload import STATE, Payload
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot import checkpointer as module
@@ -255,7 +255,7 @@ class TestNewest:
         self, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         write(tmp_path, 1)
-        place = module if moment == "read_payload" else files
+        place = {"read_payload": module, "verify_manifest": files, "_sha256": manifest}[moment]
         act, calls = getattr(place, moment), itertools.count()
 
         def too_late(*args: object, **options: object) -> object:

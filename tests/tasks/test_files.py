@@ -53,9 +53,9 @@ def test_chat_parquet(tmp_path: Path) -> None:
 def test_question_and_answer(tmp_path: Path) -> None:
     answer = "It is 48/2 = <<48/2=24>>24.\n#### 24"
     path = _write(tmp_path / "p.jsonl", {"question": "Half of 48?", "answer": answer})
-    row = read_rows(path, FileParams(prompt_suffix="\n", chat=True))[0]
+    row = read_rows(path, FileParams(prompt_suffix="\n"))[0]
     assert (row.prompt, row.answer, row.solution) == ("Half of 48?\n", "24", "It is 48/2 = 24.\n#### 24")
-    assert row.messages == [{"role": "user", "content": "Half of 48?\n"}]
+    assert row.messages is None
 
 
 def test_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:

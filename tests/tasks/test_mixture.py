@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_tlt.config.schema import TaskConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.tasks import GENERATORS, build_sources
+from megatron_tlt.tasks import GENERATORS, Problem, build_sources
+from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.mixture import shares
+from megatron_tlt.tasks.sources import GeneratedSource
 
 ALL = [TaskConfig(name=name) for name in sorted(GENERATORS)]
 
@@ -130,3 +133,62 @@ def test_shares_add_up_and_follow_the_weights(weights: list[float], total: int) 
     for weight, count in zip(weights, counts, strict=True):
         exact = 1 + (total - len(weights)) * weight / sum(weights)
         assert abs(count - exact) < 1 + 1e-6
+
+
+def _characters(problems: Sequence[Problem]) -> list[int | str]:
+    return [len(problem.prompt) for problem in problems]
+
+
+def test_prompts_over_the_limit_are_named_all_at_once(tmp_path: Path) -> None:
+    files = [_file(tmp_path / f"{name}.jsonl", ["q" * 3, "long" * 3, "long" * 4]) for name in ("a", "b")]
+    tasks = [file.model_copy(update={"held_out_fraction": 1e-9}) for file in files]
+    with pytest.raises(ConfigError) as caught:
+        build_sources(tasks, "train", 0, PromptLimit(10, False, _characters))
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[1] for line in lines] == ["2", "3", "2", "3"]
+    assert all("; allowed by rollout.max_prompt_tokens: 10 (rollout.filter_overlong_prompts: true" in x for x in lines)
+
+
+def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
+    prompts = [f"q{i}" + "+" * (i % 4) for i in range(100, 140)]
+    task = _file(tmp_path / "p.jsonl", prompts).model_copy(update={"held_out_fraction": 0.3})
+    limit = PromptLimit(6, True, _characters)
+    train = build_sources([task], "train", 0, limit)
+    held_out = train.held_out(40)
+    kept = {problem.prompt for problem in [*train.problems(0, 80), *held_out]}
+    assert kept == {prompt for prompt in prompts if len(prompt) <= 6} and 0 < len(held_out) < 20
+    counted = [int(note.split("leaves out ")[1].split()[0]) for note in limit.notes]
+    assert len(counted) == 2 and sum(counted) == 10 and "up to 7 tokens" in limit.notes[0]
+    again = build_sources([task], "train", 0, PromptLimit(6, True, _characters))
+    assert again.problems(0, 80) == train.problems(0, 80)
+    with pytest.raises(ConfigError, match=r"p\.jsonl: each of \d+ prompts is longer than rollout.max_prompt_tokens, 2"):
+        build_sources([task], "train", 0, PromptLimit(2, True, _characters))
+
+
+def test_generated_prompts_over_the_limit_are_drawn_again() -> None:
+    task = TaskConfig(name="chain_sum", params={"sizes": {"min": 2, "max": 6, "tail": 0}})
+    limit = PromptLimit(10, True, _characters)
+    mixture = build_sources([task], "train", 0, limit)
+    problems = mixture.problems(0, 100)
+    assert all(len(problem.prompt) <= 10 for problem in problems)
+    (source,) = mixture.sources
+    assert isinstance(source, GeneratedSource) and source.left_out > 20
+    plain = build_sources([task], "train", 0, PromptLimit(10, False, _characters)).problems(0, 100)
+    assert {p.prompt for p in plain if len(p.prompt) <= 10} <= {p.prompt for p in problems}
+    with pytest.raises(ConfigError, match=r"within rollout\.max_prompt_tokens; widen"):
+        build_sources([task], "train", 0, PromptLimit(3, True, _characters)).problem(0)
+
+
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    task = _file(tmp_path / "p.jsonl", [f"q{i}" for i in range(20)])
+    assert len(build_sources([task], "train", 0).distinct(30)) > 10
+    _file(tmp_path / "p.jsonl", [f"other{i}" for i in range(20)])
+    assert all(problem.prompt.startswith("other") for problem in build_sources([task], "train", 0).problems(0, 20))
+
+
+def test_what_is_wrong_with_several_tasks_is_said_at_once(tmp_path: Path) -> None:
+    absent = TaskConfig(kind="file", name="f", path=tmp_path / "f.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        build_sources([TaskConfig(name="chain_summ"), TaskConfig(name="gcd", params={"x": 1}), absent], "train", 0)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["tasks[0].name", "tasks[1].params.x", "tasks[2].path"]

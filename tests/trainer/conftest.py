@@ -56,13 +56,16 @@ class Runs:
     def config(self) -> Path:
         return self.folder / "tiny.yaml"
 
-    def command(self, name: str, *overrides: str, fresh: bool = True) -> list[str]:
+    def command(self, name: str, *overrides: str, fresh: bool = True, command: str = "train") -> list[str]:
         entry = "import sys; from megatron_tlt.cli import main; sys.exit(main())"
         run_dir = f"run.dir={self.folder / name}"
-        return [python(fresh), "-c", entry, "train", str(self.config), run_dir, *overrides]
+        return [python(fresh), "-c", entry, command, str(self.config), run_dir, *overrides]
 
     def train(self, name: str, *overrides: str, expect_status: int | None = 0, fresh: bool = False) -> str:
         return run_logged(self.command(name, *overrides, fresh=fresh), timeout_s=900, expect_status=expect_status)
+
+    def evaluate(self, name: str, *overrides: str) -> str:
+        return run_logged(self.command(name, *overrides, fresh=False, command="eval"), timeout_s=600)
 
     def start(self, name: str, *overrides: str, fresh: bool = True) -> subprocess.Popen[bytes]:
         """To be killed it need not be ``fresh``; other signals go down a tree of processes, which forks do not form."""

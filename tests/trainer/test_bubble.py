@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,11 +18,13 @@ from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights, TrainerSt
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE
 from megatron_tlt.platform.offload import StorageOffload
+from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
 from megatron_tlt.trainer.coordination import coordinator_host
+from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from tests.drafter.conftest import load_target, random_entry, write_target
-from tests.trainer.threads import LIMIT_S, Meeting, ThreadGroup, Threads, copied
+from tests.trainer.threads import LIMIT_S, Meeting, ThreadGroup, Threads, copied, until
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,6 @@ def entries(target: Path) -> list[Entry]:
 def threads(target: Path, entries: list[Entry], tmp_path: Path) -> Iterator[Threads]:
     with ExitStack() as stack:
         yield Threads(stack, tmp_path, target, [entries[rank::3] for rank in range(3)])
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def latest(checkpoints: Path) -> int:
@@ -86,6 +80,100 @@ def test_a_second_rank_joins_and_the_last_ones_release_ends_it(threads: Threads,
     assert [[e["args"]["members"] for e in own] for own in spans] == [[1, 2], [2], []]
     assert sum(e["args"]["steps"] for e in spans[0]) == reports[0].version > spans[1][0]["args"]["steps"] > 0
     assert {e["args"]["ended"] for own in spans for e in own} == {"stopped"}
+
+
+def test_it_draws_from_the_newest_steps_responses_and_from_older_ones_only_to_fill_up(
+    target: Path, entries: list[Entry], tmp_path: Path
+) -> None:
+    by_step = [[replace(entry, key=f"{step}/{entry.key}", step=step) for entry in entries] for step in range(3)]
+    own = [[*by_step[0], *by_step[1], *by_step[2][: 4 * (2 - rank)]] for rank in range(3)]  # 8, 4 and none of step 2
+    drawn: dict[int, list[list[int]]] = {0: [], 1: []}
+    with ExitStack() as stack:
+        threads = Threads(stack, tmp_path, target, own)
+        for rank, buffer in enumerate(threads.buffers[:2]):
+
+            def recorded(*given: int, rank: int = rank, sample: Callable[..., list[Entry]] = buffer.sample) -> Any:
+                found = sample(*given)
+                drawn[rank].append([item.step for item in found])
+                return found
+
+            buffer.sample = recorded  # type: ignore[method-assign]
+        threads.begin(3)
+        threads.release(0, rl_step=3)
+        threads.release(1, rl_step=3)
+        until(lambda: len(drawn[1]) > 2)
+        threads.release(2, rl_step=3)
+        threads.join(0, 1, 2)
+    assert {len(steps) for steps in drawn[1]} <= {4, 2}
+    assert all(sorted(steps) == [2] * len(steps) for steps in drawn[0] + drawn[1])
+
+
+def test_it_draws_what_its_engine_has_just_ended_beside_earlier_steps(
+    target: Path, entries: list[Entry], tmp_path: Path
+) -> None:
+    newest = [replace(entry, key=f"3/engine/{entry.key}", step=3) for entry in entries]
+    with ExitStack() as stack:
+        threads = Threads(stack, tmp_path, target, [[replace(entry, step=2) for entry in entries], [], []])
+        both, alone, _ = threads.bubbles
+        for bubble in (both, alone):
+            bubble._rl_step, bubble._newest = 3, newest
+        assert sorted(entry.step for entry in both._draw(4)) == [2, 2, 3, 3]
+        assert [entry.step for entry in alone._draw(4)] == [3] * 4
+        first = [entry.key for entry in both._draw(4)]
+        threads.trainers[0].version = 1
+        assert [entry.key for entry in both._draw(4)] != first
+        both._newest = newest[:1]
+        assert sorted(entry.step for entry in both._draw(4)) == [2, 2, 2, 3]
+
+
+def test_a_session_needs_no_earlier_step(target: Path, entries: list[Entry], tmp_path: Path) -> None:
+    """What an engine recorded is enough; whoever never trains never puts it together."""
+
+    def data() -> EngineData:
+        recorded = RecordedStates(1 << 24)
+        return EngineData(recorded, 0, 1)
+
+    with ExitStack() as stack:
+        threads = Threads(stack, tmp_path, target, [[], [], []])
+        for bubble in threads.bubbles:
+            bubble._data = data()
+        threads.begin()
+        for bubble in threads.bubbles:
+            assert bubble._data is not None
+            recorded = bubble._data._recorded
+            assert recorded.records
+            for entry in entries:
+                tokens, prompt = entry.token_ids.tolist(), entry.prompt_length
+                recorded.start(entry.key, entry.key, tokens[:prompt])
+                recorded.add(entry.hidden, [(entry.key, 0, 0, entry.length)])
+                recorded.finish(entry.key, [*tokens[prompt:], 1])
+        threads.release(0)
+        until(lambda: threads.trainers[0].version >= 2)
+        threads.release(1, 2)
+        threads.join(0, 1, 2)
+        assert [bubble.report.entries for bubble in threads.bubbles] == [len(entries)] * 3
+        assert all(bubble._newest is None for bubble in threads.bubbles)
+        assert not any(bubble._data._recorded.records for bubble in threads.bubbles if bubble._data is not None)
+
+
+def test_who_is_alone_waits_for_nobody(threads: Threads) -> None:
+    """As in a run's first bubble, before which the trainer was made for all ranks."""
+
+    class Everybody:
+        rank = 0
+
+        def broadcast(self, *_: object) -> None:
+            pytest.fail("the others decode: they would be waited for for ever")
+
+        all_reduce = broadcast
+
+    threads.trainers[0].group = Everybody()  # type: ignore[assignment]
+    threads.begin()
+    threads.release(0)
+    until(lambda: threads.trainers[0].version >= 2)
+    threads.release(1, 2)
+    threads.join(0, 1, 2)
+    assert threads.bubbles[0].report.failed == 0
 
 
 def test_the_next_bubble_goes_on_on_another_rank_from_the_last_ones_checkpoint(threads: Threads) -> None:
@@ -269,7 +357,7 @@ def test_training_goes_on_bit_for_bit_where_its_memory_was_given_up_meanwhile(
 def test_metrics_of_all_ranks() -> None:
     reports = [
         BubbleReport(7, 10.0, 16.25, 4.0, (1, 2), refused=3, metrics={"loss": 1.0}),
-        BubbleReport(7, 12.0, 13.0, 1.0, (1,), failed=1, refused=1, unsaved=2),
+        BubbleReport(7, 12.0, 13.0, 1.0, (1,), failed=1, refused=1, unsaved=2, dropped=3),
         BubbleReport(2, 16.0, led=True),
     ]
     assert newest_rank(reports) == 0 and newest_rank(reports[::-1]) == 1
@@ -285,6 +373,7 @@ def test_metrics_of_all_ranks() -> None:
         "spot/cut_off": 0.0,
         "spot/refused_messages": 4.0,
         "spot/failed_checkpoints": 2.0,
+        "spot/dropped_states": 3.0,
     }
     assert bubble_metrics([BubbleReport(released_at=3.0)], 0)["spot/share"] == 0.0
 

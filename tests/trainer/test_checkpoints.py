@@ -16,10 +16,10 @@ pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "checkpoints.py"
 
 
-def run(folder: Path, hidden_size: int, *cases: str) -> dict[str, Any]:
+def run(folder: Path, hidden_size: int, *cases: str, timeout_s: int = 120) -> dict[str, Any]:
     """What each of the worker's cases found; each has a folder of its own below ``folder``."""
     model = build_qwen2(folder / "model", hidden_size=hidden_size, num_kv_heads=2, scale=0.1)
-    run_torchrun(WORKER, 2, [str(model), str(folder), *cases], timeout_s=180)
+    run_torchrun(WORKER, 2, [str(model), str(folder), str(timeout_s), *cases], timeout_s=180)
     return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
 
 
@@ -62,3 +62,18 @@ def test_full_disk_at_any_stage_is_one_error_on_all_ranks(tmp_path: Path) -> Non
         assert first == second and first.startswith(f"disk full: cannot write {disk}/checkpoints/"), row
         assert row["left"] == ["latest", "step_000001"] and row["latest"] == "step_000001\n", row
     assert last == {"said": ["nothing", "nothing"], "latest": "step_000002\n"}
+
+
+def test_hashing_longer_than_a_collective_may_take_is_shared_and_ends_no_run(tmp_path: Path) -> None:
+    case = run(tmp_path, 64, "slow_hash", timeout_s=6)["slow_hash"]
+    assert case["step"] == 3 and case["converted"] == []
+    first, second = case["hashed"]
+    assert first and second and not set(first) & set(second)
+    assert {"common.pt", "state.json", ".metadata"} < {*first, *second}
+
+
+def test_file_system_that_fails_in_the_publishing_thread_is_one_error_on_all_ranks(tmp_path: Path) -> None:
+    case = run(tmp_path, 64, "publishing_fails")["publishing_fails"]
+    first, second = case["said"]
+    assert first == second and "Input/output error" in first
+    assert case["left"] == []

@@ -33,6 +33,12 @@ def test_means_over_problems() -> None:
     assert found.greedy == pytest.approx(1 / 3)
 
 
+def test_each_task_has_a_figure_of_its_own() -> None:
+    found = Evaluation.from_counts([4, 0, 2], 4, None, ["a", "b", "b"])
+    assert found.pass_at_1_by_task == {"a": 1.0, "b": 0.25} and found.pass_at_1 == 0.5
+    assert Evaluation.from_counts([4], 4, None).pass_at_1_by_task == {}
+
+
 def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
     assert request_seed(1, "train", 2, "a", 0, 3) == request_seed(1, "train", 2, "a", 0, 3)
     seeds = {request_seed(run, step, sample) for run in range(3) for step in range(4) for sample in range(5)}

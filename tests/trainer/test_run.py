@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
 import signal
@@ -13,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_tlt.checkpoint.manifest import verify_manifest
+from megatron_tlt.observe.jsonl import read_jsonl
 from megatron_tlt.observe.timeline import read_trace, trace_problems
 from tests.helpers.launch import REPOSITORY, python, run_logged, slowness
 from tests.trainer.conftest import Runs
@@ -30,6 +33,20 @@ def rows(run: Path) -> list[dict[str, float]]:
         return []
     lines = file.read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def samples(run: Path) -> list[dict[str, object]]:
+    return read_jsonl(run / "samples.jsonl")
+
+
+def assert_same_samples(resumed: Path, reference: Path) -> None:
+    """Each once, those of steps that were done again too; a resumed run also evaluates where it goes on from."""
+    found, wanted = samples(resumed), samples(reference)
+    asked = {row["step"] for row in wanted if row["origin"] == "evaluation"}
+    assert [row for row in found if row["origin"] == "train" or row["step"] in asked] == wanted
+    keys = [tuple(row[key] for key in ("step", "origin", "problem", "sample")) for row in found]
+    assert len(set(keys)) == len(keys)
+    assert [row["step"] for row in found] == sorted(row["step"] for row in found)
 
 
 def wait_for_rows(runs: Runs, name: str, count: int, process: object, checkpoints: int = 0) -> None:
@@ -69,6 +86,54 @@ def test_timeline_is_a_valid_trace_with_a_row_per_rank(uninterrupted: Path) -> N
     assert {"rollout", "idle", "reward", "log_probs", "update", "reshard"} <= {event["name"] for event in spans}
 
 
+def test_what_the_policy_says_can_be_read(uninterrupted: Path) -> None:
+    found = samples(uninterrupted)
+    steps = [row for row in found if row["origin"] == "train"]
+    held_out = [row for row in found if row["origin"] == "evaluation"]
+    assert {(row["step"], row["task"]) for row in held_out} == {(s, t) for s in (0, 4) for t in ("chain_sum", "gcd")}
+    assert len(held_out) + len(steps) == len(found), "no greedy evaluation was asked for"
+    for row in rows(uninterrupted)[1:]:
+        own = [sample for sample in steps if sample["step"] == row["step"]]
+        tasks = {name.split("/")[1] for name in row if name.startswith("task/") and name.endswith("/reward")}
+        assert tasks == {sample["task"] for sample in own} and tasks, row["step"]
+        for task in tasks:
+            chosen = {why: sample for sample in own if sample["task"] == task for why in sample["chosen"]}
+            assert chosen.keys() == {"best", "worst", "longest"}
+            assert chosen["longest"]["length"] == row[f"task/{task}/length_max"]
+            assert chosen["worst"]["reward"] <= row[f"task/{task}/reward"] <= chosen["best"]["reward"]
+    for row in found:
+        assert row["problem"].startswith(f"{row['task']}/{'train' if row['origin'] == 'train' else 'held_out'}/")
+        assert row["prompt"].startswith("sum " if row["task"] == "chain_sum" else "gcd "), row["prompt"]
+        assert row["response"].endswith("</s>") == (row["finish_reason"] == "stop")
+        assert not row["correct"] or row["extracted"] == row["answer"]
+    page = (uninterrupted / "report.html").read_text(encoding="utf-8")
+    assert all(html.escape(row["response"], quote=False) in page for row in found if row["step"] == 4)
+
+
+def test_metrics_by_task_are_shares_of_those_of_all(uninterrupted: Path) -> None:
+    for row in rows(uninterrupted)[1:]:
+        tasks = {name.split("/")[1] for name in row if name.startswith("task/") and name.endswith("/responses")}
+        assert sum(row[f"task/{task}/responses"] for task in tasks) == 16
+        for part, whole in (
+            ("reward", "reward/mean"),
+            ("length_mean", "length/mean"),
+            ("truncated", "length/truncated"),
+        ):
+            mean = sum(row[f"task/{task}/responses"] * row[f"task/{task}/{part}"] for task in tasks) / 16
+            assert mean == pytest.approx(row[whole], abs=1e-9), part
+        entropies = [row[f"task/{task}/entropy"] for task in tasks]
+        assert 0 < min(entropies) <= row["rollout/entropy"] <= max(entropies)
+        assert 0 <= row["reward/std"] <= (row["reward/max"] - row["reward/min"]) / 2 + 1e-9
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    ends = summary["eval"]["end"]
+    assert {"chain_sum", "gcd"} == ends["pass_at_1_by_task"].keys()
+    assert rows(uninterrupted)[-1]["task/gcd/eval_pass_at_1"] == ends["pass_at_1_by_task"]["gcd"]
+    seen = [row["tokens/seen"] for row in rows(uninterrupted)[1:]]
+    responses = [sum(row["lengths"]) for row in read_jsonl(uninterrupted / "lengths.jsonl")]
+    assert all(now - before > own for before, now, own in zip([0, *seen], seen, responses, strict=False))
+    assert summary["tokens_seen"] == seen[-1]
+
+
 def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_same_bits(
     runs: Runs, uninterrupted: Path
 ) -> None:
@@ -87,12 +152,14 @@ def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_sam
     file = max((newest / "actor").glob("*.distcp"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
-    runs.train("killed")
-    assert newest.name in (run / "logs" / "workers.log").read_text(), (
-        "the damaged checkpoint was passed over in silence"
-    )
+    shown = runs.train("killed")
+    (warning,) = (line for line in shown.splitlines() if line.startswith("warning: "))
+    assert f"checkpoint {newest} is not whole" in warning, "on the terminal, once"
+    assert warning in (run / "logs" / "workers.log").read_text()
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
     assert weights(run) == weights(uninterrupted)
+    assert_same_samples(run, uninterrupted)
+    assert [row.get("tokens/seen") for row in rows(run)] == [row.get("tokens/seen") for row in rows(uninterrupted)]
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(runs: Runs, uninterrupted: Path) -> None:
@@ -105,6 +172,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(runs: Runs, uninterrupted: P
     assert (runs.folder / "stopped" / "checkpoints" / f"step_{done:06d}").is_dir()
     runs.train("stopped", "trainer.save_every=0")
     assert weights(runs.folder / "stopped") == weights(uninterrupted)
+    assert_same_samples(runs.folder / "stopped", uninterrupted)
 
 
 def test_a_finished_run_is_not_run_again(runs: Runs, uninterrupted: Path) -> None:
@@ -138,3 +206,19 @@ def test_a_checkpoint_converts_to_the_trained_model_and_back_to_what_a_run_start
     summary = json.loads((runs.folder / "from-megatron" / "summary.json").read_text())
     assert summary["reshard"]["verified_tensors"] == summary["reshard"]["tensors"] > 0
     assert summary["rollout"]["logprob_mismatch"]["max_abs"] < 1e-3
+
+
+def test_cache_of_recipes_holds_finished_models_only(uninterrupted: Path, runs: Runs) -> None:
+    for model in (runs.folder / "models").iterdir():
+        assert (model / "recipe.json").is_file() and verify_manifest(model) == [], model
+
+
+def test_a_run_that_cannot_learn_says_so_once(runs: Runs) -> None:
+    small = ("trainer.steps=7", "trainer.save_every=0", "trainer.prompts_per_step=2", "evaluation.problems=2")
+    shown = runs.train("untaught", *small, "rollout.max_response_tokens=1")  # no answer fits into one token
+    assert shown.count("warning: no learning for 5 steps: the verifier finds an answer in nearly no response") == 1
+    untaught = [row for row in rows(runs.folder / "untaught") if row["step"]]
+    assert [row["reward/extracted"] for row in untaught] == [0.0] * 7
+    assert [row["learning/warnings"] >= 1 for row in untaught] == [step >= 5 for step in range(1, 8)]
+    summary = json.loads((runs.folder / "untaught" / "summary.json").read_text())
+    assert summary["learning"]["warnings"] >= 1 and summary["reward"]["mean"] == 0.0

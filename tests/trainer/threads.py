@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,13 @@ Asked = Callable[[], bool]
 
 def never() -> bool:
     return False
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
 
 
 @dataclass
@@ -72,10 +80,10 @@ class ThreadGroup:
 class Threads:
     """Ranks that wait in a bubble, each in a thread of its own once :meth:`release` says so."""
 
-    def __init__(self, stack: ExitStack, folder: Path, target: Path, entries: Sequence[Sequence[Entry]]) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, target: Path, entries: Sequence[Sequence[Entry]], min_entries: int = 1
+    ) -> None:
         self.config = SpotConfig(
-            min_replicas=1,
-            min_entries=1,
             checkpoint_every=3,
             heartbeat_s=0.1,
             lost_after_s=20.0,
@@ -89,7 +97,7 @@ class Threads:
         self.batch = 4
         self.took_device: list[int] = []
         count, seal = len(entries), Seal(new_secret(), "run")
-        settings = coordinator_config(self.config)
+        settings = coordinator_config(self.config, 1, min_entries)
         replicas = [(rank,) for rank in range(count)]
         self.service = stack.enter_context(CoordinatorService(replicas, settings, seal, "127.0.0.1"))
         self.trainers: list[DrafterTrainer] = []
@@ -103,7 +111,7 @@ class Threads:
             drafter = DrafterConfig(lr=1e-3, max_tokens_per_micro_batch=32, unroll_steps=1)
             # all have the same drafter, as in a run
             trainer = DrafterTrainer(drafter_from_target(target, "eagle", seed=1), drafter, 0)
-            memory = DrafterBufferConfig(disk_bytes=0, earlier_fraction=0.0)
+            memory = DrafterBufferConfig(disk_bytes=0)
             buffer = DataBuffer(folder / f"data{rank}", memory, seed=rank)
             for entry in own:
                 buffer.add(entry)

@@ -80,7 +80,7 @@ class _Bench:
             tensor_parallel_size=1,
             timeline=Timeline(0),
         )
-        self._sampling = training_sampling(config.rollout, self._tokenizer.eos_id)
+        self._sampling = training_sampling(config.rollout, self._tokenizer)
         self._to_ngram = policy_sync(config, self._policy, self._ngram)
         problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(given["problems"])
         self._requests = one_request_each(problems, self._tokenizer, self._sampling, "bench")

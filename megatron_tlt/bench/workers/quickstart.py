@@ -38,9 +38,9 @@ class Quickstart:
 
 def prepare_quickstart(config_file: str, folder: Path, requests: int, warm_problems: int, seed: int) -> Quickstart:
     """Samples ``pairs`` and the pool's lengths with an engine that does not speculate."""
-    config = load_config(config_file, ["launcher.nproc_per_node=1"])
+    config = load_config(config_file, ["launcher.nproc_per_node=1", "spot=null"])
     tokenizer = load_tokenizer(folder)
-    sampling = training_sampling(config.rollout, tokenizer.eos_id)
+    sampling = training_sampling(config.rollout, tokenizer)
     engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), seed)
     problems = build_sources(config.tasks, "train", config.run.seed)
     asked = one_request_each(map(problems.problem, range(warm_problems)), tokenizer, sampling, "head")
@@ -60,7 +60,7 @@ def train_head(quickstart: Quickstart, kind: Kind, steps: int, work: Path) -> Pa
 
 def warm_head(target: Path, pairs: Sequence[Pair], drafter: DrafterConfig, plan: WarmupPlan, folder: Path) -> Path:
     """The folder of a head that was made from the target's last layer and trained on the pairs."""
-    model = drafter_from_target(target, drafter.kind, seed=1)
+    model = drafter_from_target(target, drafter.kind, 1, drafter.taps, draft_vocab_size=drafter.draft_vocab_size)
     states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
     with Progress(0, plan.steps, enabled=False) as progress:
         warm_up(model, drafter, pairs, states, folder, plan, progress)

@@ -30,7 +30,7 @@ from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import OFF, Strategy
-from megatron_tlt.speculation.token_drafter import TokenDrafter
+from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
 
 Rollout = Callable[[Sequence[Request]], list[Response]]
 
@@ -51,6 +51,7 @@ class Target:
         self._plain = VllmEngine(folder, rollout, SpeculationConfig(enabled=False), seed)
         self._engine = VllmEngine(folder, rollout, speculation, seed, drafters)
         self.table = RateTable()
+        self._finished: list[FinishedResponse] = []
         self.arms: dict[str, Rollout] = {"off": self._plain.generate}
         strategies = [OFF, *statics]
         lengths = given["lengths"]
@@ -58,12 +59,12 @@ class Target:
         names = [] if lengths == "optimal" else [strategy.name for strategy in strategies]
         for strategy in statics:
             self.arms[strategy.name] = self._static(strategy)
-        for tuner in ("beg_mab", "solver"):
+        for tuner in given.get("tuners", ("beg_mab", "solver")):
             adaptive = AdaptiveConfig(tuner=tuner, strategies=names, threshold=given["threshold"], lengths=lengths)
             section = speculation.model_copy(update={"adaptive": adaptive})
             self.arms[tuner] = self._adaptive(AdaptiveSpeculation(section, rollout.max_response_tokens, seed))
         oracle = OracleChooser(strategies, self.table)
-        self.arms["oracle"] = lambda requests: self._engine.generate(requests, chooser=oracle)
+        self.arms["oracle"] = lambda requests: self._finish(requests, self._engine.generate(requests, chooser=oracle))
         tokens = speculation.num_speculative_tokens
         self.arms[f"vLLM's ngram-{tokens}"] = StockEngine(folder, rollout, "ngram", tokens, seed).generate
         self._suffix: StockEngine | None = None
@@ -74,7 +75,7 @@ class Target:
     def _static(self, strategy: Strategy) -> Rollout:
         def rollout(requests: Sequence[Request]) -> list[Response]:
             self._engine.set_strategy(strategy)
-            return self._engine.generate(requests, on_step=self.table.add)
+            return self._finish(requests, self._engine.generate(requests, on_step=self.table.add))
 
         return rollout
 
@@ -82,11 +83,19 @@ class Target:
         def rollout(requests: Sequence[Request]) -> list[Response]:
             adaptive.begin_rollout(requests)
             try:
-                return self._engine.generate(requests, on_finished=adaptive.finished, chooser=adaptive)
+                responses = self._engine.generate(requests, on_finished=adaptive.finished, chooser=adaptive)
+                return self._finish(requests, responses)
             finally:
                 adaptive.end_rollout(requests)
 
         return rollout
+
+    def _finish(self, requests: Sequence[Request], responses: list[Response]) -> list[Response]:
+        self._finished += [
+            FinishedResponse(request.problem_key, response.prompt_token_ids, response.token_ids)
+            for request, response in zip(requests, responses, strict=True)
+        ]
+        return responses
 
     def begin_case(self, name: str) -> None:
         """Cases share requests: each has its own past. Ours tell them apart by ``Request.problem_key``."""
@@ -98,9 +107,11 @@ class Target:
         return self._plain.generate(requests, on_step=self.table.add)
 
     def end_epoch(self) -> None:
-        """All arms have had the requests once; drafters without a model move their windows."""
+        """All arms have had the requests once; their responses are a past epoch for drafters without a model."""
         for drafter in self._engine.token_drafters.values():
-            drafter.end_epoch()
+            drafter.end_rollout(self._finished)
+            drafter.begin_step()
+        self._finished.clear()
 
 
 def _lengths(most: int) -> list[int]:
@@ -154,6 +165,23 @@ def epochs_of(given: Mapping[str, Any], pool: Sequence[Request]) -> Epochs:
     return Epochs(given["length_spread"], max(request.sampling.max_tokens for request in pool))
 
 
+def timed(target: Target, case: Case, name: str, epochs: Epochs, repeat: int) -> dict[str, Any]:
+    """The row of an arm's rollouts of a case in one repeat."""
+    asked = [epochs.asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
+    began = time.perf_counter()
+    responses = [response for requests in asked for response in target.arms[name](requests)]
+    seconds = time.perf_counter() - began
+    stats = sum((response.draft for response in responses), DraftStats())
+    return {
+        "case": case.name,
+        "arm": name,
+        "repeat": repeat,
+        "seconds": seconds,
+        "tokens": sum(len(response.token_ids) for response in responses),
+        "acceptance_length": stats.acceptance_length if stats.num_steps else None,
+    }
+
+
 def measure(
     target: Target, cases: Sequence[Case], epochs: Epochs, repeats: int, record: Path | None
 ) -> list[dict[str, Any]]:
@@ -165,21 +193,7 @@ def measure(
             target.begin_case(case.name)
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
-                asked = [epochs.asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
-                began = time.perf_counter()
-                responses = [response for requests in asked for response in target.arms[name](requests)]
-                seconds = time.perf_counter() - began
-                stats = sum((response.draft for response in responses), DraftStats())
-                rows.append(
-                    {
-                        "case": case.name,
-                        "arm": name,
-                        "repeat": repeat,
-                        "seconds": seconds,
-                        "tokens": sum(len(response.token_ids) for response in responses),
-                        "acceptance_length": stats.acceptance_length if stats.num_steps else None,
-                    }
-                )
+                rows.append(timed(target, case, name, epochs, repeat))
             for requests in case.rollouts:
                 if repeat == 0:
                     target.learn_off(requests)

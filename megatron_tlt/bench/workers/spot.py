@@ -229,7 +229,7 @@ class Bench:
         asked = one_request_each(
             [problems.problem(rollout * count + index) for index in mine for _ in lengths[index]],
             run.tokenizer,
-            training_sampling(config.rollout, run.tokenizer.eos_id),
+            training_sampling(config.rollout, run.tokenizer),
             "pair",
             rollout,
         )
@@ -264,7 +264,7 @@ class Bench:
         folder.mkdir(exist_ok=True)
         (folder / str(rank())).touch()
         while len(list(folder.iterdir())) < world_size():
-            train_session(self._own, buffer, rollout - 1, self._given["entries"] * world_size(), 1)
+            train_session(self._own, buffer, rollout, self._given["entries"] * world_size(), 1)
 
 
 def _tell(line: str) -> None:

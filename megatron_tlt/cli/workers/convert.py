@@ -6,22 +6,22 @@ from pathlib import Path
 from megatron_tlt.cli.worker import run_guarded
 
 
-def main(source: str, target: str, side_files: str) -> None:
-    """``side_files`` empty: those beside the checkpoint."""
+def main(source: str, target: str, side_files: str, verify: str) -> None:
+    """``side_files`` empty: those beside the checkpoint. ``verify`` empty: the source is taken as it is."""
     from tqdm import tqdm
 
     from megatron_tlt.actor.megatron_convert import convert
     from megatron_tlt.platform.device import initialize_distributed, rank
 
     initialize_distributed()
-    # None: shown where there is a terminal
-    with tqdm(unit="B", unit_scale=True, disable=None if rank() == 0 else True) as bar:
+    # None: shown where there is a terminal; standard error goes to a log
+    with tqdm(unit="B", unit_scale=True, file=sys.stdout, disable=None if rank() == 0 else True) as bar:
 
         def done(count: int, total: int) -> None:
             bar.total = total
             bar.update(count)
 
-        convert(Path(source), Path(target), Path(side_files) if side_files else None, done)
+        convert(Path(source), Path(target), Path(side_files) if side_files else None, done, verify=bool(verify))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,19 @@
-"""Held-out evaluation: one rank."""
+"""Evaluation of a checkpoint: one rank."""
 
+import json
 import sys
 
-from megatron_tlt.cli.worker import run_worker
+from megatron_tlt.cli.worker import run_guarded
+
+
+def main(resolved: str, request: str) -> None:
+    """The paths of a resolved config; an ``EvaluationRequest`` as JSON."""
+    from megatron_tlt.config.loader import load_resolved
+    from megatron_tlt.trainer.evaluation import EvaluationRequest
+    from megatron_tlt.trainer.loop import evaluate
+
+    evaluate(load_resolved(resolved), EvaluationRequest(**json.loads(request)))
+
 
 if __name__ == "__main__":
-    from megatron_tlt.trainer.loop import evaluate as main
-
-    sys.exit(run_worker(main))
+    sys.exit(run_guarded(lambda: main(*sys.argv[1:])))

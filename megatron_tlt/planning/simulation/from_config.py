@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.spot import session_start
 from megatron_tlt.planning.devices import Device
 from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import Draft
@@ -34,7 +35,7 @@ def scenario_of(
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
-    adaptive, spot, drafter = config.speculation.adaptive, config.spot, config.drafter
+    adaptive, drafter = config.speculation.adaptive, config.drafter
     return Scenario(
         model=model,
         device=device,
@@ -62,11 +63,8 @@ def scenario_of(
         ),
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
         spot=Spot(
-            **(
-                {}
-                if spot is None
-                else {name: getattr(spot, name) for name in ("min_replicas", "min_entries", "least_steps")}
-            ),
+            *session_start(config),
+            least_steps=0 if config.spot is None else config.spot.least_steps,
             **({} if drafter is None else {"entries_per_step": drafter.entries_per_step, "unroll": drafter.steps}),
         ),
     )

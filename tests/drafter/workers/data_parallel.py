@@ -15,7 +15,8 @@ from megatron_tlt.config.drafter import DrafterBufferConfig, DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.folder import drafter_from_target
-from megatron_tlt.drafter.training import DrafterTrainer, train_session
+from megatron_tlt.drafter.session import train_session
+from megatron_tlt.drafter.training import DrafterTrainer
 from megatron_tlt.errors import TltError
 from megatron_tlt.platform.rank_group import WholeGroup
 from tests.drafter.conftest import load_target, random_entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -10,18 +11,20 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import torch
 
+from megatron_tlt.actor.megatron_convert import hf_to_megatron
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.checkpoint.manifest import verify_manifest
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from megatron_tlt.platform.device import barrier, collective_timeout_s, initialize_distributed, rank
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from tests.actor.workers.layouts import samples
 
@@ -160,11 +163,54 @@ def dropout(model: Path, root: Path) -> dict[str, Any]:
     return {"tensors": len(expected), **found, "other_layout": {"said": said.getvalue(), "kept": kept}}
 
 
-CASES = {"snapshot": snapshot, "killed_writer": killed_writer, "dropout": dropout, "full_disk": full_disk}
+def slow_hash(model: Path, root: Path) -> dict[str, Any]:
+    """Resumes and converts while hashing a file takes longer than a collective may."""
+    policy = policy_of(model)
+    checkpoints = Checkpoints(root, 2)
+    checkpoints.save(policy, TrainerState(3))
+    checkpoints.finish()
+    digest, hashed = hashlib.file_digest, []
+
+    def slowly(file: BinaryIO, name: str) -> Any:
+        time.sleep(2 * collective_timeout_s())
+        hashed.append(Path(file.name).name)
+        return digest(file, name)
+
+    hashlib.file_digest = slowly
+    step = Checkpoints(root, 2).resume(policy).step
+    by_rank = all_gather_data(hashed, list[str])
+    hf_to_megatron(model, root / "converted")
+    hashlib.file_digest = digest
+    return {"step": step, "hashed": by_rank, "converted": verify_manifest(root / "converted")}
 
 
-def main(model: str, folder: str, *cases: str) -> None:
-    initialize_distributed(120)
+def publishing_fails(model: Path, root: Path) -> dict[str, Any]:
+    """The file system of rank 0 fails when the checkpoint is all but published."""
+    policy = policy_of(model)
+    checkpoints = Checkpoints(root, 2)
+    digest = hashlib.file_digest
+
+    def broken(file: BinaryIO, name: str) -> Any:
+        raise OSError(5, "Input/output error")
+
+    hashlib.file_digest = broken
+    said = refused(checkpoints, policy, 1)
+    hashlib.file_digest = digest
+    return {"said": said, "left": sorted(path.name for path in root.iterdir())}
+
+
+CASES = {
+    "snapshot": snapshot,
+    "killed_writer": killed_writer,
+    "dropout": dropout,
+    "full_disk": full_disk,
+    "slow_hash": slow_hash,
+    "publishing_fails": publishing_fails,
+}
+
+
+def main(model: str, folder: str, timeout_s: str, *cases: str) -> None:
+    initialize_distributed(int(timeout_s))
     for case in cases:
         found = CASES[case](Path(model), Path(folder, case))
         if rank() == 0:

@@ -1,0 +1,51 @@
+"""Megatron distributed checkpoints read without running code that they might contain.
+
+Three of their parts are pickles. Megatron loads ``common.pt`` with torch's restricted unpickler; ``.metadata`` and
+entries that are no tensors (Transformer Engine's extra state) it unpickles as they are. Both are checked here first.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron_tlt.checkpoint.metadata import read_metadata
+from megatron_tlt.errors import RunError
+
+
+class _CheckedPlanner(torch_strategy.MCoreLoadPlanner):
+    """Megatron's own; an entry that is no tensor must pass torch's restricted unpickler before it is loaded."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise RunError(f"entry {read_item.dest_index.fqn!r} holds code; allowed: plain data") from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+# Megatron's loading strategy takes no planner: it names this class of its module.
+torch_strategy.MCoreLoadPlanner = _CheckedPlanner
+
+
+def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``dist_checkpointing.load`` of a folder that need not be trusted; a collective over the world.
+
+    Raises:
+        RunError: metadata or ``common.pt`` cannot be read, or holds more than plain data.
+    """
+    read_metadata(folder)
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    except pickle.UnpicklingError as error:
+        raise RunError(f"{folder / COMMON_STATE_FNAME}: holds code or is damaged; allowed: plain data") from error
+    return loaded

@@ -1,0 +1,150 @@
+"""A real policy's rollouts with all of speculation, against vLLM's own drafters, none, and an oracle; resumable."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.bench.rollout import summarize
+from megatron_tlt.bench.workers import measure_in_worker
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.hf_folder import SafetensorsFolder
+from megatron_tlt.models.recipe import model_folder
+from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.observe.jsonl import read_jsonl
+
+TUNER = "beg_mab"
+WANTED = {1: 2.0, 4: 2.3, 8: 1.9, 16: 1.6}
+"""Speed over off that the tuner is to have, by requests of a rollout."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="launch config")
+    parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 1, 16, 2, 32], help="requests of a rollout")
+    parser.add_argument("--rollouts", type=int, default=2, help="rollouts of each batch in one measurement, at most")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved, behind one in which tuners know nothing")
+    parser.add_argument("--pairs", type=int, default=10, help="interleaved repeats of off and the tuner")
+    parser.add_argument("--requests", type=int, default=64, help="held-out problems that rollouts are made of")
+    parser.add_argument("--threshold", type=int, default=32, help="running batch up to which the tuner may speculate")
+    parser.add_argument(
+        "--length-spread", type=float, default=0.25, help="of a problem's lengths over repeats, of their logarithm"
+    )
+    parser.add_argument("--warm-problems", type=int, default=192, help="responses that the head learns from")
+    parser.add_argument("--warm-steps", type=int, default=150, help="of the head's training")
+    parser.add_argument("--warm-entries", type=int, default=8, help="responses in each")
+    parser.add_argument("--warm-threads", type=int, default=2, help="of the head's training")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cache", type=Path, default=Path("runs/models"), help="where the head is kept")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no batch is begun later; run again for the rest")
+    parser.add_argument("--timeout", type=float, default=14400.0, help="seconds in all")
+
+
+def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) -> dict[str, Any]:
+    """What a measurement is of: those of other settings are not put together with it."""
+    own = set(vars(arguments)) - {"model", "minutes", "timeout", "json", "cache", "name", "traceback", "batches", "run"}
+    values = {key: getattr(arguments, key) for key in sorted(own)} | {"config": str(arguments.config)}
+    norm = SafetensorsFolder(folder).read("model.norm.weight")  # any training changes it
+    policy = (folder / "config.json").read_bytes() + norm.float().numpy().tobytes()
+    values["policy"] = hashlib.sha256(policy).hexdigest()[:16]
+    values["drafter"] = None if config.drafter is None else config.drafter.model_dump(mode="json")
+    for section in ("speculation", "rollout"):
+        values[section] = getattr(config, section).model_dump(mode="json")
+    values["tasks"] = [task.model_dump(mode="json") for task in config.tasks]
+    return values
+
+
+def _head_folder(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Path:
+    keys = ("config", "policy", "drafter", "warm_problems", "warm_steps", "warm_entries", "seed")
+    digest = hashlib.sha256(json.dumps({key: settings[key] for key in keys}, sort_keys=True).encode()).hexdigest()
+    return Path(arguments.cache).resolve() / f"head-{digest[:16]}"
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per batch and arm; ratios are of medians of interleaved repeats, with the spread of pairs.
+
+    Each batch that is done is appended to ``FILE.runs.jsonl``; run again, the benchmark measures what is missing.
+
+    Raises:
+        ConfigError: the model is not there yet, or the file of an earlier run is of other settings.
+        RunError: the worker failed.
+    """
+    config = load_config(arguments.config, ["launcher.nproc_per_node=1", "spot=null"])
+    folder = arguments.model or model_folder(config)
+    if not (folder / "model.safetensors").is_file():
+        raise ConfigError(f"{folder}: no model there; `tlt train {arguments.config}` builds it, or give --model")
+    settings = _settings(arguments, config, folder)
+    record = Path(f"{arguments.json}.runs.jsonl" if arguments.json else "real.runs.jsonl").resolve()
+    done = _done(record, settings)
+    given = vars(arguments) | {
+        "config": str(arguments.config),
+        "model": str(folder),
+        "cache": str(_head_folder(arguments, settings)),
+        "record": str(record),
+        "done": sorted(done),
+        "json": None,
+    }
+    plain = {key: value for key, value in given.items() if isinstance(value, (str, int, float, list, type(None)))}
+    missing = [batch for batch in arguments.batches if f"batch {batch}" not in done]
+    if missing:
+        measure_in_worker("real policy", "real", plain, arguments.timeout)
+        done = _done(record, settings)
+    return judge(done, arguments.batches)
+
+
+def _done(record: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The cases in a file of measurements, by name; a file that is not there is begun with the settings."""
+    if not record.is_file():
+        record.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+        return {}
+    first, *cases = read_jsonl(record)
+    if first.get("settings") != json.loads(json.dumps(settings)):
+        raise ConfigError(f"{record}: measured under other settings; allowed: the same, or another --json file")
+    return {case["case"]: case for case in cases}
+
+
+def judge(done: Mapping[str, Mapping[str, Any]], batches: Sequence[int]) -> BenchmarkResult:
+    """Rows and targets of the cases that are done; targets of what is missing are incomplete."""
+    result = BenchmarkResult(environment=describe_environment(), name="real")
+    lowest, over_oracle, over_stock = [], [], []
+    for batch in sorted(batches):
+        case = done.get(f"batch {batch}")
+        if case is None:
+            continue
+        (arms,) = summarize(case["rows"]).values()
+        repeats = min(len(arm["seconds"]) for arm in arms.values())
+        median = {name: statistics.median(arm["seconds"][:repeats]) for name, arm in arms.items()}
+        for name, arm in arms.items():
+            result.rows.append(
+                {
+                    "requests": batch,
+                    "arm": name,
+                    "seconds": arm["seconds"],
+                    "speed_over_off": ratio_of_medians(arms["off"]["seconds"][: len(arm["seconds"])], arm["seconds"]),
+                    "first_round_s": arm["cold"],
+                    "acceptance_length": arm["acceptance_length"],
+                    "ceiling": case["ceiling"] if name == TUNER else None,
+                }
+            )
+        ratio = ratio_of_medians(arms["off"]["seconds"], arms[TUNER]["seconds"])["ratio"]
+        lowest.append(ratio)
+        over_oracle.append(median["oracle"] / median[TUNER])
+        over_stock.append(min(s for name, s in median.items() if name.startswith("vLLM's")) / median[TUNER])
+        if batch in WANTED:
+            result.target(f"speed over off, {batch} requests", ratio, ">=", WANTED[batch])
+    if lowest:
+        result.target("speed over off, lowest", min(lowest), ">=", 0.98)
+        result.target("speed over the oracle, lowest", min(over_oracle), ">=", 0.95)
+        result.target("speed over the best of vLLM's own, lowest", min(over_stock), ">=", 1.05)
+    for batch in batches:
+        if f"batch {batch}" not in done:
+            result.incomplete(f"{batch} requests")
+    return result

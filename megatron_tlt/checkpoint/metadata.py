@@ -1,0 +1,64 @@
+"""The ``.metadata`` of a torch distributed checkpoint, read without running what it might contain.
+
+The file is a pickle, which torch loads as it is: a checkpoint from elsewhere could run any code. Here only the classes
+that such metadata consists of are known to the unpickler.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_tlt.errors import RunError
+
+METADATA = ".metadata"
+_KNOWN = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or global_name in _KNOWN.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"names {module_name}.{global_name}, which is no part of a checkpoint's metadata")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of the checkpoint in ``folder``.
+
+    Raises:
+        RunError: it cannot be read, or names anything that metadata does not consist of.
+    """
+    try:
+        with open(folder / METADATA, "rb") as file:
+            found = _Unpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise RunError(f"{folder}: not a readable checkpoint: {METADATA} {error}") from error
+    except Exception as error:  # damaged bytes make the unpickler raise anything
+        reason = error.strerror if isinstance(error, OSError) else next(iter(str(error).splitlines()), "")
+        kind = type(error).__name__
+        raise RunError(f"{folder}: not a readable checkpoint: {METADATA}: {kind}: {reason}") from error
+    if not isinstance(found, Metadata):
+        raise RunError(f"{folder}: not a readable checkpoint: {METADATA} holds a {type(found).__name__}")
+    return found

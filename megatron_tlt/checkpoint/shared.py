@@ -1,0 +1,126 @@
+"""Work on a checkpoint's files that all ranks share, with collectives that stay short however long it takes.
+
+A checkpoint of a 70B model has about a terabyte. Hashing it on rank 0 while the others wait in a collective would run
+into the collective's time limit (``launcher.collective_timeout_s``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_tlt.checkpoint import manifest
+from megatron_tlt.checkpoint.files import atomic_folder, clean_leftovers
+from megatron_tlt.checkpoint.manifest import FileSum, Sums, write_manifest
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.collectives import all_gather_data, any_rank, broadcast_data, failing_together
+from megatron_tlt.platform.device import barrier, collective_timeout_s, rank, world_size
+
+T = TypeVar("T")
+_POLL_S = 5.0
+
+
+@contextlib.contextmanager
+def _file_system_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        raise RunError(f"cannot access{where}: {error.strerror or error}") from error
+
+
+def run_together(work: Callable[[], T]) -> T:
+    """Runs ``work`` on every rank in a thread and returns its result when all ranks are done; a collective.
+
+    Ranks meet every few seconds meanwhile. ``work`` must hold no collective.
+
+    Raises:
+        RunError: it failed on one rank, with a RunError or an OSError; raised on all.
+    """
+    every = min(_POLL_S, collective_timeout_s() / 4)
+    with ThreadPoolExecutor(1, thread_name_prefix="together") as pool:
+        result = pool.submit(work)
+        while any_rank(not wait([result], every).done):
+            pass
+    with failing_together(), _file_system_errors():
+        return result.result()
+
+
+def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Positions of ``sizes`` in ``count`` shares of about the same sum; the same wherever it is computed."""
+    loads = [0] * count
+    found: list[list[int]] = [[] for _ in range(count)]
+    for position in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lightest = loads.index(min(loads))
+        found[lightest].append(position)
+        loads[lightest] += sizes[position]
+    return found
+
+
+def _hash_share(files: Sequence[str], sizes: Sequence[int]) -> list[FileSum]:
+    """Sums of all files, each hashed by one rank; a collective."""
+    parts = shares(sizes, world_size())
+    own = [Path(files[i]) for i in parts[rank()]]
+    gathered = all_gather_data(run_together(lambda: manifest.sha256_sums(own)), list[FileSum])
+    sums = dict(zip((i for part in parts for i in part), (s for part in gathered for s in part), strict=True))
+    return [sums[i] for i in range(len(files))]
+
+
+def with_shared_sums(function: Callable[[Sums], T], kind: Any) -> T:
+    """Rank 0's ``function(sums)`` on every rank; a collective. All ranks hash what ``sums`` is asked for.
+
+    Args:
+        function: runs on rank 0 alone. Apart from ``sums`` it must be quick, as the others wait in a collective.
+        kind: type of its result, which is plain data.
+
+    Raises:
+        RunError: ``function`` raised it, or an OSError; raised on all ranks.
+    """
+    if world_size() == 1:
+        return run_together(lambda: function(manifest.sha256_sums))
+    job = tuple[list[str], list[int]] | None
+
+    def ask(files: Sequence[Path]) -> list[FileSum]:
+        # A file that vanished has no size; hashing it says so.
+        sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+        names = [str(file) for file in files]
+        broadcast_data((names, sizes), job)
+        return _hash_share(names, sizes)
+
+    result: T | None = None
+    work: tuple[list[str], list[int]] | None
+    with failing_together():
+        if rank() == 0:
+            with contextlib.ExitStack() as end:
+                end.callback(lambda: broadcast_data(None, job))
+                with _file_system_errors():
+                    result = function(ask)
+        else:
+            while (work := broadcast_data(None, job)) is not None:
+                _hash_share(*work)
+    return broadcast_data(result, kind)
+
+
+@contextlib.contextmanager
+def shared_folder(target: Path) -> Iterator[Path]:
+    """One temporary folder on all ranks that becomes ``target``, with a manifest, when the block ends well on all.
+
+    A collective. It first removes the temporary folders of killed processes that were writing ``target``.
+
+    Raises:
+        RunError: the file system refuses; ``target`` is as it was.
+    """
+    run_together(lambda: clean_leftovers(target.parent, target.name) if rank() == 0 else [])
+    temporary: Path | None = None
+    with contextlib.ExitStack() as writing:
+        with failing_together():
+            if rank() == 0:
+                temporary = writing.enter_context(atomic_folder(target))
+        folder = Path(broadcast_data(str(temporary), str))
+        yield folder
+        barrier()
+        with_shared_sums(lambda sums: str(write_manifest(folder, sums)), str)
+        run_together(writing.pop_all().close)  # flushes everything to the disk, which may take long

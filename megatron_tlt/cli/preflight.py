@@ -1,0 +1,131 @@
+"""What can be known before ranks start: each command that takes a config checks it alike.
+
+Tasks and prompt files are always checked. What needs the model's folder (weights, tokenizer, chat template, prompts'
+lengths in tokens) is checked where the folder is there; otherwise a note says what was not checked and why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import megatron_tlt
+from megatron_tlt.cli.preflight_machine import has_gpu, processor_flags, slow_bfloat16
+from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.model import require_model_folder
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.models.recipe import RECIPE_FILE, recipe_folder
+from megatron_tlt.platform.nodes import Nodes, busy_ports
+
+_MODULE = "megatron_tlt.cli.preflight_model"
+WHOLE = "--whole"
+"""For that module: the folder must hold weights and a tokenizer; without it, what is absent is not checked."""
+
+
+def load_checked(path: Path, overrides: Sequence[str] = (), *, starts: bool = True) -> TltConfig:
+    """Loads a launch config and checks everything that can be known before ranks start.
+
+    What was left out or not checked is printed on stderr. Under torchrun one process of each node checks; the others
+    only load the config.
+
+    Args:
+        path: the launch config.
+        overrides: ``key.path=value``.
+        starts: ranks are to start here, so that the model's folder must be there and the ports must be free.
+
+    Raises:
+        ConfigError: one line per violation, of the config, the tasks, the files and the model's folder alike.
+        RunError: the process that checks the model's folder ended early.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        return load_config(path, overrides)
+    found = Findings()
+    try:
+        return load_config(path, overrides, further=partial(_examine, found, starts=starts, ports=starts))
+    finally:
+        for note in found.notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
+def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, list[str]]:
+    """For ``tlt doctor``, which has rows of its own for ports: the config and the notes.
+
+    Raises:
+        ConfigError: as :func:`load_checked`.
+    """
+    found = Findings()
+    return load_config(path, overrides, further=partial(_examine, found, starts=True, ports=False)), found.notes
+
+
+def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -> list[str]:
+    found += _tasks_and_model(config, starts)
+    flags = processor_flags() if starts and not has_gpu() else None
+    if flags is not None and (note := slow_bfloat16(config, flags)):
+        found.notes.append(note)
+    if config.launcher.nnodes > 1 and "RANK" not in os.environ:
+        if ports:
+            found += _ports(config.launcher.nnodes)
+        elif not starts:
+            found.notes.append("not checked: the ports where nodes meet, because no ranks start here")
+    return found.violations
+
+
+def _ports(count: int) -> Findings:
+    found = Findings()
+    try:
+        found.add(busy_ports(Nodes.from_environment(count)))
+    except ConfigError as error:
+        found.add(error)
+    return found
+
+
+def _tasks_and_model(config: TltConfig, starts: bool) -> Findings:
+    found = Findings()
+    if config.model.recipe is not None:
+        folder, there = recipe_folder(config), (recipe_folder(config) / RECIPE_FILE).is_file()
+        why = "the model of model.recipe is not built yet; the ranks check it when it is"
+    else:
+        folder = config.model.path or Path()
+        there = config.model.path is not None and folder.is_dir()
+        why = f"model.path: no folder {folder}" if config.model.path is not None else "there is no model.path"
+        if starts and not there:
+            try:
+                require_model_folder(config)
+            except ConfigError as error:
+                found.add(error)
+    if there:
+        found += _with_model(config, folder, starts)
+    else:
+        found += check_tasks(config)
+        what = "prompts' lengths in tokens" if config.model.recipe else "weights, tokenizer, prompts' lengths in tokens"
+        found.notes.append(f"not checked: {what}, because {why}")
+    return found
+
+
+def _with_model(config: TltConfig, folder: Path, starts: bool) -> Findings:
+    """In a process of its own: transformers would import torch into this one, which takes seconds.
+
+    Raises:
+        RunError: that process ended early; its own message is on stderr.
+    """
+    root = str(Path(megatron_tlt.__file__).resolve().parent.parent)
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", _MODULE, str(folder), *([WHOLE] if starts else [])],
+        input=config.model_dump_json(),
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,  # Ctrl-C is this process's, which then ends that one
+    )
+    if done.returncode:
+        raise RunError(f"{folder}: the check of the model's folder ended early, with status {done.returncode}")
+    return Findings(**json.loads(done.stdout.splitlines()[-1]))

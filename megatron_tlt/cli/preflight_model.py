@@ -1,0 +1,96 @@
+"""The part of the checks before a run that needs the model's folder: weights, tokenizer, prompts' lengths.
+
+``python -m megatron_tlt.cli.preflight_model FOLDER [--whole]`` reads a launch config as JSON from stdin and prints what
+it found as JSON. transformers counts tokens without torch, so torch is kept out of this process: importing it takes
+seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_tlt.cli.preflight import WHOLE
+from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.tokenizer import load_tokenizer, prompt_lengths
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.architecture import read_sizes
+from megatron_tlt.models.hf_folder import MEGATRON_PART, SafetensorsFolder, is_megatron_checkpoint, side_files_of
+from megatron_tlt.models.weight_map import WeightMap
+from megatron_tlt.tasks.types import Problem
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_SHOWS_PROGRESS = 5000  # prompts; fewer are counted within a second
+
+
+def check_with_model(config: TltConfig, folder: Path, *, whole: bool = True) -> Findings:
+    """The checks of tasks, with prompts' lengths, and of the model's folder.
+
+    Args:
+        config: the launch config.
+        folder: the model's, of either kind.
+        whole: the folder must hold weights and a tokenizer; otherwise a note says which of them is absent.
+    """
+    found = Findings()
+    side_files = side_files_of(folder)
+    if whole or is_megatron_checkpoint(folder) or any(folder.glob("*.safetensors")):
+        try:
+            check_weights(folder)
+        except ConfigError as error:
+            found.add(error)
+    else:
+        found.notes.append(f"not checked: weights, because there is no *.safetensors in {folder}")
+    why = "the tokenizer cannot be read"
+    tokenizer = None
+    if whole or any((side_files / name).is_file() for name in _TOKENIZER_FILES):
+        try:
+            tokenizer = load_tokenizer(side_files)
+        except ConfigError as error:
+            found.add(error)
+    else:
+        why = f"there is no tokenizer in {side_files}"
+    if tokenizer is None:
+        found += check_tasks(config)
+        found.notes.append(f"not checked: prompts' lengths in tokens, because {why}")
+        return found
+
+    def lengths(problems: Sequence[Problem]) -> list[int | str]:
+        hidden = len(problems) < _SHOWS_PROGRESS or not sys.stderr.isatty()
+        with tqdm(total=len(problems), desc="counting tokens", unit="prompt", leave=False, disable=hidden) as bar:
+            return prompt_lengths(tokenizer, problems, bar.update)
+
+    found += check_tasks(config, lengths)
+    return found
+
+
+def check_weights(folder: Path) -> None:
+    """Whether a model folder holds every weight that its config asks for; headers are read, not the weights.
+
+    Raises:
+        ConfigError: what is missing, truncated or of another shape.
+    """
+    file = side_files_of(folder) / "config.json"
+    if is_megatron_checkpoint(folder):
+        if not any((folder / MEGATRON_PART).glob("*.distcp")):
+            raise ConfigError(f"{folder / MEGATRON_PART}: no *.distcp in it; a Megatron checkpoint is needed")
+        return
+    if not file.is_file():
+        raise ConfigError(f"model.path: no config.json in {folder}; allowed: a Hugging Face model folder")
+    SafetensorsFolder(folder, "np").check(WeightMap(read_sizes(file, str(file)), str(file)))
+
+
+def main() -> None:
+    """Prints the findings; they are the last line of stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the command's to report
+    sys.modules["torch"] = None  # type: ignore[assignment]  # not installed, as far as transformers can see
+    config = TltConfig.model_validate_json(sys.stdin.read())
+    print(check_with_model(config, Path(sys.argv[1]), whole=WHOLE in sys.argv[2:]).as_json())
+
+
+if __name__ == "__main__":
+    main()

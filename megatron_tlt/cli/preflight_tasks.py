@@ -1,0 +1,111 @@
+"""The part of the checks before a run that looks at tasks and prompt files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from megatron_tlt.config.schema import TaskConfig, TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.rewards.verifiers import answer_problem, verifier_problems
+from megatron_tlt.tasks.files import FileParams, read_rows
+from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.tasks.sources import GeneratedSource, Split
+from megatron_tlt.tasks.types import Problem
+
+_SPLITS: tuple[Split, ...] = ("train", "held_out")
+_SHOWN = 10
+
+Lengths = Callable[[Sequence[Problem]], list[int | str]]
+
+
+@dataclass
+class Findings:
+    """Everything that a check found: ``violations`` stop a run, ``notes`` say what was left out or not checked."""
+
+    violations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, error: ConfigError | Sequence[str]) -> None:
+        """Adds violations, each once: both splits of a task read the same file."""
+        lines = str(error).splitlines() if isinstance(error, ConfigError) else error
+        self.violations += [line for line in lines if line not in self.violations]
+
+    def __iadd__(self, other: Findings) -> Findings:
+        self.add(other.violations)
+        self.notes += other.notes
+        return self
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
+    """Names, parameters, verifiers, every row of every file and, given ``lengths``, every prompt's length in tokens."""
+    found = Findings()
+    rollout = config.rollout
+    limit = None
+    if lengths is not None:
+        limit = PromptLimit(rollout.max_prompt_tokens, rollout.filter_overlong_prompts, lengths)
+    for split in _SPLITS:
+        try:
+            mixture = build_sources(config.tasks, split, config.run.seed, limit)
+        except ConfigError as error:
+            found.add(error)
+            continue
+        if limit is not None and split == "train":
+            for position, source in enumerate(mixture.sources):
+                if isinstance(source, GeneratedSource):
+                    found += _longest_generated(f"tasks[{position}]", source, limit)
+    if limit is not None:
+        found.notes += limit.notes
+    found.add(verifier_problems(config.tasks))
+    for position, task in enumerate(config.tasks):
+        if task.kind == "file":
+            found.add(list(_rows(config, f"tasks[{position}]", task, has_tokenizer=lengths is not None)))
+    return found
+
+
+def _longest_generated(key: str, source: GeneratedSource, limit: PromptLimit) -> Findings:
+    """A generator has no end: draws of its largest size, or some draws, stand for its longest prompts."""
+    problems = source.probe()
+    tokenized = limit.lengths(problems)
+    if refused := [length for length in tokenized if isinstance(length, str)]:
+        return Findings([f"{key}: {refused[0]}"])
+    lengths = [length for length in tokenized if isinstance(length, int)]
+    longest, over = max(lengths), sum(length > limit.max_tokens for length in lengths)
+    where = f"{key}.{source.probed}, where prompts have up to {longest} tokens"
+    if over and not limit.leave_out:
+        return Findings([f"{where}; {allowed_prompts(limit.max_tokens)}"])
+    if over:
+        drawn = f"{over} of {len(problems)} such draws"
+        return Findings(notes=[f"{where}; rollout.filter_overlong_prompts leaves out {drawn}"])
+    return Findings()
+
+
+def _rows(config: TltConfig, key: str, task: TaskConfig, *, has_tokenizer: bool) -> Iterator[str]:
+    """What the rows of a file lack for the task's verifier and for the model's recipe."""
+    try:
+        params = FileParams.model_validate(task.params)
+        files = [(path, read_rows(path, params)) for path in (task.path, task.held_out_path) if path is not None]
+    except (ValueError, ConfigError):
+        return  # build_sources has said so
+    for path, rows in files:
+        yield from _first_of(f"{path}", [(row.number, answer_problem(task.verifier, row.answer)) for row in rows])
+        if config.model.recipe is None:
+            continue
+        if path == task.path:
+            why = "no worked solution, which the supervised warm-up of model.recipe learns from"
+            yield from _first_of(f"{path}", [(row.number, why if row.solution is None else None) for row in rows])
+        if not has_tokenizer and config.model.recipe.base is None:
+            why = f"chat messages ({key}), but the tokenizer of model.recipe has no chat template"
+            yield from _first_of(f"{path}", [(row.number, why if task.chat or row.messages else None) for row in rows])
+
+
+def _first_of(where: str, reasons: Sequence[tuple[int, str | None]]) -> Iterator[str]:
+    bad = [(number, reason) for number, reason in reasons if reason is not None]
+    yield from (f"{where}:{number}: {reason}" for number, reason in bad[:_SHOWN])
+    if len(bad) > _SHOWN:
+        yield f"{where}: {len(bad)} such rows in all"

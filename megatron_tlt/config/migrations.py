@@ -1,0 +1,70 @@
+"""Reads ``config.resolved.yaml`` of earlier releases.
+
+A key that a release adds needs nothing here: where it is absent, its default holds. A release that renames or removes a
+key, or gives it another meaning, appends a migration to ``MIGRATIONS``; the length of that list is the file's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_tlt.errors import ConfigError
+
+VERSION_KEY = "config_version"
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this; the actor would score responses at another temperature than they were sampled at."""
+
+Migration = Callable[[dict[str, Any]], None]
+"""Changes the values of one version to those of the next, in place."""
+
+
+def _section(values: Any, path: str) -> dict[str, Any]:
+    """The section at ``path``, or an empty one where there is none."""
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
+
+
+def _drop_ignored(values: dict[str, Any]) -> None:
+    """Values that had no effect, or another one, and that later releases refuse.
+
+    ``fp16`` was ignored. vLLM sampled at 0.01 where a temperature below it was asked for.
+    """
+    for path in ("actor.megatron", "actor.optimizer", "model.recipe.supervised.optimizer"):
+        _section(values, path).pop("fp16", None)
+    for path in ("rollout.sampling", "evaluation"):
+        section = _section(values, path)
+        found = section.get("temperature")
+        if isinstance(found, (int, float)) and 0 < found < LOWEST_TEMPERATURE:
+            section["temperature"] = LOWEST_TEMPERATURE
+
+
+def _move_chat(values: dict[str, Any]) -> None:
+    """``tasks[].params.chat`` of prompt files became ``tasks[].chat``, for every kind of task."""
+    tasks = values.get("tasks")
+    for task in tasks if isinstance(tasks, list) else []:
+        params = _section(task, "params")
+        if isinstance(task, dict) and task.get("kind") == "file" and "chat" in params:
+            task["chat"] = params.pop("chat")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_drop_ignored, _move_chat)
+
+
+def migrate(values: dict[str, Any], where: str, migrations: Sequence[Migration] = MIGRATIONS) -> dict[str, Any]:
+    """The values of a resolved config of any earlier version (0 where it names none) as those of today's.
+
+    Raises:
+        ConfigError: ``where`` has a version that is no number, or one that a newer release wrote.
+    """
+    values = dict(values)
+    version = values.pop(VERSION_KEY, 0)
+    if not isinstance(version, int) or not 0 <= version <= len(migrations):
+        raise ConfigError(
+            f"{where}: {VERSION_KEY} is {version!r}; this release reads 0 to {len(migrations)}, "
+            "a newer one may have written it"
+        )
+    for migration in migrations[version:]:
+        migration(values)
+    return values

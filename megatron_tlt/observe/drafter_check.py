@@ -1,0 +1,132 @@
+"""Tells from a run's metrics that its drafter is silent: not trained, not chosen, or no longer accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megatron_tlt.observe.lasting_causes import STEPS, LastingCauses
+
+Row = Mapping[str, float | None]
+
+LEAST_ACCEPTANCE = 1.05
+"""Tokens per draft and verification, the target's own included, below which drafts cost more than they gain."""
+
+_ACCEPTANCE = "speculation/acceptance_length_"
+_MODELS = ("eagle", "eagle3")
+_DRAFTERS = (*_MODELS, "ngram", "suffix")
+_REASON = "spot/untrained_"
+_WHY_UNTRAINED = {
+    "no_data": "no rank's buffer holds a response; raise drafter.buffer.disk_bytes or drafter.buffer.max_age",
+    "few_entries": "the engines that wait hold too few responses; lower spot.min_entries, or set spot.least_steps",
+    "short_wait": "engines wait too shortly for the last one; lower spot.min_replicas, or set spot.least_steps",
+    "no_step": "the wait ends before a training step does; lower drafter.entries_per_step, or set spot.least_steps",
+    "no_order": "no rank entered a session, and the log says why; set spot.least_steps to train after the update",
+}
+
+
+def _value(row: Row, name: str) -> float | None:
+    """A metric, or None where the row lacks it: it was not measured, or by an earlier release."""
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+class DrafterCheck:
+    """Follows a run's steps; a cause that holds for ``steps`` steps in a row is a warning, once until it ends.
+
+    - ``untrained``: the drafter's version (optimizer steps) stays as it is;
+    - ``gate_closed``: the running batch was never small enough for speculation;
+    - ``never_chosen``: the tuner chooses among strategies, and never one of the drafter model;
+    - ``unaccepted_*``: a drafter's acceptance length is below ``LEAST_ACCEPTANCE``; steps without drafts of it do not
+      count.
+    """
+
+    def __init__(self, steps: int = STEPS) -> None:
+        self._causes = LastingCauses(steps)
+        self._version: float | None = None
+        self._highest: dict[str, float] = {}
+
+    @property
+    def warnings(self) -> int:
+        """Warnings given so far."""
+        return self._causes.warnings
+
+    @property
+    def active(self) -> int:
+        """Causes that were warned of and hold still."""
+        return self._causes.active
+
+    def add(self, row: Row) -> list[str]:
+        """The new warnings after a step with these metrics; metrics that are absent give none."""
+        messages, unknown = self._unaccepted(row)
+        messages |= self._untrained(row) | self._unused(row)
+        return [f"{messages[name]} (for {self._causes.steps} steps)" for name in self._causes.add([*messages], unknown)]
+
+    def _untrained(self, row: Row) -> dict[str, str]:
+        version = _value(row, "drafter/version")
+        before, self._version = self._version, version
+        if version is None or version > (before or 0.0):
+            return {}
+        state = f"has version {version:.0f} still" if version else "has never been trained"
+        return {"untrained": f"the drafter {state}: {_why_untrained(row)}"}
+
+    @staticmethod
+    def _unused(row: Row) -> dict[str, str]:
+        shares = {name: value for name, value in row.items() if name.startswith("speculation/share_")}
+        if not shares or "speculation/gate_open" not in row:
+            return {}
+        if not row["speculation/gate_open"]:
+            return {
+                "gate_closed": "speculation is off: no engine had a running batch of at most "
+                "speculation.adaptive.threshold for speculation.adaptive.patience steps. Raise the threshold"
+            }
+        # an untrained drafter is kept from drafting, which is a cause of its own
+        if row.get("speculation/drafter_version") is None or row.get("speculation/drafter_withheld"):
+            return {}
+        if any(value for name, value in shares.items() if name.startswith("speculation/share_eagle")):
+            return {}
+        return {
+            "never_chosen": "the tuner never chose the drafter model. Raise drafter.session_steps or drafter.lr, start "
+            "from a trained one (drafter.path), or take its strategies out of speculation.adaptive.strategies"
+        }
+
+    def _unaccepted(self, row: Row) -> tuple[dict[str, str], set[str]]:
+        """Messages of the drafters that are not accepted, and the causes that this step says nothing of."""
+        messages, unknown = {}, set()
+        for drafter in _DRAFTERS:
+            name, length = f"unaccepted_{drafter}", _value(row, _ACCEPTANCE + drafter)
+            if length is None:
+                unknown.add(name)
+                continue
+            highest = self._highest[drafter] = max(length, self._highest.get(drafter, length))
+            if length >= LEAST_ACCEPTANCE:
+                continue
+            fell = f", after {highest:.2f}" if highest >= LEAST_ACCEPTANCE else ""
+            messages[name] = (
+                f"drafts of {drafter} are not accepted: acceptance length {length:.2f}{fell}. {_remedy(drafter, row)}"
+            )
+        return messages, unknown
+
+
+def _why_untrained(row: Row) -> str:
+    if row.get("drafter/failed"):
+        return "its training fails, and the log says how; lower drafter.lr or set drafter.clip_grad"
+    for reason, text in _WHY_UNTRAINED.items():
+        if row.get(_REASON + reason):
+            return text
+    if row.get("drafter/entries") == 0:
+        return _WHY_UNTRAINED["no_data"]
+    return "its sessions end without a step, and the log says how; see drafter.session_steps and drafter.buffer"
+
+
+def _remedy(drafter: str, row: Row) -> str:
+    if drafter not in _MODELS:
+        return "Take another speculation.drafter, or speculation.adaptive, which turns it off where it does not pay"
+    if row.get("drafter/version") is None:
+        return "Train it in the run (a drafter section), or take another speculation.drafter"
+    return "Raise drafter.session_steps or drafter.lr, or start from a trained one (drafter.path)"
+
+
+def drafter_warnings(rows: Iterable[Mapping[str, float | None]]) -> list[str]:
+    """The warnings of a whole run's metrics rows, each with its step; evaluations before the first step are skipped."""
+    check = DrafterCheck()
+    return [f"Step {row['step']}: {text}." for row in rows if row.get("step") for text in check.add(row)]

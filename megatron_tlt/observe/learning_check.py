@@ -1,0 +1,101 @@
+"""Tells from a run's metrics that it cannot learn, and the likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_tlt.observe.lasting_causes import STEPS as STEPS
+from megatron_tlt.observe.lasting_causes import LastingCauses
+
+Row = Mapping[str, float | None]
+
+# STEPS in a row before a warning: at 16 responses a step of which 10 % are right, five steps without a mixed group
+# have a probability of 0.02 %.
+_NEARLY_ALL = 0.95
+
+
+@dataclass(frozen=True)
+class _Cause:
+    holds: Callable[[Row], bool]
+    message: str
+
+
+def _value(row: Row, name: str, default: float) -> float:
+    """A metric, or ``default`` where the row lacks it: metrics written by an earlier release."""
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _no_signal(row: Row) -> bool:
+    return _value(row, "reward/mixed_groups", 1.0) == 0.0
+
+
+_SPECIFIC = {
+    "verifier_errors": _Cause(
+        lambda row: _value(row, "reward/verifier_error_share", 0.0) >= _NEARLY_ALL,
+        "the verifier fails on nearly all responses, which get reward 0; the log names its errors. Where they are "
+        "time-outs, raise rewards.timeout_s or rewards.workers",
+    ),
+    "truncated": _Cause(
+        lambda row: _value(row, "length/truncated", 0.0) >= _NEARLY_ALL,
+        "nearly all responses are cut at their longest length, before their answer. Raise rollout.max_response_tokens, "
+        "or start from a model that ends its responses",
+    ),
+    "no_answer": _Cause(
+        lambda row: _value(row, "reward/extracted", 1.0) <= 1.0 - _NEARLY_ALL,
+        "the verifier finds an answer in nearly no response. Ask for '#### ANSWER' as the last line in the prompt "
+        "(prompt_suffix of a file's params), or start from a model that was trained on such solutions",
+    ),
+}
+_GENERAL = {
+    "all_wrong": _Cause(
+        lambda row: _no_signal(row) and _value(row, "reward/correct", 1.0) == 0.0,
+        "every response is wrong, so the policy loss has no gradient. Take easier tasks, a larger "
+        "algorithm.group_size, or a stronger start model",
+    ),
+    "all_right": _Cause(
+        lambda row: _no_signal(row) and _value(row, "reward/correct", 0.0) == 1.0,
+        "every response is right, so the policy loss has no gradient. Take harder tasks",
+    ),
+    "same_rewards": _Cause(
+        lambda row: _no_signal(row) and 0.0 < _value(row, "reward/correct", 0.0) < 1.0,
+        "the responses to a problem are all right or all wrong, so the policy loss has no gradient. Raise "
+        "rollout.sampling.temperature or algorithm.group_size, or take tasks of medium difficulty",
+    ),
+}
+
+
+class LearningCheck:
+    """Follows a run's steps; a cause that holds for ``steps`` steps in a row is a warning, once until it ends.
+
+    Rewards that are all the same are a warning of their own only where no specific cause explains them.
+    """
+
+    def __init__(self, steps: int = STEPS) -> None:
+        self._causes = LastingCauses(steps)
+
+    @property
+    def warnings(self) -> int:
+        """Warnings given so far."""
+        return self._causes.warnings
+
+    @property
+    def active(self) -> int:
+        """Causes that were warned of and hold still."""
+        return self._causes.active
+
+    def add(self, row: Row) -> list[str]:
+        """The new warnings after a step with these metrics; metrics that are absent give none."""
+        causes = _SPECIFIC | _GENERAL
+        holding = {name for name in causes if causes[name].holds(row)}
+        if holding & _SPECIFIC.keys():
+            holding -= _GENERAL.keys()
+        new = self._causes.add([name for name in causes if name in holding])
+        return [f"no learning for {self._causes.steps} steps: {causes[name].message}" for name in new]
+
+
+def learning_warnings(rows: Iterable[Mapping[str, float | None]]) -> list[str]:
+    """The warnings of a whole run's metrics rows, each with its step; evaluations before the first step are skipped."""
+    check = LearningCheck()
+    return [f"Step {row['step']}: {text}." for row in rows if row.get("step") for text in check.add(row)]

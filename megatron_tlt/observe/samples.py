@@ -1,0 +1,104 @@
+"""``samples.jsonl``: some responses of every step and evaluation as text, chosen by task, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
+
+SAMPLES_FILE = "samples.jsonl"
+
+TRAIN = "train"
+EVALUATION = "evaluation"
+GREEDY_EVALUATION = "greedy_evaluation"
+ORIGINS = (TRAIN, EVALUATION, GREEDY_EVALUATION)
+"""Where a response comes from: a row's ``origin``."""
+
+SampleRow = dict[str, Any]
+"""A line of the file, without ``step`` until it is written; ``trainer/samples.py`` lists its keys."""
+
+_ROLES = ("best", "worst", "longest")
+
+
+def choose_samples(rewards: Sequence[float], lengths: Sequence[int], count: int) -> dict[int, list[str]]:
+    """At most ``count`` responses by index, each with the reasons it was chosen for.
+
+    In this order: ``best`` (highest reward), ``worst`` (lowest reward), ``longest``; one response may be several of
+    these. What ``count`` exceeds three by are ``other`` responses, evenly spaced over the rest. Of equal rewards the
+    first is best and the last is worst, so that equal rewards too give two responses to read. Of equal lengths the
+    first is longest.
+    """
+    indices = range(len(rewards))
+    if not rewards or count <= 0:
+        return {}
+    found = (
+        min(indices, key=lambda i: (-rewards[i], i)),
+        min(indices, key=lambda i: (rewards[i], -i)),
+        min(indices, key=lambda i: (-lengths[i], i)),
+    )
+    chosen: dict[int, list[str]] = {}
+    for role, index in list(zip(_ROLES, found, strict=True))[:count]:
+        chosen.setdefault(index, []).append(role)
+    rest = [i for i in indices if i not in chosen]
+    others = min(max(count - len(_ROLES), 0), len(rest))
+    return chosen | {rest[len(rest) * n // others]: ["other"] for n in range(others)}
+
+
+def shorten(text: str, max_characters: int) -> tuple[str, int]:
+    """``text`` without its middle where it is longer, and how many characters that is; the gap says so itself.
+
+    Both ends stay: a response ends in its answer. Lone surrogates, which UTF-8 has not, become question marks.
+    """
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    left_out = len(text) - max_characters
+    if left_out <= 0:
+        return text, 0
+    head = max_characters // 2
+    return f"{text[:head]}\n[... {left_out:,} characters left out ...]\n{text[head + left_out :]}", left_out
+
+
+class SampleLog:
+    """A run's ``samples.jsonl``; for rank 0 only.
+
+    Args:
+        folder: the run's.
+        kept_step: of a resumed run the last step that is not done again; rows of later steps are dropped.
+    """
+
+    def __init__(self, folder: Path, kept_step: int) -> None:
+        self._file = JsonLinesFile(folder / SAMPLES_FILE)
+        self._file.truncate_after(kept_step)
+        self._kept_step = kept_step
+
+    def add(self, step: int, rows: Iterable[SampleRow]) -> None:
+        """The rows of a training step.
+
+        Raises:
+            RunError: the disk is full; no part of a row is left behind.
+        """
+        self._file.append(_numbered(step, rows))
+
+    def add_evaluation(self, step: int, rows: Iterable[SampleRow]) -> None:
+        """The rows of the evaluation after ``step``, in place of those of an earlier one after the same step.
+
+        A checkpoint is older than the evaluation of its step, so a resumed run evaluates again.
+
+        Raises:
+            RunError: the disk is full; the file is then as it was.
+        """
+        new = _numbered(step, rows)
+        if step > self._kept_step:
+            self._file.append(new)
+            return
+        kept = [row for row in read_jsonl(self._file.path) if row.get("step") != step or row.get("origin") == TRAIN]
+        self._file.replace(kept + new)
+
+    def close(self) -> None:
+        """Close the file; further rows fail."""
+        self._file.close()
+
+
+def _numbered(step: int, rows: Iterable[Mapping[str, Any]]) -> list[SampleRow]:
+    return [{"step": step, **row} for row in rows]

@@ -1,0 +1,211 @@
+"""The speculation of one engine, rollout after rollout: what drafts in each of its steps, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.platform.device import show
+from megatron_tlt.rollout.adaptive import AdaptiveSpeculation, engine_step
+from megatron_tlt.rollout.types import Request, Response, StepRecord
+from megatron_tlt.speculation.gain import GainMeter, RolloutGain, slowest
+from megatron_tlt.speculation.plain_times import PlainStepProbe
+from megatron_tlt.speculation.strategy import OFF, Strategy
+
+
+@dataclass
+class RolloutAccount:
+    """What an engine did in a rollout, in counts.
+
+    Attributes:
+        steps: engine steps by the name of the strategy whose drafts they verified.
+        open_steps: of them, those that could choose a strategy other than "off"; None where nothing is chosen.
+        drafts: by drafter, how often a request's drafts were verified.
+        accepted: by drafter, draft tokens accepted.
+        withheld: drafters that were kept from drafting.
+        gain: its time with and without speculation.
+    """
+
+    steps: dict[str, int] = field(default_factory=dict)
+    open_steps: int | None = None
+    drafts: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    withheld: list[str] = field(default_factory=list)
+    gain: RolloutGain = field(default_factory=lambda: RolloutGain(0.0, 0.0, 0.0))
+
+
+class EngineSpeculation:
+    """A ``StrategyChooser`` for all rollouts of an engine; one per engine, asked on its first rank.
+
+    A drafter made from the target (no ``drafter.path``) is a guess until it has been trained: at version 0 it drafts
+    nothing, in training and in evaluation.
+
+    What speculation gained is estimated from steps without drafts (``GainMeter``), of which a few are made for that
+    (``PlainStepProbe``). Evaluations leave no trace in which these are: a resumed run may do more or fewer of them.
+
+    Args:
+        speculation: the section; it is enabled.
+        adaptive: what chooses the strategy; None: it is always the section's own.
+        needs_training: the drafter model starts from the target.
+        probe_share: of the steps that speculate, at most so many are made without drafts.
+    """
+
+    def __init__(
+        self,
+        speculation: SpeculationConfig,
+        adaptive: AdaptiveSpeculation | None,
+        *,
+        needs_training: bool = False,
+        probe_share: float = 0.01,
+    ) -> None:
+        self.adaptive = adaptive
+        self._drafter = speculation.drafter
+        self._static = Strategy(speculation.drafter, speculation.num_speculative_tokens)
+        self._needs_training = needs_training
+        self._notified = False
+        self._withheld: frozenset[str] = frozenset()
+        self._steps: Counter[str] = Counter()
+        self._drafts: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+        self._open_steps = 0
+        self._probe_share = probe_share
+        self._meter, self._probe = GainMeter(), PlainStepProbe(probe_share)
+        self._probing = self._probe
+        self._gain = RolloutGain(0.0, 0.0, 0.0)
+        self._lengths: dict[str, int] = {}
+        self._trains = False
+        self._kept = self._probe.state()
+
+    def begin_step(self) -> None:
+        """The next rollout is one of training."""
+        self._trains = True
+
+    def begin_rollout(self, requests: Sequence[Request], drafter_version: int | None = None) -> None:
+        """These requests are about to be decoded, with this version of the engine's drafter model if it has one."""
+        untrained = self._needs_training and drafter_version == 0
+        self._withheld = frozenset({self._drafter}) if untrained else frozenset()
+        if untrained and not self._notified:
+            self._notified = True
+            show(
+                f"note: the {self._drafter} drafter starts from the target and has not been trained; rollouts draft "
+                "with it from its first training on. A trained one (drafter.path) drafts from the start"
+            )
+        for counts in (self._steps, self._drafts, self._accepted):
+            counts.clear()
+        self._open_steps = 0
+        self._meter.begin_rollout()
+        self._lengths.clear()
+        self._probing = self._probe if self._trains else PlainStepProbe(self._probe_share)
+        self._probing.begin_rollout()
+        self._trains = False
+        if self.adaptive is not None:
+            self.adaptive.withhold(self._withheld)
+            self.adaptive.begin_rollout(requests)
+
+    def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
+        """As ``StrategyChooser.next``."""
+        began = time.perf_counter()
+        strategy, budgets = self._choose(batch, requests)
+        if strategy != OFF and self._probing.next(max(batch, 1)):
+            strategy, budgets = OFF, None
+            if self.adaptive is not None:
+                self.adaptive.make_plain()
+        self._meter.chose(time.perf_counter() - began)
+        return strategy, budgets
+
+    def _choose(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
+        if self.adaptive is None:
+            return (OFF if self._drafter in self._withheld else self._static), None
+        chosen = self.adaptive.next(batch, requests)
+        self._open_steps += self.adaptive.gate_is_open
+        return chosen
+
+    def observe(self, step: StepRecord) -> None:
+        """As ``StrategyChooser.observe``."""
+        self._steps[step.strategy.name] += 1
+        if step.num_drafts:
+            self._drafts[step.strategy.drafter] += step.num_drafts
+            self._accepted[step.strategy.drafter] += step.num_accepted_tokens
+        if self._meter.observe(engine_step(step), step.start):
+            self._probing.measured(step.running)
+        if self.adaptive is not None:
+            self.adaptive.observe(step)
+
+    def finished(self, response: Response) -> None:
+        """A response has ended, by itself or because it was aborted."""
+        self._lengths[response.request_id] = len(response.token_ids)
+        if self.adaptive is not None:
+            self.adaptive.finished(response)
+
+    def end_rollout(self, requests: Sequence[Request]) -> None:
+        """The rollout is over; what did not finish was given up."""
+        self._gain = self._meter.end_rollout([self._lengths.get(request.request_id, 0) for request in requests])
+        if self.adaptive is not None:
+            self.adaptive.end_rollout(requests)
+
+    @property
+    def account(self) -> RolloutAccount:
+        """Of the last rollout."""
+        return RolloutAccount(
+            dict(self._steps),
+            None if self.adaptive is None else self._open_steps,
+            dict(self._drafts),
+            dict(self._accepted),
+            sorted(self._withheld),
+            self._gain,
+        )
+
+    def keep_rollout(self) -> None:
+        """The last rollout is over on all engines. One that was cut short is repeated, with the same probes."""
+        self._kept = self._probe.state()
+
+    def state(self) -> dict[str, Any]:
+        """What it has measured, as JSON; what ``adaptive`` has learnt is not in it."""
+        return {"plain": self._meter.plain.state(), "probe": self._kept}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state()``'s result."""
+        self._meter.plain.load_state(state["plain"])
+        self._probe.load_state(state["probe"])
+        self._kept = self._probe.state()
+
+
+def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
+    """Metrics of all engines of a rollout together.
+
+    ``share_*`` of engine steps by strategy, ``gate_open``, acceptance lengths by drafter (tokens per verification of a
+    request's drafts, the target's own included), ``drafter_withheld``. ``gain`` of the whole rollout and of each
+    engine, where enough was measured, with the seconds that it is the ratio of, and ``gain_coverage``.
+    """
+    steps, drafts, accepted = Counter[str](), Counter[str](), Counter[str]()
+    for account in accounts:
+        steps.update(account.steps)
+        drafts.update(account.drafts)
+        accepted.update(account.accepted)
+    total = steps.total()
+    metrics = {f"speculation/share_{name}": count / total for name, count in steps.items()}
+    opened = [account.open_steps for account in accounts if account.open_steps is not None]
+    if opened and total:
+        metrics["speculation/gate_open"] = sum(opened) / total
+    for drafter, count in drafts.items():
+        metrics[f"speculation/acceptance_length_{drafter}"] = 1.0 + accepted[drafter] / count
+    if any(account.withheld for account in accounts):
+        metrics["speculation/drafter_withheld"] = 1.0
+    return metrics | _gain_metrics([account.gain for account in accounts])
+
+
+def _gain_metrics(engines: Sequence[RolloutGain]) -> dict[str, float]:
+    whole = slowest([one for one in engines if one.seconds > 0])
+    if whole is None:
+        return {}
+    metrics = {"speculation/gain_coverage": whole.coverage, "speculation/rollout_s": whole.seconds}
+    if whole.gain is not None:
+        metrics |= {"speculation/gain": whole.gain, "speculation/plain_rollout_s": whole.plain_seconds}
+    if len(engines) > 1:
+        gains = {f"speculation/gain_engine_{index}": one.gain for index, one in enumerate(engines)}
+        metrics |= {name: gain for name, gain in gains.items() if gain is not None}
+    return metrics

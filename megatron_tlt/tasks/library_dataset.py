@@ -1,0 +1,84 @@
+"""Any dataset of reasoning-gym as a task: its own wording, parameters and scorer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_tlt.config.violations import closest
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.generator import Draft, Worked
+from megatron_tlt.tasks.seeding import stable_int
+
+_SEEDS = 1 << 31  # numpy's generators, which some datasets use, take 32 bits
+_OWN = ("seed", "size")
+
+
+class LibraryDataset:
+    """``draw`` is a pure function of its key.
+
+    Args:
+        name: of the dataset, as the library registers it.
+        params: fields of its config, but for ``seed`` and ``size``.
+        key: where the task stands in the launch config, for errors.
+
+    Raises:
+        ConfigError: an unknown dataset or parameter, a value that the library refuses, or a dataset whose scorer does
+            not give its own answer the full score once the problem has been through JSON.
+    """
+
+    def __init__(self, name: str, params: dict[str, Any], key: str) -> None:
+        from reasoning_gym.factory import DATASETS  # slow to import (seconds), and most commands need none of it
+
+        if name not in DATASETS:
+            raise ConfigError(f"{key}.name: unknown dataset '{name}' of reasoning-gym; {closest(name, DATASETS)}")
+        fields = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in _OWN]
+        if unknown := [f"{key}.params.{field}: {closest(field, fields)}" for field in params if field not in fields]:
+            raise ConfigError("\n".join(unknown))
+        self.name, self._params = name, params
+        try:
+            entry = self._entry(0)
+            score = self._score_own_answer(entry)
+        except Exception as error:  # a dataset raises what it likes
+            raise ConfigError(f"{key}.params: reasoning-gym refuses them for '{name}': {error}") from error
+        if score < 1.0:
+            raise ConfigError(
+                f"{key}.name: the scorer of '{name}' gives {score:g} to the dataset's own answer; such a reward "
+                "cannot be learned from; allowed: another dataset"
+            )
+
+    def draw(self, key: int) -> Draft:
+        """The problem of ``key``, any non-negative integer; it has no worked solution."""
+        entry = self._entry(key)
+        worked = Worked(entry["question"], str(entry["answer"] or ""), None)
+        params = json.dumps(self._params, sort_keys=True)
+        return Draft(worked, {"dataset": self.name, "params": params, "entry": self._kept(entry)})
+
+    def probe(self, count: int) -> list[Draft]:
+        """Some draws, for checks."""
+        return [self.draw(stable_int("probe", i)) for i in range(count)]
+
+    @property
+    def probed(self) -> str:
+        """What was probed, as an error names it."""
+        return f"name: '{self.name}'"
+
+    def _dataset(self, key: int) -> Any:
+        import reasoning_gym
+
+        # Datasets of one problem: several compute all of theirs when they are made.
+        return reasoning_gym.create_dataset(self.name, seed=stable_int("entry", key) % _SEEDS, size=1, **self._params)
+
+    def _entry(self, key: int) -> dict[str, Any]:
+        return dict(self._dataset(key)[0])
+
+    def _kept(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """What the scorer reads, as it comes out of JSON in a verifier's process."""
+        kept = {name: entry[name] for name in ("question", "answer", "metadata")}
+        return dict(json.loads(json.dumps(kept)))
+
+    def _score_own_answer(self, entry: dict[str, Any]) -> float:
+        """1 where the dataset gives no answer of its own: its scorer checks what it finds."""
+        if entry["answer"] is None:
+            return 1.0
+        return float(self._dataset(0).score_answer(entry["answer"], self._kept(entry)))

@@ -1,0 +1,74 @@
+"""Which of a rollout's responses people get to read, and as what text; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tlt.data.tokenizer import Tokenizer
+from megatron_tlt.observe.samples import SampleRow, choose_samples, shorten
+from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.experience import ScoredResponse
+
+
+class SampleRows:
+    """Chooses responses and makes rows of ``samples.jsonl`` of them; only the chosen ones are decoded.
+
+    Args:
+        tokenizer: that the policy reads and writes with.
+        per_task: so many responses of each task at most; 0 for none.
+        max_characters: of a text; what is longer loses its middle.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, per_task: int, max_characters: int) -> None:
+        self._tokenizer = tokenizer
+        self._per_task = per_task
+        self._max_characters = max_characters
+
+    def rows(self, origin: str, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> list[SampleRow]:
+        """The rows of one rollout, by task; ``origin`` is one of ``observe.samples.ORIGINS``.
+
+        The keys: ``origin``, ``task``, ``problem`` (uid), ``sample`` (number of the response to the problem),
+        ``chosen`` (reasons), ``reward``, ``correct``, ``extracted`` (the judged answer, or null), ``answer`` (the
+        problem's own, or null), ``error`` (of the verifier, or null), ``prompt_length`` and ``length`` (tokens),
+        ``finish_reason``, ``acceptance_length``, ``prompt`` and ``response`` (with special tokens) and ``cut`` (key of
+        a text -> characters left out of it).
+        """
+        if self._per_task == 0:
+            return []
+        by_task: dict[str, list[ScoredResponse]] = {}
+        for each in scored:
+            by_task.setdefault(problems[each.problem].source, []).append(each)
+        rows: list[SampleRow] = []
+        for _, found in sorted(by_task.items()):
+            rewards, lengths = [s.reward.value for s in found], [len(s.response.token_ids) for s in found]
+            chosen = choose_samples(rewards, lengths, self._per_task)
+            rows += [self._row(origin, problems[found[i].problem], found[i], why) for i, why in chosen.items()]
+        return rows
+
+    def _row(self, origin: str, problem: Problem, scored: ScoredResponse, chosen: list[str]) -> SampleRow:
+        response, reward = scored.response, scored.reward
+        row: SampleRow = {
+            "origin": origin,
+            "task": problem.source,
+            "problem": problem.uid,
+            "sample": scored.sample,
+            "chosen": chosen,
+            "reward": reward.value,
+            "correct": reward.correct,
+            "extracted": reward.extracted,
+            "answer": problem.answer or None,
+            "error": reward.error,
+            "prompt_length": len(response.prompt_token_ids),
+            "length": len(response.token_ids),
+            "finish_reason": response.finish_reason,
+            "acceptance_length": round(response.draft.acceptance_length, 3),
+            "prompt": self._tokenizer.decode(response.prompt_token_ids, special_tokens=True),
+            "response": self._tokenizer.decode(response.token_ids, special_tokens=True),
+        }
+        cut: dict[str, int] = {}
+        for key, value in row.items():
+            if isinstance(value, str):
+                row[key], left_out = shorten(value, self._max_characters)
+                if left_out:
+                    cut[key] = left_out
+        return {**row, "cut": cut}

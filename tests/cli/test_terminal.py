@@ -1,0 +1,84 @@
+"""What went wrong is on the terminal, once, in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.cli import main
+from tests.config.test_loader import write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tlt(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_tlt", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("command", ["eval", "train"])
+def test_a_run_folder_that_cannot_be_written_is_one_line(command: str, tmp_path: Path) -> None:
+    done = tlt(command, str(write(tmp_path)), "run.dir=/proc/foo", cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: run.dir: cannot write /proc/foo/")
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path: Path) -> None:
+    config = str(write(tmp_path, actor={"transformer_impl": "local"}))
+    for place in ("/proc/foo/out.json", str(tmp_path)):
+        done = tlt("eval", config, "run.dir=run", "--json", place, cwd=tmp_path)
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+        assert done.returncode == 2 and len(lines) == 1 and f"error: --json: cannot write {place}; " in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_never_writes_over_what_the_run_writes(tmp_path: Path) -> None:
+    config, own = str(write(tmp_path, actor={"transformer_impl": "local"})), tmp_path / "run" / "samples.jsonl"
+    own.parent.mkdir()
+    own.write_text("a live run's\n")
+    done = tlt("eval", config, "run.dir=run", "--samples", "run/samples.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "error: --samples: run/samples.jsonl belongs to the run; " in done.stderr
+    done = tlt("eval", config, "run.dir=run", "observe.samples_per_task=0", "--samples", "mine.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "error: --samples: observe.samples_per_task is 0; " in done.stderr
+    assert own.read_text() == "a live run's\n" and not (tmp_path / "mine.jsonl").exists()
+
+
+def test_a_folder_without_a_run_gets_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").touch()
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: RUN_DIR: {tmp_path} holds no run; allowed: a folder with one of")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("after_s", [1.0, 3.0, 6.0])
+def test_ctrl_c_at_the_start_is_one_line_and_status_130(after_s: float, tmp_path: Path) -> None:
+    """Whatever is imported or started at that moment; SIGINT goes to the whole group, as a terminal sends it."""
+    arguments = [str(write(tmp_path, actor={"transformer_impl": "local"})), "run.dir=run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_tlt", "train", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    lines = [line for line in error.splitlines() if not line.startswith("note: ")]
+    assert process.returncode == 130 and len(lines) == 1 and lines[0].startswith("error: "), error

@@ -1,0 +1,68 @@
+"""What an engine's chooser tells its tuner: the largest batch, and the budgets that drafts were made under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
+from megatron_tlt.speculation.tuner_beg_mab import BegMabTuner
+
+REQUESTS = [Request(str(i), (1, 2), SamplingSpec(), i, f"problem {i}") for i in range(4)]
+
+
+def chooser(max_num_seqs: int | None = None, **adaptive: Any) -> AdaptiveSpeculation:
+    section = {"drafter": "suffix", "num_speculative_tokens": 3, "adaptive": {"threshold": 100, **adaptive}}
+    return AdaptiveSpeculation(SpeculationConfig.model_validate(section), 64, seed=1, max_num_seqs=max_num_seqs)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "largest"), [(None, 104), (256, 104), (64, 64)])
+def test_the_largest_batch_is_that_of_the_gate_or_of_the_engine(max_num_seqs: int | None, largest: int) -> None:
+    tuner = chooser(max_num_seqs)._controller.tuner
+    assert isinstance(tuner, BegMabTuner)
+    assert tuner.max_batch == largest == tuner.buckets[-1].upper
+    assert tuner.choose(largest + 1) == OFF
+
+
+def test_buckets_that_end_below_the_gate_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"speculation.adaptive: bounds .*\[4, 32\]; the last must be 104 or more"):
+        chooser(options={"bounds": [4, 32]})
+    assert chooser(32, options={"bounds": [4, 32]})
+
+
+def test_a_step_is_judged_by_the_budgets_of_the_requests_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = chooser(patience=1, lengths="classes", tuner="static", strategies=["suffix-3"])
+    seen: list[StepObservation] = []
+    monkeypatch.setattr(made._controller.tuner, "observe", seen.append)
+    made.begin_rollout(REQUESTS)
+    arm, before = Strategy("suffix", 3, by_length=True), OFF
+    for running in (4, 4, 3, 1):
+        names = [request.request_id for request in REQUESTS[:running]]
+        strategy, budgets = made.next(running, dict.fromkeys(names, 1))
+        # without a history all responses are of medium length, which have half of the drafts
+        assert strategy == arm and budgets == dict.fromkeys(names, 2)
+        accepted = (1, 0, 0) if before == arm else ()
+        made.observe(
+            StepRecord(
+                0.0, 0.01, running, running + sum(accepted), 2, sum(accepted), before, arm,
+                accepted_per_position=accepted,
+            )
+        )  # fmt: skip
+        before = arm
+    assert [step.budgets for step in seen] == [BudgetMix.of([2] * running) for running in (4, 3, 1)]
+    assert {step.accepted_per_position for step in seen} == {(1, 0, 0)}
+    assert [step.mean_budget for step in seen] == [2.0] * 3
+
+
+def test_lengths_are_kept_where_the_tuner_is_another_one() -> None:
+    made, other = chooser(lengths="classes"), chooser(lengths="classes", tuner="solver")
+    assert made._lengths is not None and other._lengths is not None
+    made._lengths.record("problem 0", 50)
+    with pytest.raises(ValueError, match="tuner solver: the state is of tuner 'beg_mab'"):
+        other.load_state(made.state())
+    assert other._lengths.history.state() == made._lengths.history.state()

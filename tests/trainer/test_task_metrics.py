@@ -1,0 +1,54 @@
+"""What a step's metrics say of its tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.rewards.types import Reward
+from megatron_tlt.rollout.types import Response
+from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, task_metrics
+
+
+def scored(problem: int, sample: int, length: int, reward: Reward, finish: str = "stop") -> ScoredResponse:
+    return ScoredResponse(problem, sample, Response("x", (5, 6), (7,) * length, (), finish, 0.0), reward)
+
+
+def test_metrics_of_tasks_are_over_their_own_responses() -> None:
+    responses = [
+        scored(0, 0, 4, Reward(1.0, True, "2")),
+        scored(0, 1, 6, Reward(0.0, False)),
+        scored(1, 0, 10, Reward(0.5, False, "3"), "length"),
+        scored(1, 1, 20, Reward(0.5, False, "4"), "length"),
+    ]
+    tasks = ["sums", "sums", "openai/gsm8k", "openai/gsm8k"]
+    found = task_metrics(tasks, responses, 2)
+    assert found == {
+        "task/sums/responses": 2,
+        "task/sums/reward": 0.5,
+        "task/sums/correct": 0.5,
+        "task/sums/extracted": 0.5,
+        "task/sums/mixed_groups": 1.0,
+        "task/sums/length_mean": 5.0,
+        "task/sums/length_max": 6.0,
+        "task/sums/truncated": 0.0,
+        "task/openai/gsm8k/responses": 2,
+        "task/openai/gsm8k/reward": 0.5,
+        "task/openai/gsm8k/correct": 0.0,
+        "task/openai/gsm8k/extracted": 1.0,
+        "task/openai/gsm8k/mixed_groups": 0.0,
+        "task/openai/gsm8k/length_mean": 15.0,
+        "task/openai/gsm8k/length_max": 20.0,
+        "task/openai/gsm8k/truncated": 1.0,
+    }
+    assert reward_spread([1.0, 0.0, 0.5, 0.5]) == {
+        "reward/std": pytest.approx(0.125**0.5),
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+    }
+
+
+def test_entropy_is_a_mean_over_tokens_not_over_responses() -> None:
+    found = entropy_metrics(["a", "b", "a"], [(3.0,), (1.0, 1.0), (0.0, 0.0)])
+    assert found == {"rollout/entropy": 1.0, "task/a/entropy": 1.0, "task/b/entropy": 1.0}
+    assert entropy_metrics(["a", "b"], [(4.0, 2.0, 3.0), (1.0,)])["rollout/entropy"] == 2.5
