@@ -29,6 +29,7 @@ Progress = Callable[[], tuple[int, int]]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _launches = itertools.count()
 _MEETING_ENDS_S = 10
+_ASKED_AGAIN_S = 10
 
 
 def under_torchrun() -> bool:
@@ -46,6 +47,7 @@ class _Child:
     def __init__(self, scheduled: bool) -> None:
         self._scheduled = scheduled
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked_s: float | None = None  # when torchrun was last asked to end
         self.signal: int | None = None
 
     def run(self, process: subprocess.Popen[bytes], failed: Callable[[], bool]) -> int:
@@ -55,11 +57,13 @@ class _Child:
         """
         self._process = process
         if self.signal is not None:  # it came while there was no process to pass it on to
-            process.send_signal(END_TORCHRUN)
+            self._end_torchrun()
         left = _MEETING_ENDS_S
         while left:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(1)
+            if self._asked_s is not None and time.monotonic() - self._asked_s > _ASKED_AGAIN_S:
+                self._end_torchrun()  # a signal that reaches an interpreter at its start can be lost
             left = left - 1 if not self._workers() and failed() else _MEETING_ENDS_S
         process.kill()
         process.wait()
@@ -86,13 +90,17 @@ class _Child:
             return
         if self.signal is not None or not workers:
             self.signal = self.signal or signum
-            if self._process is not None:
-                self._process.send_signal(END_TORCHRUN)
+            self._end_torchrun()
             return
         self.signal = signum
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(signum)
+
+    def _end_torchrun(self) -> None:
+        if self._process is not None:
+            self._asked_s = time.monotonic()
+            self._process.send_signal(END_TORCHRUN)
 
     def end_all(self) -> None:
         """Leaves no process behind, whatever the way out."""

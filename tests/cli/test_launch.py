@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_tlt.cli import launch as launching
 from megatron_tlt.cli.launch import launch
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.config.schema import LauncherConfig
@@ -142,3 +143,37 @@ def test_nobody_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
 def test_several_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"launcher\.nnodes: found 2"):
         launch("x", [], LauncherConfig(nnodes=2))
+
+
+def test_a_torchrun_that_lost_the_signal_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that still imports can lose a SIGINT; the run would go on to its end."""
+    monkeypatch.setattr(launching, "_ASKED_AGAIN_S", 1)
+    loses_one = "import signal, time\nsignal.signal(2, lambda *_: signal.signal(2, signal.SIG_DFL))\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", loses_one + "print(flush=True)\ntime.sleep(60)"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        child = launching._Child(scheduled=False)
+        child.pass_on(signal.SIGINT)
+        assert child.run(process, failed=lambda: False) == -signal.SIGINT
+
+
+def test_a_sigint_while_torchrun_is_imported_ends_it() -> None:
+    for after_s in (0.2, 0.5, 0.8, 1.1):
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "megatron_tlt.platform.torchrun",
+                "--nproc_per_node=1",
+                "--standalone",
+                "-m",
+                "this",
+            ],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
