@@ -21,7 +21,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "quickstart": {"lengths": "none", "rollouts": 4, "repeats": 5},
     "large": {"lengths": "optimal", "rollouts": 1, "repeats": 3},
 }
+OVERHEAD = 1.015
+"""Time of steps of an engine that could draft over those of one that cannot."""
 WHOLE = "whole rollout"
+ABLE = "off, able to draft"
+"""The arm of an engine that could draft and does not; "off" is one that was built without any speculation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +95,11 @@ def _median(arm: Mapping[str, Any]) -> float:
 def judge(result: BenchmarkResult, target: str, cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """The targets of one target model, for each tuner that does not know the future."""
     whole = cases[WHOLE]
-    own = [arm for arm in whole if arm not in (*TUNERS, "off") and not arm.startswith("vLLM's")]
+    overheads = [_median(arms[ABLE]) / _median(arms["off"]) for arms in cases.values()]
+    result.target(
+        f"{target}: time able to draft over unable, median of all cases", statistics.median(overheads), "<=", OVERHEAD
+    )
+    own = [arm for arm in whole if arm not in (*TUNERS, "off", ABLE) and not arm.startswith("vLLM's")]
     single = min(_median(whole[arm]) for arm in [*own, "off"])
     for tuner in ("beg_mab", "solver"):
         at_batches = [

@@ -161,6 +161,11 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
             f"prompt_lookup_max = {ngram.prompt_lookup_max}"
         )
     if speculation.drafter in ("ngram", "suffix"):
+        if speculation.draft_sample_method != "greedy":
+            lines.append(
+                f"speculation.draft_sample_method: found {speculation.draft_sample_method}, but drafter "
+                f"{speculation.drafter} has no distribution to draw from; allowed: greedy, or with eagle, eagle3"
+            )
         if path is not None:
             lines.append(
                 f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "

@@ -86,6 +86,8 @@ class SpeculationConfig(Section):
     """Speculative decoding in rollout; never changes the distribution of the responses.
 
     ``path`` is the folder of an ``eagle`` or ``eagle3`` head; embedding and output head that it lacks are the policy's.
+    A head drafts its likeliest token (``draft_sample_method`` greedy) or one drawn from its distribution
+    (probabilistic), which is accepted more often where the policy is unsure. The names are vLLM's.
     Without ``adaptive`` every step drafts ``num_speculative_tokens`` by ``drafter``; with it, at most that many, by
     that drafter or one without a model, or none.
     """
@@ -93,6 +95,7 @@ class SpeculationConfig(Section):
     enabled: bool = True
     drafter: Literal["ngram", "suffix", "eagle", "eagle3"] = "ngram"
     path: Path | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     num_speculative_tokens: PositiveInt = 3
     ngram: NgramConfig = NgramConfig()
     suffix: SuffixConfig = SuffixConfig()

@@ -104,6 +104,7 @@ class VllmEngine:
             speculation.drafter if speculation.enabled and speculation.drafter in MODEL_DRAFTERS else None,
             self.token_drafters,
             speculation.skipped,
+            probabilistic=speculation.draft_sample_method == "probabilistic",
         )
         if speculation.enabled:
             self.set_strategy(Strategy(speculation.drafter, speculation.num_speculative_tokens))

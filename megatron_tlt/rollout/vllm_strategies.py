@@ -16,6 +16,7 @@ from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedStates
 from megatron_tlt.rollout.types import Request
+from megatron_tlt.rollout.vllm_draft_sampling import DraftedRow, DraftSampler
 from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
 from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
@@ -91,8 +92,12 @@ class StrategySwitch:
         head: str | None,
         token_drafters: Mapping[str, TokenDrafter],
         skipped: SkippedConfig,
+        *,
+        probabilistic: bool = False,
     ) -> None:
         """Take over drafting in ``runner``, which was built for ``num_tokens`` drafts at most (0: none, ever).
+
+        ``probabilistic``: the head's drafts are drawn from its distribution, instead of its likeliest tokens.
 
         Raises:
             ConfigError: a token drafter under a name that is no model-free one.
@@ -116,6 +121,7 @@ class StrategySwitch:
         if not num_tokens:
             return
         self._head = DrafterHead(runner) if head else None
+        self._sampler = DraftSampler(runner, probabilistic) if head else None
         self._skipped = SkippedStates(skipped, int(runner.max_num_reqs))
         runner.propose_draft_token_ids = self._propose
         # vLLM drafts token 0 for the whole batch where one sequence is near the longest; ``_limit`` looks at each
@@ -248,8 +254,11 @@ class StrategySwitch:
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        self._runner._draft_probs = None  # drafts are certain: verified as one-hot distributions
+        # drafts are certain, verified as one-hot distributions, unless the sampler has drawn them
+        self._runner._draft_probs = None
         self._runner._draft_prob_req_ids = None
+        if self._sampler is not None:
+            self._sampler.clear()
         self.drafted_under = self.strategy
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.strategy == OFF and self._head is None:
@@ -333,7 +342,7 @@ class StrategySwitch:
         self, rows: list[_Row], features: torch.Tensor, metadata: Any, sampling: Any, drafts: list[list[int]]
     ) -> None:
         """Run the head over rows that draft with it, and over prompts; keep the states of the others."""
-        assert self._head is not None
+        assert self._head is not None and self._sampler is not None
         drafting = self.strategy.drafter == self._head_name
         used: list[_Row] = []
         skipped: list[_Row] = []
@@ -354,9 +363,15 @@ class StrategySwitch:
             inputs.append(HeadInput(row.index, row.start, features[row.offset : row.offset + row.length]))
         self._head.fill(late, metadata, sampling)
         num_tokens = max(row.limit for row in used) if drafting else 0
+        self._sampler.begin([self._drafted(row) for row in used] if num_tokens else [])
         for row, draft in zip(used, self._head.propose(inputs, num_tokens, metadata, sampling), strict=True):
             if drafting:
                 drafts[row.index] = draft[: row.limit]
+        self._sampler.end()
+
+    def _drafted(self, row: _Row) -> DraftedRow:
+        request = self._tracked[row.internal_id].request
+        return DraftedRow(row.internal_id, request.sampling.temperature, request.seed, row.num_tokens)
 
     def _skip(self, rows: list[_Row], features: torch.Tensor) -> None:
         picked = [row.offset + token for row in rows for token in range(row.length)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_tlt.bench import real
+from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import Case
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.real import ceiling
@@ -39,6 +40,7 @@ def case(batch: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 SECONDS = {
     "off": [9.0, 10.0, 10.0, 10.0, 12.0],
+    ABLE: [9.0, 10.0, 10.0, 11.0, 12.0],
     "beg_mab": [9.0, 4.0, 5.0, 4.0, 5.0],
     "suffix-5": [9.0, 6.0, 6.0, 6.0],
     "oracle": [9.0, 3.8, 4.0, 4.2],
@@ -53,6 +55,8 @@ def test_targets_follow_from_medians_and_what_is_missing_is_incomplete() -> None
     assert result.targets["speed over off, lowest"]["value"] == pytest.approx(10.0 / 4.5)
     assert result.targets["speed over the oracle, lowest"]["value"] == pytest.approx(1.0)  # of the shared repeats
     assert result.targets["speed over the best of vLLM's own, lowest"]["value"] == pytest.approx(5.0 / 4.0)
+    overhead = result.targets["time able to draft over unable, median of batches"]
+    assert (overhead["value"], overhead["met"]) == (pytest.approx(10.5 / 10.0), False)
     assert result.targets["8 requests"]["op"] == "incomplete" and not result.targets["8 requests"]["met"]
     assert {row["arm"] for row in result.rows} == set(SECONDS)
     assert [row["ceiling"] for row in result.rows if row["arm"] == "beg_mab"] == [3.0]

@@ -128,11 +128,11 @@ def test_a_small_target_under_every_arm(tmp_path: Path) -> None:
     assert main(["bench", "rollout", "--json", str(out), *small]) == 0
     found = json.loads(out.read_text())
     cases = {(row["case"], row["arm"]) for row in found["rows"]}
-    arms = {"off", "suffix-1", "suffix-3", "beg_mab", "solver", "oracle", "vLLM's ngram-3"}
+    arms = {"off", "off, able to draft", "suffix-1", "suffix-3", "beg_mab", "solver", "oracle", "vLLM's ngram-3"}
     assert {(case, arm) for case in ("whole rollout", "batch 1", "batch 4") for arm in arms} <= cases
     # the same lengths whatever drafts: that is what makes times comparable
     for case in ("whole rollout", "batch 1", "batch 4"):
         assert len({row["tokens"] for row in found["rows"] if row["case"] == case}) == 1
     replayed = next(row for row in found["rows"] if (row["case"], row["arm"]) == ("whole rollout", "suffix-3"))
     assert replayed["drafts"] == "replayed" and replayed["acceptance_length"] > 1.5
-    assert len(found["targets"]) == 8
+    assert len(found["targets"]) == 9

@@ -93,6 +93,10 @@ def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
             ["speculation.path=/x"],
             "speculation.path: found /x, but drafter ngram has no model; allowed: with eagle, eagle3",
         ),
+        (
+            ["speculation.draft_sample_method=probabilistic"],
+            "speculation.draft_sample_method: found probabilistic, but drafter ngram has no distribution to draw from",
+        ),
         (["speculation.drafter=eagle"], "speculation.path: not given; drafter eagle needs the folder of its head"),
         (
             ["speculation.drafter=eagle3", "speculation.path=/x"],

@@ -73,19 +73,42 @@ def plain_engine(model_folder: Path, engine: VllmEngine) -> Iterator[VllmEngine]
     engine.shutdown()
 
 
-@pytest.fixture(scope="session", params=[("eagle", None), ("eagle3", None), ("eagle3", 20)])
-def head(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind, drafted = request.param
-    return build_eagle_head(kind, model_folder, tmp_path_factory.mktemp("heads") / kind, drafted=drafted)
+HEADS = [
+    ("eagle", None, "greedy"),
+    ("eagle", None, "probabilistic"),
+    ("eagle3", None, "greedy"),
+    ("eagle3", 20, "probabilistic"),
+]
+"""Kind, size of the draft vocabulary, how drafts are chosen."""
+
+
+@pytest.fixture(scope="session", params=HEADS, ids=lambda each: "-".join(str(part) for part in each if part))
+def head_and_method(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    kind, drafted, method = request.param
+    return build_eagle_head(kind, model_folder, tmp_path_factory.mktemp("heads") / kind, drafted=drafted), method
 
 
 @pytest.fixture(scope="session")
-def drafting(head: Path, model_folder: Path, plain_engine: VllmEngine) -> Iterator[VllmEngine]:
+def head(head_and_method: tuple[Path, str]) -> Path:
+    return head_and_method[0]
+
+
+@pytest.fixture(scope="session")
+def drafting(head_and_method: tuple[Path, str], model_folder: Path, plain_engine: VllmEngine) -> Iterator[VllmEngine]:
     """An engine with that drafter (after the others, one of which owns the process group)."""
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
-    adaptive = AdaptiveConfig(strategies=["off", "ngram-3", "suffix-3", f"{head.name}-3"])
-    speculation = SPECULATION.model_copy(update={"drafter": head.name, "path": head, "adaptive": adaptive})
+    head, method = head_and_method
+    speculation = SPECULATION.model_copy(
+        update={
+            "drafter": head.name,
+            "path": head,
+            "draft_sample_method": method,
+            "adaptive": AdaptiveConfig(strategies=["off", "ngram-3", "suffix-3", f"{head.name}-3"]),
+        }
+    )
     engine = VllmEngine(model_folder, ROLLOUT, speculation, seed=7)
     yield engine
     engine.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -196,6 +196,37 @@ def test_samples_have_the_exact_marginals(drafting: VllmEngine, reference: Qwen2
     joint_p, third_p, drafts = sampled_p_values(drafting, reference, (*range(VOCAB), 3), 0.7, 0.9)
     assert drafts.num_accepted_tokens > 50
     assert min(joint_p, third_p) > 1e-4, f"p-values {joint_p:.3g} (tokens 1 and 2), {third_p:.3g} (token 3)"
+
+
+def test_drafts_are_drawn_from_the_distribution_that_they_are_verified_with(
+    drafting: VllmEngine, head_and_method: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By token, as often as the sum of its probabilities says; certain drafts have no distribution."""
+    runner = drafting._runner
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    upstream = runner._get_spec_decode_draft_probs
+
+    def watch(metadata: Any) -> torch.Tensor | None:
+        probs = upstream(metadata)
+        if probs is not None:
+            seen.append((metadata.draft_token_ids.clone(), probs.clone()))
+        return probs
+
+    monkeypatch.setattr(runner, "_get_spec_decode_draft_probs", watch)
+    spec = SamplingSpec(temperature=1.0, max_tokens=40)
+    requests = [Request(f"d{i}", tuple(range(VOCAB)), spec, seed=i) for i in range(200)]
+    first = drafting.generate(requests)
+    if head_and_method[1] == "greedy":
+        assert not seen
+        return
+    tokens, probs = (torch.cat(column) for column in zip(*seen, strict=True))
+    assert probs.shape == (total_draft(first).num_draft_tokens, VOCAB)
+    assert torch.allclose(probs.sum(-1), torch.ones(len(probs)), atol=1e-5)
+    assert (probs.gather(1, tokens.long()[:, None]) > 0.0).all()
+    expected, spread = probs.double().sum(0), (probs * (1 - probs)).double().sum(0).sqrt()
+    counts = torch.bincount(tokens.long(), minlength=VOCAB)
+    assert ((counts - expected).abs() < 4.5 * spread + 1e-9).all()
+    assert tokens_of(drafting.generate(requests)) == tokens_of(first)  # by the requests' seeds alone
 
 
 @pytest.mark.distributed

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import Case, make_cases
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.quickstart import Quickstart, prepare_quickstart, warm_head
@@ -27,8 +28,8 @@ from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.speculation.strategy import OFF, Strategy
 
-PAIR = ("off", "beg_mab")
-"""The arms whose ratio is wanted most closely."""
+PAIR = ("off", ABLE, "beg_mab")
+"""The arms whose ratios are wanted most closely."""
 
 
 def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.bench.chain_model import write_chain_model
+from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import Case, Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
@@ -52,7 +53,7 @@ class Target:
         self._engine = VllmEngine(folder, rollout, speculation, seed, drafters)
         self.table = RateTable()
         self._finished: list[FinishedResponse] = []
-        self.arms: dict[str, Rollout] = {"off": self._plain.generate}
+        self.arms: dict[str, Rollout] = {"off": self._plain.generate, ABLE: self._able}
         strategies = [OFF, *statics]
         lengths = given["lengths"]
         # budgets say how many tokens each request gets: what an engine has by default then is off and the most of each
@@ -71,6 +72,10 @@ class Target:
         if importlib.util.find_spec("arctic_inference"):
             self._suffix = StockEngine(folder, rollout, "suffix", tokens, seed)
             self.arms[f"vLLM's suffix-{tokens}"] = self._suffix.generate
+
+    def _able(self, requests: Sequence[Request]) -> list[Response]:
+        self._engine.set_strategy(OFF)
+        return self._finish(requests, self._engine.generate(requests))
 
     def _static(self, strategy: Strategy) -> Rollout:
         def rollout(requests: Sequence[Request]) -> list[Response]:

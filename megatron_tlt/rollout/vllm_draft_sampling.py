@@ -1,0 +1,122 @@
+"""Which token a head drafts: its likeliest, or one drawn from its distribution, which the verifier then knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.speculation.draft_uniforms import draft_uniforms
+
+
+@dataclass(frozen=True)
+class DraftedRow:
+    """A request that a head is about to draft for; ``position`` is that of its first draft token."""
+
+    internal_id: str
+    temperature: float
+    seed: int
+    position: int
+
+
+class DraftSampler:
+    """Stands where vLLM's proposer chooses a draft token from the head's final states, and where drafts are verified.
+
+    Only the logits that the head has are looked at: vLLM spreads those of a small draft vocabulary over the target's
+    whole one before it takes the largest.
+
+    A drawn token x of draft distribution q is accepted with probability min(1, p(x) / q(x)) under the target's p, so
+    sum_x min(p(x), q(x)) of the drafts are (Leviathan et al., 2023), where a certain draft has p(x). Only the
+    temperature shapes q; the target's top-k and top-p shape p, and the result is p's either way.
+    """
+
+    def __init__(self, runner: Any, probabilistic: bool) -> None:
+        """Take over the choice of draft tokens in ``runner``'s proposer."""
+        self._runner = runner
+        self._proposer = runner.drafter
+        self._probabilistic = probabilistic
+        self._waiting: dict[str, torch.Tensor] = {}  # (drafts, draft vocabulary) by request
+        self.begin(())
+        self._proposer._sample_draft_tokens = self._sample
+        if probabilistic:
+            runner._get_spec_decode_draft_probs = self._probabilities
+
+    def clear(self) -> None:
+        """No draft waits for verification."""
+        self._waiting = {}
+
+    def begin(self, rows: Sequence[DraftedRow]) -> None:
+        """The head is about to draft for these requests, in this order."""
+        self._rows, self._depth = rows, 0
+        self._drawn: list[torch.Tensor] = []  # of each depth: (rows, draft vocabulary)
+        if self._probabilistic:
+            self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+            self._positions = np.array([row.position for row in rows], dtype=np.uint64)
+            temperatures = torch.tensor([row.temperature for row in rows])
+            self._greedy = temperatures <= 0.0
+            self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
+
+    def end(self) -> None:
+        """The drafts are made, and wait for verification."""
+        if self._drawn:
+            by_row = torch.stack(self._drawn, dim=1)
+            self._waiting = {row.internal_id: by_row[index] for index, row in enumerate(self._rows)}
+        self._rows, self._drawn = (), []
+
+    def _model(self) -> Any:
+        model = self._proposer.model
+        return model.unwrap() if hasattr(model, "unwrap") else model
+
+    def _target_ids(self) -> torch.Tensor | None:
+        """The target's ids of the draft vocabulary; None where it is the whole."""
+        offsets = getattr(self._model(), "draft_id_to_target_id", None)
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def _sample(self, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
+        """The proposer's ``_sample_draft_tokens``: final states (rows, hidden) -> the target's token ids (rows)."""
+        model, targets = self._model(), self._target_ids()
+        if targets is None:
+            logits = model.compute_logits(hidden_states)
+        else:
+            logits = model.logits_processor(model.lm_head, hidden_states)
+        tokens = logits.argmax(dim=-1)
+        if self._probabilistic and not bool(self._greedy.all()):
+            tokens = self._draw(logits.float(), tokens)
+        self._depth += 1
+        return (tokens if targets is None else targets[tokens]), None
+
+    def _draw(self, logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+        """Draft ids (rows) by inversion of the distribution function."""
+        device = logits.device
+        probs = (logits / self._divisors.to(device)).softmax(dim=-1)
+        uniforms = draft_uniforms(self._seeds, self._positions + np.uint64(self._depth))
+        sums = probs.double().cumsum(dim=-1)
+        levels = torch.from_numpy(uniforms).to(device)[:, None] * sums[:, -1:]
+        drawn = torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
+        self._drawn.append(probs)
+        return torch.where(self._greedy.to(device), likeliest, drawn)
+
+    def _probabilities(self, metadata: Any) -> torch.Tensor | None:
+        """The runner's ``_get_spec_decode_draft_probs``: (draft tokens, vocabulary); None for certain drafts.
+
+        Raises:
+            RunError: drafts of a request whose distribution is not known.
+        """
+        if not self._waiting:
+            return None
+        counts = zip(self._runner.input_batch.req_ids, metadata.num_draft_tokens, strict=True)
+        drafted = [(internal_id, count) for internal_id, count in counts if count]
+        if missing := [internal_id for internal_id, _ in drafted if internal_id not in self._waiting]:
+            raise RunError(
+                f"no distribution is known of the drafts of {missing[0]}, which therefore cannot be verified"
+            )
+        probs = torch.cat([self._waiting[internal_id][:count] for internal_id, count in drafted])
+        targets = self._target_ids()
+        if targets is None:
+            return probs.contiguous()
+        whole = probs.new_zeros(len(probs), self._runner.input_batch.vocab_size)
+        return whole.index_copy_(1, targets, probs)
