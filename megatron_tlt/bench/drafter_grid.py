@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     parser.add_argument("--unrolls", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--losses", nargs="+", choices=("eagle", "kl", "tv"), default=["eagle", "kl"])
+    parser.add_argument("--warmups", type=int, nargs="+", default=[0], help="steps in which the rate rises")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[0, 2048], help="of EAGLE-3; 0 is the whole one")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training for each")
     parser.add_argument("--turns", type=int, default=4, help="that these are divided into, all taking turns")
@@ -73,21 +74,34 @@ class _Arm:
 
 def _grid(arguments: argparse.Namespace, max_tokens: int) -> list[tuple[dict[str, Any], DrafterConfig]]:
     points = itertools.product(
-        arguments.kinds, arguments.vocabularies, arguments.unrolls, arguments.losses, arguments.rates
+        arguments.kinds,
+        arguments.vocabularies,
+        arguments.unrolls,
+        arguments.losses,
+        arguments.rates,
+        arguments.warmups,
     )
     found = []
-    for kind, vocabulary, unroll, loss, rate in points:
+    for kind, vocabulary, unroll, loss, rate, warmup in points:
         if kind == "eagle" and vocabulary:
             continue
         config = DrafterConfig(
             kind=kind,
             lr=rate,
+            warmup_steps=warmup,
             unroll_steps=unroll,
             loss=DrafterLossConfig(name=loss),
             draft_vocab_size=vocabulary or None,
             max_tokens_per_micro_batch=max_tokens,
         )
-        name = {"kind": kind, "draft_vocab_size": vocabulary or None, "unroll_steps": unroll, "loss": loss, "lr": rate}
+        name = {
+            "kind": kind,
+            "draft_vocab_size": vocabulary or None,
+            "unroll_steps": unroll,
+            "loss": loss,
+            "lr": rate,
+            "warmup_steps": warmup,
+        }
         found.append((name, config))
     return found
 
