@@ -28,4 +28,5 @@ def test_greedy_responses_and_log_probs_in_float32(smollm2: Path, tmp_path: Path
         return max(abs(x - y) for left, right in pairs for x, y in zip(left, right, strict=True))
 
     assert furthest("engine", "actor") <= 1e-4
-    assert furthest("actor", "transformers") <= 1e-4
+    # its residual stream reaches 24,192: transformers' own rounding is 2e-5 and more
+    assert furthest("actor", "exact") <= max(1e-5, 2.0 * furthest("transformers", "exact")) <= 1e-4

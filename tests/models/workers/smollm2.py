@@ -67,7 +67,7 @@ def greedy_responses(folder: Path, work: Path, requests: list[Request]) -> tuple
 
 
 def log_probs(folder: Path, requests: list[Request]) -> dict[str, list[list[float]]]:
-    """Of the same sampled responses: the engine's, the actor's, transformers'."""
+    """Of the same sampled responses: the engine's, the actor's, transformers', and these in float64."""
     engine = VllmEngine(folder, ROLLOUT, SpeculationConfig(enabled=False), seed=1)
     responses = engine.generate(requests)
     engine.shutdown()
@@ -78,25 +78,33 @@ def log_probs(folder: Path, requests: list[Request]) -> dict[str, list[list[floa
     actor = ActorConfig(transformer_impl="local", max_tokens_per_micro_batch=1024, log_prob_chunk_tokens=512)
     policy = Policy(folder, actor, seed=1, trainable=False)
     scores = policy.log_probs(samples)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    exact = []
-    with torch.no_grad():
-        for sample in samples:
-            tokens = torch.tensor(sample.token_ids)
-            rows = reference(tokens[None]).logits[0, sample.prompt_length - 1 : -1].log_softmax(-1)
-            exact.append(rows.gather(1, tokens[sample.prompt_length :, None])[:, 0].tolist())
     return {
         "engine": [list(response.log_probs) for response in responses],
         "actor": [[float(value) for value in score.log_probs] for score in scores],
-        "transformers": exact,
+        "transformers": reference_log_probs(folder, samples, torch.float32),
+        "exact": reference_log_probs(folder, samples, torch.float64),
     }
+
+
+@torch.no_grad()
+def reference_log_probs(folder: Path, samples: list[TrainingSample], dtype: torch.dtype) -> list[list[float]]:
+    """By transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    found = []
+    for sample in samples:
+        tokens = torch.tensor(sample.token_ids)
+        rows = model(tokens[None]).logits[0, sample.prompt_length - 1 : -1].log_softmax(-1)
+        found.append(rows.gather(1, tokens[sample.prompt_length :, None])[:, 0].tolist())
+    return found
 
 
 def main(folder: Path, work: Path) -> None:
     prepare()
     initialize_distributed(600)
     torch.set_num_threads(2)
-    config = load_config(CONFIG, ["launcher.nproc_per_node=1", "spot=null"])
+    config = load_config(
+        CONFIG, ["launcher.nproc_per_node=1", "spot=null", "model.recipe=null", f"model.path={folder}"]
+    )
     problems = build_sources(config.tasks, "held_out", 1).held_out(PROMPTS)
     tokenizer = load_tokenizer(folder)
 
