@@ -140,7 +140,9 @@ class _Training:
         self._shared = SharedWeights(embedding, head)
         model = build_drafter(architecture, "eagle", self._shared)
         # nothing can be learned from noise: any other loss would stay above ln V, which ends a training
-        config = DrafterConfig(unroll_steps=1, lr=1e-6, loss=DrafterLossConfig(name="tv", regression_weight=0.5))
+        config = DrafterConfig(
+            kind="eagle", unroll_steps=1, lr=1e-6, loss=DrafterLossConfig(name="tv", regression_weight=0.5)
+        )
         self._trainer = DrafterTrainer(model, config, seed=0)
         tokens = torch.randint(0, arguments.vocabulary, (arguments.tokens,), generator=generator, dtype=torch.int32)
         hidden = torch.randn(arguments.tokens, model.entry_size, generator=generator).bfloat16()

@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     own = argparse.ArgumentParser(prog=f"tlt bench {arguments.name}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(own)
-    result = module.run(own.parse_args(arguments.rest))
+    # one that goes on where it ended keeps its measurements beside the file
+    result = module.run(own.parse_args(arguments.rest, argparse.Namespace(json=arguments.json)))
     result.print()
     if arguments.json is not None:
         result.write(arguments.json)

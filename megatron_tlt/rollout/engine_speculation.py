@@ -28,6 +28,9 @@ class RolloutAccount:
         accepted: by drafter, draft tokens accepted.
         withheld: drafters that were kept from drafting.
         gain: its time with and without speculation.
+        switches: how often the strategy changed.
+        choosing_s: seconds in which it was chosen, in the steps where it changed.
+        catch_up_s: seconds in which the head computed tokens that it had skipped.
     """
 
     steps: dict[str, int] = field(default_factory=dict)
@@ -36,6 +39,9 @@ class RolloutAccount:
     accepted: dict[str, int] = field(default_factory=dict)
     withheld: list[str] = field(default_factory=list)
     gain: RolloutGain = field(default_factory=lambda: RolloutGain(0.0, 0.0, 0.0))
+    switches: int = 0
+    choosing_s: float = 0.0
+    catch_up_s: float = 0.0
 
 
 class EngineSpeculation:
@@ -72,6 +78,7 @@ class EngineSpeculation:
         self._drafts: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._open_steps = 0
+        self._begin_switches()
         self._probe_share = probe_share
         self._meter, self._probe = GainMeter(), PlainStepProbe(probe_share)
         self._probing = self._probe
@@ -97,6 +104,7 @@ class EngineSpeculation:
         for counts in (self._steps, self._drafts, self._accepted):
             counts.clear()
         self._open_steps = 0
+        self._begin_switches()
         self._meter.begin_rollout()
         self._lengths.clear()
         self._probing = self._probe if self._trains else PlainStepProbe(self._probe_share)
@@ -106,6 +114,10 @@ class EngineSpeculation:
             self.adaptive.withhold(self._withheld)
             self.adaptive.begin_rollout(requests)
 
+    def _begin_switches(self) -> None:
+        self._strategy: Strategy | None = None
+        self._switches, self._choosing_s, self._catch_up_s = 0, 0.0, 0.0
+
     def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
         """As ``StrategyChooser.next``."""
         began = time.perf_counter()
@@ -114,7 +126,12 @@ class EngineSpeculation:
             strategy, budgets = OFF, None
             if self.adaptive is not None:
                 self.adaptive.make_plain()
-        self._meter.chose(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._meter.chose(seconds)
+        if self._strategy not in (None, strategy):
+            self._switches += 1
+            self._choosing_s += seconds
+        self._strategy = strategy
         return strategy, budgets
 
     def _choose(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
@@ -127,6 +144,7 @@ class EngineSpeculation:
     def observe(self, step: StepRecord) -> None:
         """As ``StrategyChooser.observe``."""
         self._steps[step.strategy.name] += 1
+        self._catch_up_s += step.catch_up_s
         if step.num_drafts:
             self._drafts[step.strategy.drafter] += step.num_drafts
             self._accepted[step.strategy.drafter] += step.num_accepted_tokens
@@ -157,6 +175,9 @@ class EngineSpeculation:
             dict(self._accepted),
             sorted(self._withheld),
             self._gain,
+            self._switches,
+            self._choosing_s,
+            self._catch_up_s,
         )
 
     def keep_rollout(self) -> None:
@@ -178,8 +199,10 @@ def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
     """Metrics of all engines of a rollout together.
 
     ``share_*`` of engine steps by strategy, ``gate_open``, acceptance lengths by drafter (tokens per verification of a
-    request's drafts, the target's own included), ``drafter_withheld``. ``gain`` of the whole rollout and of each
-    engine, where enough was measured, with the seconds that it is the ratio of, and ``gain_coverage``.
+    request's drafts, the target's own included), ``drafter_withheld``. ``switches`` of an engine's strategy on average,
+    and ``switch_ms``: what one took, the head's catching up with what it had skipped included. ``gain`` of the whole
+    rollout and of each engine, where enough was measured, with the seconds that it is the ratio of, and
+    ``gain_coverage``.
     """
     steps, drafts, accepted = Counter[str](), Counter[str](), Counter[str]()
     for account in accounts:
@@ -191,6 +214,11 @@ def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
     opened = [account.open_steps for account in accounts if account.open_steps is not None]
     if opened and total:
         metrics["speculation/gate_open"] = sum(opened) / total
+    switches = sum(account.switches for account in accounts)
+    if switches:
+        seconds = sum(account.choosing_s + account.catch_up_s for account in accounts)
+        metrics["speculation/switches"] = switches / len(accounts)
+        metrics["speculation/switch_ms"] = 1e3 * seconds / switches
     for drafter, count in drafts.items():
         metrics[f"speculation/acceptance_length_{drafter}"] = 1.0 + accepted[drafter] / count
     if any(account.withheld for account in accounts):

@@ -110,7 +110,8 @@ class StepRecord:
 
     Its drafts were proposed under ``strategy``, at the end of an earlier step; at its own end drafts were proposed
     under ``next_strategy``. ``prefilled``: tokens of a prompt were computed in it. ``accepted_per_position[i]`` counts
-    the requests whose (i+1)-th draft token was accepted, ``num_drafts`` those that had any draft.
+    the requests whose (i+1)-th draft token was accepted, ``num_drafts`` those that had any draft. ``catch_up_s`` of it
+    went into tokens that the head had skipped under other strategies.
     """
 
     start: float
@@ -124,6 +125,7 @@ class StepRecord:
     prefilled: bool = False
     accepted_per_position: tuple[int, ...] = ()
     num_drafts: int = 0
+    catch_up_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ class VllmEngine:
             prefilled=step.prefilled,
             accepted_per_position=tuple(step.accepted_per_position),
             num_drafts=step.num_drafts,
+            catch_up_s=self._switch.take_catch_up_s(),
         )
 
     def _respond(self, request: Request, internal_id: str, completion: Any, now: float) -> Response:
@@ -352,10 +353,9 @@ class VllmEngine:
 
     def _check_weights(self) -> None:
         self._versions.require(POLICY)
-        versions = self._versions.as_dict()
         if self.strategy.drafter in MODEL_DRAFTERS:
             self._versions.require(DRAFTER)
-        self._switch.head_is_whole = versions.get(DRAFTER) is not None
+        self._switch.head_is_whole = self._versions.as_dict().get(DRAFTER) is not None
 
     def reset(self) -> None:
         """Forget cached prefixes and accounts, as after a change of weights."""

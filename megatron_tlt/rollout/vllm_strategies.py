@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,7 @@ class StrategySwitch:
         self._tracked: dict[str, _Tracked] = {}
         self._budgets: dict[str, int] = {}
         self._unique = itertools.count()
+        self._catch_up_s = 0.0
         self.strategy = OFF
         # what the drafts that now wait for verification were made under
         self.drafted_under = OFF
@@ -143,6 +145,11 @@ class StrategySwitch:
     def skipped(self) -> SkippedCounts:
         """What the head skipped so far, and what became of it."""
         return dataclasses.replace(self._skipped.counts) if self._num_tokens else SkippedCounts()
+
+    def take_catch_up_s(self) -> float:
+        """Seconds in which the head computed skipped tokens, since this was last asked."""
+        seconds, self._catch_up_s = self._catch_up_s, 0.0
+        return seconds
 
     def release(self) -> None:
         """Give back the memory for skipped states, between rollouts."""
@@ -361,7 +368,10 @@ class StrategySwitch:
                 for gap in self._skipped.take(row.internal_id):
                     late.append(HeadInput(row.index, gap.position, self._skipped.states[gap.rows]))
             inputs.append(HeadInput(row.index, row.start, features[row.offset : row.offset + row.length]))
-        self._head.fill(late, metadata, sampling)
+        if late:
+            began = time.perf_counter()
+            self._head.fill(late, metadata, sampling)
+            self._catch_up_s += time.perf_counter() - began
         num_tokens = max(row.limit for row in used) if drafting else 0
         self._sampler.begin([self._drafted(row) for row in used] if num_tokens else [])
         for row, draft in zip(used, self._head.propose(inputs, num_tokens, metadata, sampling), strict=True):

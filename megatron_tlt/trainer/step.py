@@ -208,7 +208,9 @@ class TrainingStep:
     ) -> list[TrainingSample]:
         config = self._config
         on_phase("log-probs", None)
+        began = time.perf_counter()
         self.take_device_back()
+        result.metrics["transition/to_actor_ms"] = 1e3 * (time.perf_counter() - began)
         rewards = [s.reward.value for s in scored]
         advantages = group_relative_advantages(rewards, config.algorithm.group_size, config.algorithm.normalize_by_std)
         samples = [
@@ -320,4 +322,8 @@ class TrainingStep:
             offloaded = time.perf_counter()
             self._engine.wake_up(["kv_cache"])
             wake = time.perf_counter() - offloaded + woken - began
-        result.metrics |= {"reshard/wake_s": wake, "reshard/transfer_s": result.reshard.seconds}
+        result.metrics |= {
+            "transition/to_engines_ms": 1e3 * result.metrics["time/reshard"],
+            "reshard/wake_s": wake,
+            "reshard/transfer_s": result.reshard.seconds,
+        }

@@ -14,7 +14,9 @@ from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import Case
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.real import ceiling
+from megatron_tlt.cli import main
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
 from megatron_tlt.speculation.strategy import OFF, Strategy
 
@@ -93,3 +95,15 @@ def test_defaults_are_those_of_the_shipped_config() -> None:
     real.add_arguments(parser)
     arguments = parser.parse_args([])
     assert arguments.config.is_file() and sorted(arguments.batches) == [1, 2, 4, 8, 16, 32]
+
+
+def test_the_command_says_where_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def run(arguments: argparse.Namespace) -> BenchmarkResult:
+        seen.append(arguments)
+        return BenchmarkResult(environment={}, name="real")
+
+    monkeypatch.setattr(real, "run", run)
+    assert main(["bench", "real", "--json", str(tmp_path / "F"), "--minutes", "1"]) == 0
+    assert (seen[0].json, seen[0].minutes) == (tmp_path / "F", 1.0)

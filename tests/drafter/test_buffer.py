@@ -366,5 +366,7 @@ def test_wrong_entries_are_refused_by_name() -> None:
         Entry("a", 0, good.token_ids, 7, good.hidden, 0.0)
     with pytest.raises(ConfigError, match="reward is nan"):
         Entry("a", 0, good.token_ids, 1, good.hidden, float("nan"))
-    assert good.nbytes == 6 * (4 + 2 * WIDTH) + ENTRY_OVERHEAD_BYTES == DrafterConfig().entry_bytes(6, WIDTH)
+    assert (
+        good.nbytes == 6 * (4 + 2 * WIDTH) + ENTRY_OVERHEAD_BYTES == DrafterConfig(kind="eagle").entry_bytes(6, WIDTH)
+    )
     assert DrafterConfig(kind="eagle3").entry_bytes(6, WIDTH // 4) == good.nbytes

@@ -136,7 +136,9 @@ def test_configs_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match="EAGLE-3 has none"):
         DrafterConfig(kind="eagle3", loss=DrafterLossConfig(regression_weight=0.5))
     with pytest.raises(ValidationError, match="taps are EAGLE-3's"):
-        DrafterConfig(taps=[1, 2, 3])
-    assert (DrafterConfig().regression_weight, DrafterConfig(kind="eagle3").regression_weight) == (0.5, 0.0)
-    assert (DrafterConfig().steps, DrafterConfig(kind="eagle3").steps) == (3, 4)
-    assert DrafterConfig(loss=DrafterLossConfig(name="tv")).regression_weight == 0.0
+        DrafterConfig(kind="eagle", taps=[1, 2, 3])
+    eagle, eagle3 = DrafterConfig(kind="eagle"), DrafterConfig()
+    assert (eagle.regression_weight, eagle3.regression_weight) == (0.5, 0.0)
+    assert (eagle.steps, eagle3.steps) == (3, 4)
+    assert (eagle.lr, eagle3.lr, DrafterConfig(kind="eagle", lr=0.3).lr) == (1e-4, 3e-4, 0.3)
+    assert DrafterConfig(kind="eagle", loss=DrafterLossConfig(name="tv")).regression_weight == 0.0

@@ -86,7 +86,7 @@ def test_a_head_of_another_target_is_an_alarm_by_name(sharp_folder: Path) -> Non
     model.from_target = False  # as one that was read from a folder
     with torch.no_grad():
         model.fc.weight.mul_(-10.0)
-    trainer = DrafterTrainer(model, DrafterConfig(lr=1e-6), seed=1)
+    trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-6), seed=1)
     data = entries_of(load_target(sharp_folder), "eagle")
     assert trainer.train_step(data).outcome == "loss_above_uniform"
 
@@ -97,7 +97,7 @@ def test_ranks_that_are_put_together_count_losses_from_there(sharp_folder: Path)
     model.from_target = False
     with torch.no_grad():
         model.fc.weight.mul_(2.0)  # a loss of 1.4 ln V
-    trainer = DrafterTrainer(model, DrafterConfig(lr=1e-30), seed=1)
+    trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-30), seed=1)
     data = entries_of(load_target(sharp_folder), "eagle")
     for _ in range(2):
         trainer.group = None

@@ -200,7 +200,9 @@ def test_two_ranks_of_unequal_shares_train_what_one_process_trains(target_folder
 def test_resumed_is_uninterrupted_bit_for_bit(
     optimizer: str, target_folder: Path, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    config = DrafterConfig(optimizer=optimizer, lr=1e-2, warmup_steps=3, feature_noise=0.1, weight_decay=0.01)
+    config = DrafterConfig(
+        kind="eagle", optimizer=optimizer, lr=1e-2, warmup_steps=3, feature_noise=0.1, weight_decay=0.01
+    )
     entries = [random_entry(target, "eagle", 12 + seed, 3, seed) for seed in range(4)]
     straight = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), config, seed=5)
     whole = [straight.train_step(entries).metrics for _ in range(4)]
@@ -223,7 +225,7 @@ def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
     target_folder: Path, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     """Saved after step 2 and killed after step 4, in which the data of step 2 expired; step 3 needs it again."""
-    config, bounds = DrafterConfig(lr=1e-2, unroll_steps=1), DrafterBufferConfig(max_age=1)
+    config, bounds = DrafterConfig(kind="eagle", lr=1e-2, unroll_steps=1), DrafterBufferConfig(max_age=1)
 
     def begin(folder: str) -> tuple[DrafterTrainer, DataBuffer]:
         model = drafter_from_target(target_folder, "eagle", seed=1)
@@ -255,7 +257,7 @@ def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
 
 
 def test_state_is_what_is_trained_and_no_more(target_folder: Path, target: PreTrainedModel) -> None:
-    trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), DrafterConfig(), seed=0)
+    trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), DrafterConfig(kind="eagle"), seed=0)
     trainer.train_step([random_entry(target, "eagle", 12, 3, 1)])
     names = set(trainer.model.state_dict())
     assert set(trainer.state.parameters) == names
@@ -275,7 +277,7 @@ def test_what_is_not_finite_stops_by_name_and_keeps_the_last_good_parameters(
     outcome: str, target_folder: Path, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     entries = [random_entry(target, "eagle", 12, 3, seed) for seed in range(2)]
-    config = DrafterConfig(optimizer="torch.optim.SGD", lr=0.1, clip_grad=0.0)
+    config = DrafterConfig(kind="eagle", optimizer="torch.optim.SGD", lr=0.1, clip_grad=0.0)
     if outcome == "non_finite_update":
         config = config.model_copy(update={"lr": 3e38, "loss": DrafterLossConfig(distribution_weight=1e4)})
     trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), config, seed=0)
@@ -296,7 +298,7 @@ def test_what_is_not_finite_stops_by_name_and_keeps_the_last_good_parameters(
 
 
 def test_sessions_end_by_name(target_folder: Path, target: PreTrainedModel, tmp_path: Path) -> None:
-    trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), DrafterConfig(), seed=0)
+    trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), DrafterConfig(kind="eagle"), seed=0)
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0)
     assert train_session(trainer, buffer, 0, 2, 5).outcome == "no_tokens"
     buffer.add(random_entry(target, "eagle", 12, 3, 1))
@@ -311,10 +313,10 @@ def test_what_does_not_fit_is_refused_by_name(target_folder: Path, target: PreTr
     with pytest.raises(ConfigError, match=r"drafter.kind is eagle3; the drafter that was given is eagle"):
         DrafterTrainer(eagle, DrafterConfig(kind="eagle3"), seed=0)
     with pytest.raises(ConfigError, match=r"drafter.optimizer: found 'torch.optim.Adan'"):
-        DrafterTrainer(eagle, DrafterConfig(optimizer="torch.optim.Adan"), seed=0)
+        DrafterTrainer(eagle, DrafterConfig(kind="eagle", optimizer="torch.optim.Adan"), seed=0)
     with pytest.raises(ConfigError, match=r"drafter.optimizer_arguments.beta: .* did you mean betas"):
-        DrafterTrainer(eagle, DrafterConfig(optimizer_arguments={"beta": 1}), seed=0)
-    trainer = DrafterTrainer(eagle, DrafterConfig(max_tokens_per_micro_batch=10), seed=0)
+        DrafterTrainer(eagle, DrafterConfig(kind="eagle", optimizer_arguments={"beta": 1}), seed=0)
+    trainer = DrafterTrainer(eagle, DrafterConfig(kind="eagle", max_tokens_per_micro_batch=10), seed=0)
     with pytest.raises(ConfigError, match="hidden states of width 256; the drafter asks for 64"):
         trainer.train_step([random_entry(target, "eagle3", 8, 3, 1)])
     with pytest.raises(ConfigError, match="a sequence has 12 tokens"):

@@ -82,11 +82,14 @@ def test_counts_are_of_one_rollout_and_metrics_of_all_engines() -> None:
     chosen(speculation, 5, steps=11)
     first = speculation.account
     expected = RolloutAccount({"off": 1, "eagle-3": 10}, None, {"eagle": 40}, {"eagle": 90}, [])
-    assert replace(first, gain=expected.gain) == expected
+    assert replace(first, gain=expected.gain, switches=0, choosing_s=0.0) == expected
+    assert (first.switches, first.catch_up_s) == (0, 0.0)
     chosen(speculation, 5, steps=6)
     assert speculation.account.steps == {"off": 1, "eagle-3": 5} and first.steps["eagle-3"] == 10
-    other = RolloutAccount({"off": 9}, 3, {"suffix": 4}, {"suffix": 2}, ["eagle"])
+    other = RolloutAccount({"off": 9}, 3, {"suffix": 4}, {"suffix": 2}, ["eagle"], first.gain, 4, 0.010, 0.002)
     metrics = account_metrics([first, other])
+    assert metrics.pop("speculation/switches") == 2.0
+    assert metrics.pop("speculation/switch_ms") == pytest.approx(3.0)
     gain = {name for name in metrics if "gain" in name or name.endswith("_s")}
     assert {name: value for name, value in metrics.items() if name not in gain} == {
         "speculation/share_off": 10 / 20,

@@ -276,7 +276,7 @@ def test_without_its_coordinator_a_rank_just_waits_with_the_others(threads: Thre
 
 @pytest.mark.parametrize("members", [2, 3])
 def test_who_trains_changes_nothing_but_rounding(members: int, target: Path, entries: list[Entry]) -> None:
-    config = DrafterConfig(lr=1e-2, feature_noise=0.05, max_tokens_per_micro_batch=32)
+    config = DrafterConfig(kind="eagle", lr=1e-2, feature_noise=0.05, max_tokens_per_micro_batch=32)
 
     def trained(count: int) -> list[DrafterTrainer]:
         trainers = [DrafterTrainer(drafter_from_target(target, "eagle", seed=1), config, 0) for _ in range(count)]
@@ -304,7 +304,7 @@ def test_who_trains_changes_nothing_but_rounding(members: int, target: Path, ent
 
 
 def test_a_step_that_is_stopped_between_micro_batches_leaves_nothing(target: Path, entries: list[Entry]) -> None:
-    config = DrafterConfig(lr=1e-2, max_tokens_per_micro_batch=16)
+    config = DrafterConfig(kind="eagle", lr=1e-2, max_tokens_per_micro_batch=16)
     stopped, straight = (DrafterTrainer(drafter_from_target(target, "eagle", seed=1), config, 0) for _ in range(2))
     assert stopped.train_step(entries).outcome == straight.train_step(entries).outcome == "trained"
     asked = iter([False, False, True])
@@ -316,7 +316,7 @@ def test_a_step_that_is_stopped_between_micro_batches_leaves_nothing(target: Pat
 
 
 def test_a_checkpoint_is_taken_over_only_where_it_is_newer(target: Path, entries: list[Entry], tmp_path: Path) -> None:
-    config = DrafterConfig(lr=1e-2)
+    config = DrafterConfig(kind="eagle", lr=1e-2)
     writer, reader = (DrafterTrainer(drafter_from_target(target, "eagle", seed=seed), config, 0) for seed in (1, 2))
     saves, looks = (SpotCheckpoints(tmp_path / "spot", 2, trainer) for trainer in (writer, reader))
     assert not looks.take_over()
@@ -333,7 +333,7 @@ def test_a_checkpoint_is_taken_over_only_where_it_is_newer(target: Path, entries
 def test_training_goes_on_bit_for_bit_where_its_memory_was_given_up_meanwhile(
     target: Path, entries: list[Entry]
 ) -> None:
-    config, memory = DrafterConfig(lr=1e-2), StorageOffload()
+    config, memory = DrafterConfig(kind="eagle", lr=1e-2), StorageOffload()
     away, straight = (DrafterTrainer(drafter_from_target(target, "eagle", seed=1), config, 0) for _ in range(2))
     shared = away.model.shared
     away.model.share(SharedWeights(shared.embedding.clone(), shared.head.clone()))  # a file's pages cannot be freed

@@ -108,7 +108,7 @@ class Threads:
         self.good: list[TrainerState] = []
         self._running: dict[int, threading.Thread] = {}
         for rank, own in enumerate(entries):
-            drafter = DrafterConfig(lr=1e-3, max_tokens_per_micro_batch=32, unroll_steps=1)
+            drafter = DrafterConfig(kind="eagle", lr=1e-3, max_tokens_per_micro_batch=32, unroll_steps=1)
             # all have the same drafter, as in a run
             trainer = DrafterTrainer(drafter_from_target(target, "eagle", seed=1), drafter, 0)
             memory = DrafterBufferConfig(disk_bytes=0)

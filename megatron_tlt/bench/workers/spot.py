@@ -115,7 +115,7 @@ def first_head(target: Target, given: Mapping[str, Any], work: Path) -> Path:
     """The head that all arms begin with, made by the first rank."""
     folder = work / "head"
     if rank() == 0:
-        drafter = DrafterConfig(lr=given["lr"], unroll_steps=given["unroll"])
+        drafter = DrafterConfig(kind="eagle", lr=given["lr"], unroll_steps=given["unroll"])
         warm_head(
             target.folder, target.pairs(), drafter, WarmupPlan(given["warm_steps"], given["warm_entries"]), folder
         )

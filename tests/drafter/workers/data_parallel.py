@@ -22,7 +22,7 @@ from megatron_tlt.platform.rank_group import WholeGroup
 from tests.drafter.conftest import load_target, random_entry
 
 CONFIG = DrafterConfig(
-    optimizer="torch.optim.SGD", lr=0.5, clip_grad=0.5, warmup_steps=2, feature_noise=0.05, unroll_steps=2
+    kind="eagle", optimizer="torch.optim.SGD", lr=0.5, clip_grad=0.5, warmup_steps=2, feature_noise=0.05, unroll_steps=2
 )
 
 

@@ -17,7 +17,7 @@ from megatron_tlt.drafter.training import DrafterTrainer
 from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.spot.checkpointer import newest
 
-CONFIG = DrafterConfig(lr=1e-2, warmup_steps=3, weight_decay=0.01, unroll_steps=1)
+CONFIG = DrafterConfig(kind="eagle", lr=1e-2, warmup_steps=3, weight_decay=0.01, unroll_steps=1)
 LEADER = 1
 
 
