@@ -44,7 +44,7 @@ def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:
         write_pairs(sampled, prepared.pairs)
     vocab_size = int(read_hf_config(prepared.folder).vocab_size)
     pairs = read_pairs(sampled, vocab_size, lambda: load_tokenizer(prepared.folder))
-    plan = WarmupPlan(steps=given["warm_steps"], entries_per_step=given["warm_entries"], evaluate_every=25)
+    plan = WarmupPlan(steps=given["warm_steps"], entries_per_step=given["warm_entries"], evaluate_every=50)
     return warm_head(prepared.folder, pairs, drafter, plan, cache)
 
 
