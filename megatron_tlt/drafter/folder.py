@@ -22,7 +22,7 @@ from megatron_tlt.drafter.eagle import Eagle
 from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors, as_dtype
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.families import family_of, head_dim, rope_parameters
+from megatron_tlt.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
 from megatron_tlt.platform.files import atomic_write_bytes
 
@@ -215,22 +215,27 @@ def foreign_options(config: PretrainedConfig) -> list[str]:
 
 
 def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]:
-    """What in a drafter's config does not fit the target, one line each; sizes of layers may be its own."""
+    """What in a drafter's config does not fit the target, one line each.
+
+    Sizes of layers and rotary positions may be its own: published heads of targets with scaled ones have plain ones.
+    """
     keys = ("hidden_size", "vocab_size", "num_hidden_layers", "architectures")
     wrong = [
         f"{key} is {found!r}; the target asks for {allowed!r}"
         for key in keys
         if (found := getattr(own, key, None)) != (allowed := getattr(expected, key))
     ]
-    if rope_parameters(own) != rope_parameters(expected):
-        wrong.append(f"rope_parameters are {rope_parameters(own)}; the target's are {rope_parameters(expected)}")
+    rope_type = rope_parameters(own)["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        wrong.append(f"rope_type is {rope_type!r}; allowed: {', '.join(map(repr, ROPE_TYPES))}")
     return wrong + foreign_options(own)
 
 
 def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
     """The drafter in ``folder``, in float32, for a target.
 
-    An embedding in the folder (and, for EAGLE, an LM head) is passed over: the target's are used.
+    An embedding in the folder (and, for EAGLE, an LM head) is passed over: the target's are used. So is ``t2d``, which
+    says of each of the target's tokens whether it can be drafted.
 
     Raises:
         ConfigError: it cannot be read, or is for another target: the hidden size (both are named), the vocabulary, the
@@ -254,6 +259,7 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
         raise ConfigError("\n".join(f"{file}: {line}" for line in wrong))
     for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
         setattr(config, key, getattr(own, key))
+    config.rope_parameters = rope_parameters(own)
     model = build_drafter(config, kind, shared)
     weights = SafetensorsFolder(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

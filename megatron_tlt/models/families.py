@@ -15,7 +15,7 @@ FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (qwen2, qwen3,
 """By ``model_type`` of the Hugging Face config."""
 
 # Frequencies that depend neither on the sequence at hand nor come with a factor on attention.
-_ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def family_of(hf_config: PretrainedConfig, where: str) -> Family:
         if (value := getattr(hf_config, name, allowed[0])) not in allowed
     ]
     rope_type = rope_parameters(hf_config)["rope_type"]
-    if rope_type not in _ROPE_TYPES:
-        wrong.append(f"{where}: config.json: rope_type is {rope_type!r}; allowed: {', '.join(map(repr, _ROPE_TYPES))}")
+    if rope_type not in ROPE_TYPES:
+        wrong.append(f"{where}: config.json: rope_type is {rope_type!r}; allowed: {', '.join(map(repr, ROPE_TYPES))}")
     if wrong:
         raise ConfigError("\n".join(wrong))
     return family

@@ -134,7 +134,7 @@ def test_a_drafter_of_another_size_is_refused_with_both(kind: Kind, target_folde
         ("norm_before_residual", True, "norm_before_residual is True; allowed: false"),
         ("architectures", ["LlamaForCausalLM"], "architectures is .*'LlamaForCausalLM'.*LlamaForCausalLMEagle3"),
         ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "taps layers .*from 0 to 4"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 7.0}, "rope_parameters are .*7.0.*the target's"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 7.0, "factor": 2.0}, "rope_type is 'yarn'; allowed"),
         ("intermediate_size", 96, r"midlayer.mlp.gate_proj.weight' has shape \(128, 64\); allowed: \(96, 64\)"),
     ],
 )
@@ -145,6 +145,39 @@ def test_what_does_not_fit_the_target_is_refused(
     changed(tmp_path, **{option: value})
     with pytest.raises(ConfigError, match=message):
         load_drafter(tmp_path, read_hf_config(target_folder), "eagle3", SharedWeights.from_folder(target_folder))
+
+
+def test_a_folder_as_published_loads_and_drafts(tmp_path: Path) -> None:
+    """Of a Llama 3.1: float16, an embedding and both tables of its vocabulary, no taps, plain rotary positions."""
+    target = write_target("llama-llama3-tied", tmp_path / "target")
+    model = scattered(drafter_from_target(target, "eagle3", seed=1, draft_vocab_size=16))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(0, VOCAB, VOCAB // 16)[:16]
+    weights["d2t"] = ids - torch.arange(16)
+    published = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
+    published["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    published["embed_tokens.weight"] = torch.zeros(VOCAB, model.config.hidden_size, dtype=torch.float16)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(published, folder / "model.safetensors")
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    own = {key: getattr(model.config, key) for key in keys}
+    own |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    own |= {"max_position_embeddings": 2048, "vocab_size": VOCAB, "draft_vocab_size": 16, "torch_dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(own | {"tie_word_embeddings": False, "pad_token_id": 0}))
+
+    config = read_hf_config(target)
+    loaded = load_drafter(folder, config, "eagle3", SharedWeights.from_folder(target))
+    assert loaded.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert taps_of(loaded.config) == default_taps(config.num_hidden_layers)
+    assert torch.equal(loaded.draft_ids_D, ids)
+    save_drafter(loaded, tmp_path / "ours")
+    again = load_drafter(tmp_path / "ours", config, "eagle3", loaded.shared)
+    tokens = torch.arange(12)
+    hidden = hidden_states(load_target(target), tokens, "eagle3")[:, : model.feature_size]
+    chains = greedy_chains(loaded, tokens[1:], hidden[:-1], [11], depth=3)
+    assert torch.equal(chains, greedy_chains(again, tokens[1:], hidden[:-1], [11], depth=3))
+    assert set(chains.flatten().tolist()) <= set(ids.tolist())
 
 
 def test_a_missing_tensor_and_a_missing_folder_are_named(target_folder: Path, tmp_path: Path) -> None:
