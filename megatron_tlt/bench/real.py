@@ -24,14 +24,15 @@ from megatron_tlt.observe.jsonl import read_jsonl
 TUNER = "beg_mab"
 OVERHEAD = 1.01
 """Time of steps of an engine that could draft over those of one that cannot."""
-WANTED = {1: 2.0, 4: 2.3, 8: 1.9, 16: 1.6}
-"""Speed over off that the tuner is to have, by requests of a rollout."""
+WANTED = {"batch 1": 2.0, "batch 4": 2.3, "batch 8": 1.9, "batch 16": 1.6}
+"""Speed over off that the tuner is to have, by the rollout's requests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="launch config")
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 1, 16, 2, 32], help="requests of a rollout")
+    parser.add_argument("--uniform", type=int, nargs="*", default=[8], help="again with responses of one length each")
     parser.add_argument("--rollouts", type=int, default=2, help="rollouts of each batch in one measurement, at most")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved, behind one in which tuners know nothing")
     parser.add_argument("--pairs", type=int, default=10, help="interleaved repeats of off and the tuner")
@@ -52,7 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) -> dict[str, Any]:
     """What a measurement is of: those of other settings are not put together with it."""
-    own = set(vars(arguments)) - {"model", "minutes", "timeout", "json", "cache", "name", "traceback", "batches", "run"}
+    own = set(vars(arguments)) - {
+        "model",
+        "minutes",
+        "timeout",
+        "json",
+        "cache",
+        "name",
+        "traceback",
+        "batches",
+        "uniform",
+        "run",
+    }
     values = {key: getattr(arguments, key) for key in sorted(own)} | {"config": str(arguments.config)}
     norm = SafetensorsFolder(folder).read("model.norm.weight")  # any training changes it
     policy = (folder / "config.json").read_bytes() + norm.float().numpy().tobytes()
@@ -95,11 +107,14 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         "json": None,
     }
     plain = {key: value for key, value in given.items() if isinstance(value, (str, int, float, list, type(None)))}
-    missing = [batch for batch in arguments.batches if f"batch {batch}" not in done]
-    if missing:
+    if not done.keys() >= set(_names(arguments.batches, arguments.uniform)):
         measure_in_worker("real policy", "real", plain, arguments.timeout)
         done = _done(record, settings)
-    return judge(done, arguments.batches)
+    return judge(done, arguments.batches, arguments.uniform)
+
+
+def _names(batches: Sequence[int], uniform: Sequence[int]) -> list[str]:
+    return [f"batch {batch}" for batch in sorted(batches)] + [f"batch {batch}, uniform" for batch in sorted(uniform)]
 
 
 def _done(record: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -113,42 +128,44 @@ def _done(record: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]
     return {case["case"]: case for case in cases}
 
 
-def judge(done: Mapping[str, Mapping[str, Any]], batches: Sequence[int]) -> BenchmarkResult:
+def judge(
+    done: Mapping[str, Mapping[str, Any]], batches: Sequence[int], uniform: Sequence[int] = ()
+) -> BenchmarkResult:
     """Rows and targets of the cases that are done; targets of what is missing are incomplete."""
     result = BenchmarkResult(environment=describe_environment(), name="real")
     lowest, over_oracle, over_stock, overheads = [], [], [], []
-    for batch in sorted(batches):
-        case = done.get(f"batch {batch}")
+    for name in _names(batches, uniform):
+        case = done.get(name)
         if case is None:
+            result.incomplete(name)
             continue
         (arms,) = summarize(case["rows"]).values()
         repeats = min(len(arm["seconds"]) for arm in arms.values())
-        median = {name: statistics.median(arm["seconds"][:repeats]) for name, arm in arms.items()}
-        for name, arm in arms.items():
+        median = {arm: statistics.median(found["seconds"][:repeats]) for arm, found in arms.items()}
+        for arm, found in arms.items():
             result.rows.append(
                 {
-                    "requests": batch,
-                    "arm": name,
-                    "seconds": arm["seconds"],
-                    "speed_over_off": ratio_of_medians(arms["off"]["seconds"][: len(arm["seconds"])], arm["seconds"]),
-                    "first_round_s": arm["cold"],
-                    "acceptance_length": arm["acceptance_length"],
-                    "ceiling": case["ceiling"] if name == TUNER else None,
+                    "case": name,
+                    "arm": arm,
+                    "seconds": found["seconds"],
+                    "speed_over_off": ratio_of_medians(
+                        arms["off"]["seconds"][: len(found["seconds"])], found["seconds"]
+                    ),
+                    "first_round_s": found["cold"],
+                    "acceptance_length": found["acceptance_length"],
+                    "ceiling": case["ceiling"] if arm == TUNER else None,
                 }
             )
         ratio = ratio_of_medians(arms["off"]["seconds"], arms[TUNER]["seconds"])["ratio"]
         lowest.append(ratio)
         overheads.append(ratio_of_medians(arms[ABLE]["seconds"], arms["off"]["seconds"])["ratio"])
         over_oracle.append(median["oracle"] / median[TUNER])
-        over_stock.append(min(s for name, s in median.items() if name.startswith("vLLM's")) / median[TUNER])
-        if batch in WANTED:
-            result.target(f"speed over off, {batch} requests", ratio, ">=", WANTED[batch])
+        over_stock.append(min(s for arm, s in median.items() if arm.startswith("vLLM's")) / median[TUNER])
+        if name in WANTED:
+            result.target(f"speed over off, {name}", ratio, ">=", WANTED[name])
     if lowest:
         result.target("speed over off, lowest", min(lowest), ">=", 0.98)
         result.target("time able to draft over unable, median of batches", statistics.median(overheads), "<=", OVERHEAD)
         result.target("speed over the oracle, lowest", min(over_oracle), ">=", 0.95)
         result.target("speed over the best of vLLM's own, lowest", min(over_stock), ">=", 1.05)
-    for batch in batches:
-        if f"batch {batch}" not in done:
-            result.incomplete(f"{batch} requests")
     return result

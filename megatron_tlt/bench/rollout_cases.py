@@ -14,15 +14,19 @@ from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, n
 
 @dataclass(frozen=True)
 class Case:
-    """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once."""
+    """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once.
+
+    ``uniform``: all responses are to have about the same length, so that no tail is left.
+    """
 
     batch: int
     rollouts: tuple[tuple[Request, ...], ...]
+    uniform: bool = False
 
     @property
     def name(self) -> str:
         """As in the rows."""
-        return f"batch {self.batch}" if self.batch else "whole rollout"
+        return f"batch {self.batch}{', uniform' if self.uniform else ''}" if self.batch else "whole rollout"
 
 
 def of_length(request: Request, num_tokens: int) -> Request:
@@ -85,6 +89,18 @@ def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -
         starts = range(min(rollouts, stride))
         cases.append(Case(batch, tuple(tuple(ordered[start::stride][:batch]) for start in starts)))
     return cases
+
+
+def make_uniform(cases: Iterable[Case]) -> list[Case]:
+    """The same requests, each with a response of the length that those of its rollout have on average."""
+    found = []
+    for case in cases:
+        rollouts = []
+        for requests in case.rollouts:
+            mean = round(sum(request.sampling.max_tokens for request in requests) / len(requests))
+            rollouts.append(tuple(of_length(request, mean) for request in requests))
+        found.append(Case(case.batch, tuple(rollouts), uniform=True))
+    return found
 
 
 class ReplayDrafter:

@@ -51,15 +51,16 @@ SECONDS = {
 
 
 def test_targets_follow_from_medians_and_what_is_missing_is_incomplete() -> None:
-    result = real.judge({"batch 4": case(4, SECONDS)}, [4, 8])
-    speed = result.targets["speed over off, 4 requests"]
+    result = real.judge({"batch 4": case(4, SECONDS)}, [4, 8], [8])
+    speed = result.targets["speed over off, batch 4"]
     assert (speed["value"], speed["target"], speed["met"]) == (pytest.approx(10.0 / 4.5), 2.3, False)
     assert result.targets["speed over off, lowest"]["value"] == pytest.approx(10.0 / 4.5)
     assert result.targets["speed over the oracle, lowest"]["value"] == pytest.approx(1.0)  # of the shared repeats
     assert result.targets["speed over the best of vLLM's own, lowest"]["value"] == pytest.approx(5.0 / 4.0)
     overhead = result.targets["time able to draft over unable, median of batches"]
     assert (overhead["value"], overhead["met"]) == (pytest.approx(10.5 / 10.0), False)
-    assert result.targets["8 requests"]["op"] == "incomplete" and not result.targets["8 requests"]["met"]
+    for missing in ("batch 8", "batch 8, uniform"):
+        assert result.targets[missing]["op"] == "incomplete" and not result.targets[missing]["met"]
     assert {row["arm"] for row in result.rows} == set(SECONDS)
     assert [row["ceiling"] for row in result.rows if row["arm"] == "beg_mab"] == [3.0]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.bench.rollout import ABLE
-from megatron_tlt.bench.rollout_cases import Case, make_cases
+from megatron_tlt.bench.rollout_cases import Case, make_cases, make_uniform
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.quickstart import Quickstart, prepare_quickstart, warm_head
 from megatron_tlt.bench.workers.rollout import Target, epochs_of, timed
@@ -113,7 +113,8 @@ def main(given_json: str, _: str, out: str) -> None:
         {**given, "lengths": None, "tuners": ("beg_mab",)},
     )
     record = Path(given["record"])
-    for case in make_cases(prepared.pool, given["batches"], given["rollouts"])[1:]:
+    uniform = make_uniform(make_cases(prepared.pool, given["uniform"], given["rollouts"])[1:])
+    for case in make_cases(prepared.pool, given["batches"], given["rollouts"])[1:] + uniform:
         if case.name in given["done"] or time.monotonic() - began > 60 * given["minutes"]:
             continue
         rows = measure(target, case, given, prepared.pool)
