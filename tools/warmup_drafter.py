@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Warms up an EAGLE or EAGLE-3 drafter for a target, offline; killed and started again, it goes on.
 
+python tools/warmup_drafter.py --config launch/quickstart-cpu.yaml --steps 1000 --out FOLDER
 python tools/warmup_drafter.py --model TARGET --data PAIRS.jsonl --kind eagle --steps 1000 --out FOLDER
-python tools/warmup_drafter.py --config launch/quickstart-deterministic.yaml --kind eagle3 --steps 1000 --out FOLDER
+
+With --config the head is the one of its drafter section, and its tasks give the data where --data does not.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     own = argparse.ArgumentParser(description="Warm up a drafter offline.")
     own.add_argument("--model", type=Path, help="the target, a Hugging Face folder (default: the config's model)")
     own.add_argument("--data", type=Path, help="JSON lines of prompt and response, each text or token ids")
-    own.add_argument("--config", type=Path, help="without --data: a launch config, whose tasks the target answers")
+    own.add_argument(
+        "--config", type=Path, help="a launch config: its drafter section, and without --data its tasks for the target"
+    )
     own.add_argument("--responses", type=int, default=512, help="how many it samples then")
     own.add_argument("--kind", choices=("eagle", "eagle3"), help="default: the config's drafter.kind")
     own.add_argument("--steps", type=int, required=True, help="optimizer steps in all")

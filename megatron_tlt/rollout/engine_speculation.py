@@ -30,7 +30,7 @@ class RolloutAccount:
         gain: its time with and without speculation.
         switches: how often the strategy changed.
         choosing_s: seconds in which it was chosen, in the steps where it changed.
-        catch_up_s: seconds in which the head computed tokens that it had skipped.
+        catch_up_s: seconds in which the head computed tokens that it had skipped; on a GPU, to launch that.
     """
 
     steps: dict[str, int] = field(default_factory=dict)
@@ -121,17 +121,17 @@ class EngineSpeculation:
     def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
         """As ``StrategyChooser.next``."""
         began = time.perf_counter()
-        strategy, budgets = self._choose(batch, requests)
+        strategy, budgets = chosen, _ = self._choose(batch, requests)
         if strategy != OFF and self._probing.next(max(batch, 1)):
             strategy, budgets = OFF, None
             if self.adaptive is not None:
                 self.adaptive.make_plain()
         seconds = time.perf_counter() - began
         self._meter.chose(seconds)
-        if self._strategy not in (None, strategy):
+        if self._strategy not in (None, chosen):  # a step without drafts for the gain's sake is no switch
             self._switches += 1
             self._choosing_s += seconds
-        self._strategy = strategy
+        self._strategy = chosen
         return strategy, budgets
 
     def _choose(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
@@ -200,9 +200,9 @@ def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
 
     ``share_*`` of engine steps by strategy, ``gate_open``, acceptance lengths by drafter (tokens per verification of a
     request's drafts, the target's own included), ``drafter_withheld``. ``switches`` of an engine's strategy on average,
-    and ``switch_ms``: what one took, the head's catching up with what it had skipped included. ``gain`` of the whole
-    rollout and of each engine, where enough was measured, with the seconds that it is the ratio of, and
-    ``gain_coverage``.
+    and ``switch_ms``: what choosing took in one; ``catch_up_ms``: what an engine's head took in a rollout to compute
+    tokens that it had skipped under other strategies. ``gain`` of the whole rollout and of each engine, where enough
+    was measured, with the seconds that it is the ratio of, and ``gain_coverage``.
     """
     steps, drafts, accepted = Counter[str](), Counter[str](), Counter[str]()
     for account in accounts:
@@ -216,9 +216,10 @@ def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
         metrics["speculation/gate_open"] = sum(opened) / total
     switches = sum(account.switches for account in accounts)
     if switches:
-        seconds = sum(account.choosing_s + account.catch_up_s for account in accounts)
         metrics["speculation/switches"] = switches / len(accounts)
-        metrics["speculation/switch_ms"] = 1e3 * seconds / switches
+        metrics["speculation/switch_ms"] = 1e3 * sum(account.choosing_s for account in accounts) / switches
+    if catch_up_s := sum(account.catch_up_s for account in accounts):
+        metrics["speculation/catch_up_ms"] = 1e3 * catch_up_s / len(accounts)
     for drafter, count in drafts.items():
         metrics[f"speculation/acceptance_length_{drafter}"] = 1.0 + accepted[drafter] / count
     if any(account.withheld for account in accounts):

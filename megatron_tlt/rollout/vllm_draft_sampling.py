@@ -15,12 +15,13 @@ from megatron_tlt.speculation.draft_uniforms import draft_uniforms
 
 @dataclass(frozen=True)
 class DraftedRow:
-    """A request that a head is about to draft for; ``position`` is that of its first draft token."""
+    """A request in a head's pass, which is to get up to ``limit`` drafts, from ``position`` on."""
 
     internal_id: str
     temperature: float
     seed: int
     position: int
+    limit: int
 
 
 class DraftSampler:
@@ -31,7 +32,11 @@ class DraftSampler:
 
     A drawn token x of draft distribution q is accepted with probability min(1, p(x) / q(x)) under the target's p, so
     sum_x min(p(x), q(x)) of the drafts are (Leviathan et al., 2023), where a certain draft has p(x). Only the
-    temperature shapes q; the target's top-k and top-p shape p, and the result is p's either way.
+    temperature shapes q; the target's top-k and top-p shape p, and the result is p's either way. So it is for a drawn
+    draft that is verified as a certain one, which is what happens where q is not known any more (the scheduler left
+    its request out of a step) or is not finite (a head that diverged).
+
+    The distributions of drafts that wait take (requests, drafts, draft vocabulary) floats of the device.
     """
 
     def __init__(self, runner: Any, probabilistic: bool) -> None:
@@ -64,7 +69,7 @@ class DraftSampler:
         """The drafts are made, and wait for verification."""
         if self._drawn:
             by_row = torch.stack(self._drawn, dim=1)
-            self._waiting = {row.internal_id: by_row[index] for index, row in enumerate(self._rows)}
+            self._waiting = {row.internal_id: by_row[i, : row.limit] for i, row in enumerate(self._rows) if row.limit}
         self._rows, self._drawn = (), []
 
     def _model(self) -> Any:
@@ -101,22 +106,33 @@ class DraftSampler:
         return torch.where(self._greedy.to(device), likeliest, drawn)
 
     def _probabilities(self, metadata: Any) -> torch.Tensor | None:
-        """The runner's ``_get_spec_decode_draft_probs``: (draft tokens, vocabulary); None for certain drafts.
+        """The runner's ``_get_spec_decode_draft_probs``: (draft tokens, vocabulary); None where all are certain.
 
         Raises:
-            RunError: drafts of a request whose distribution is not known.
+            RunError: the head's vocabulary is not the target's.
         """
-        if not self._waiting:
+        parts: list[torch.Tensor] = []
+        rows: list[int] = []
+        start = 0
+        for internal_id, count in zip(self._runner.input_batch.req_ids, metadata.num_draft_tokens, strict=True):
+            drawn = self._waiting.get(internal_id)
+            if drawn is not None and count:
+                parts.append(drawn[:count])
+                rows += range(start, start + len(parts[-1]))
+            start += count
+        if not parts:
             return None
-        counts = zip(self._runner.input_batch.req_ids, metadata.num_draft_tokens, strict=True)
-        drafted = [(internal_id, count) for internal_id, count in counts if count]
-        if missing := [internal_id for internal_id, _ in drafted if internal_id not in self._waiting]:
-            raise RunError(
-                f"no distribution is known of the drafts of {missing[0]}, which therefore cannot be verified"
-            )
-        probs = torch.cat([self._waiting[internal_id][:count] for internal_id, count in drafted])
-        targets = self._target_ids()
-        if targets is None:
+        probs, targets, width = torch.cat(parts), self._target_ids(), self._runner.input_batch.vocab_size
+        if targets is not None:
+            probs = probs.new_zeros(len(probs), width).index_add_(1, targets, probs)
+        if probs.shape[-1] != width:
+            raise RunError(f"the drafter draws from {probs.shape[-1]} tokens; allowed: the target's {width}")
+        finite = probs.isfinite().all(-1)
+        ids = metadata.draft_token_ids.long().clamp(min=0)
+        known = torch.zeros(len(ids), dtype=torch.bool, device=probs.device)
+        known[torch.tensor(rows, device=probs.device)] = finite
+        if bool(known.all()):
             return probs.contiguous()
-        whole = probs.new_zeros(len(probs), self._runner.input_batch.vocab_size)
-        return whole.index_copy_(1, targets, probs)
+        whole = torch.nn.functional.one_hot(ids, width).to(probs)
+        whole[known] = probs[finite]
+        return whole

@@ -218,6 +218,8 @@ class StrategySwitch:
             if self.recorded is not None:
                 self.recorded.forget(internal_id)
         self._tracked.clear()
+        if self._num_tokens and self._sampler is not None:
+            self._sampler.clear()
         self.drafted_under = OFF
 
     def external_id(self, internal_id: str) -> str:
@@ -261,9 +263,6 @@ class StrategySwitch:
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        # drafts are certain, verified as one-hot distributions, unless the sampler has drawn them
-        self._runner._draft_probs = None
-        self._runner._draft_prob_req_ids = None
         if self._sampler is not None:
             self._sampler.clear()
         self.drafted_under = self.strategy
@@ -381,7 +380,7 @@ class StrategySwitch:
 
     def _drafted(self, row: _Row) -> DraftedRow:
         request = self._tracked[row.internal_id].request
-        return DraftedRow(row.internal_id, request.sampling.temperature, request.seed, row.num_tokens)
+        return DraftedRow(row.internal_id, request.sampling.temperature, request.seed, row.num_tokens, row.limit)
 
     def _skip(self, rows: list[_Row], features: torch.Tensor) -> None:
         picked = [row.offset + token for row in rows for token in range(row.length)]

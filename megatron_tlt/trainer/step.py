@@ -50,6 +50,11 @@ class StepResult:
     samples: list[SampleRow] = field(default_factory=list)
 
 
+def _slowest_ms(seconds: float) -> float:
+    """Of all ranks; collective."""
+    return 1e3 * max(all_gather_data(seconds, float))
+
+
 class TrainingStep:
     """The five phases over one actor and one engine per rank; every rank runs them together.
 
@@ -210,7 +215,7 @@ class TrainingStep:
         on_phase("log-probs", None)
         began = time.perf_counter()
         self.take_device_back()
-        result.metrics["transition/to_actor_ms"] = 1e3 * (time.perf_counter() - began)
+        result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
         rewards = [s.reward.value for s in scored]
         advantages = group_relative_advantages(rewards, config.algorithm.group_size, config.algorithm.normalize_by_std)
         samples = [
@@ -323,7 +328,7 @@ class TrainingStep:
             self._engine.wake_up(["kv_cache"])
             wake = time.perf_counter() - offloaded + woken - began
         result.metrics |= {
-            "transition/to_engines_ms": 1e3 * result.metrics["time/reshard"],
+            "transition/to_engines_ms": _slowest_ms(result.metrics["time/reshard"]),  # with verification, if any
             "reshard/wake_s": wake,
             "reshard/transfer_s": result.reshard.seconds,
         }

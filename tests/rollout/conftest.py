@@ -75,8 +75,8 @@ def plain_engine(model_folder: Path, engine: VllmEngine) -> Iterator[VllmEngine]
 
 HEADS = [
     ("eagle", None, "greedy"),
-    ("eagle", None, "probabilistic"),
-    ("eagle3", None, "greedy"),
+    ("eagle3", None, "probabilistic"),
+    ("eagle3", 20, "greedy"),
     ("eagle3", 20, "probabilistic"),
 ]
 """Kind, size of the draft vocabulary, how drafts are chosen."""

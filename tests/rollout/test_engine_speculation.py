@@ -89,7 +89,8 @@ def test_counts_are_of_one_rollout_and_metrics_of_all_engines() -> None:
     other = RolloutAccount({"off": 9}, 3, {"suffix": 4}, {"suffix": 2}, ["eagle"], first.gain, 4, 0.010, 0.002)
     metrics = account_metrics([first, other])
     assert metrics.pop("speculation/switches") == 2.0
-    assert metrics.pop("speculation/switch_ms") == pytest.approx(3.0)
+    assert metrics.pop("speculation/switch_ms") == pytest.approx(2.5)
+    assert metrics.pop("speculation/catch_up_ms") == pytest.approx(1.0)
     gain = {name for name in metrics if "gain" in name or name.endswith("_s")}
     assert {name: value for name, value in metrics.items() if name not in gain} == {
         "speculation/share_off": 10 / 20,

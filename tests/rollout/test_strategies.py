@@ -311,15 +311,23 @@ def test_strategies_that_the_engine_lacks_are_refused(drafting: VllmEngine) -> N
         drafting.set_strategy(NGRAM, {"a": -1})
 
 
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_preempted_requests_go_on_as_before(
-    tmp_path: Path, model_folder: Path, plain_engine: VllmEngine, many: list[Request], expected: list[tuple[int, ...]]
+    method: str,
+    tmp_path: Path,
+    model_folder: Path,
+    plain_engine: VllmEngine,
+    many: list[Request],
+    expected: list[tuple[int, ...]],
 ) -> None:
     from megatron_tlt.config.speculation import SpeculationConfig
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
     head = build_eagle_head("eagle3", model_folder, tmp_path / "eagle3")
     rollout = ROLLOUT.model_copy(update={"vllm": {**ROLLOUT.vllm, "num_gpu_blocks_override": 24}})
-    speculation = SpeculationConfig(drafter=head.name, path=head, num_speculative_tokens=NUM_DRAFTS)
+    speculation = SpeculationConfig(
+        drafter=head.name, path=head, num_speculative_tokens=NUM_DRAFTS, draft_sample_method=method
+    )
     small = VllmEngine(model_folder, rollout, speculation, seed=7)
     preempted: list[str] = []
     upstream = small._scheduler._preempt_request
