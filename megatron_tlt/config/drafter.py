@@ -119,5 +119,7 @@ class DrafterConfig(Section):
         if self.kind == "eagle" and self.taps is not None:
             raise ValueError("taps are EAGLE-3's; EAGLE takes none")
         if self.kind == "eagle" and self.draft_vocab_size is not None:
-            raise ValueError("draft_vocab_size is EAGLE-3's; EAGLE drafts with the target's LM head")
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; an EAGLE head has all tokens, allowed: null"
+            )
         return self

@@ -9,7 +9,7 @@ from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
-from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.model_size import EAGLE3_TAPS, ModelSize
 
 _WIDE = ("float32", "float")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
@@ -212,7 +212,7 @@ def _drafter(config: TltConfig) -> DrafterJob | None:
     drafter = config.drafter
     if drafter is None:
         return None
-    taps = len(drafter.taps) if drafter.taps is not None else 3
+    taps = len(drafter.taps) if drafter.taps is not None else EAGLE3_TAPS
     return DrafterJob(
         eagle3=drafter.kind == "eagle3",
         taps=taps if drafter.kind == "eagle3" else 0,

@@ -13,6 +13,9 @@ from megatron_tlt.models.families import FAMILIES, head_dim
 
 Count = TypeVar("Count", float, NDArray[np.float64])
 
+EAGLE3_TAPS = 3
+"""Hidden states that an EAGLE-3 head reads."""
+
 
 @dataclass(frozen=True)
 class ModelSize:

@@ -81,7 +81,7 @@ def test_recorded_lengths_and_the_law_fitted_to_them(tmp_path: Path) -> None:
 
 def test_a_learned_drafter_of_the_config_is_the_one_that_is_simulated(tmp_path: Path) -> None:
     drafts = ["speculation.drafter=eagle", "speculation.num_speculative_tokens=5", "drafter.kind=eagle"]
-    drafts.append("drafter.max_tokens_per_micro_batch=34816")
+    drafts += ["drafter.max_tokens_per_micro_batch=34816", "drafter.draft_vocab_size=null"]
     found = simulated(tmp_path, "--policies", "static", *drafts)
     assert found["strategies"][0] == "eagle-5"
     assert found["nodes"]["2"][1]["policy"] == "static"

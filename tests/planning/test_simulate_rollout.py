@@ -11,9 +11,10 @@ from megatron_tlt.planning.devices import device
 from megatron_tlt.planning.simulation.acceptance import OFF, Alignment, chain, tokens_per_round
 from megatron_tlt.planning.simulation.constants import shipped
 from megatron_tlt.planning.simulation.engine import EngineModel
+from megatron_tlt.planning.simulation.phases import drafter_step_flops
 from megatron_tlt.planning.simulation.rollout import Limits, Speculation, simulate_rollout
 from tests.planning.jobs import MOE
-from tests.planning.simulated import ARMS, MODEL, FreeDrafts, engine, random_lengths, step_by_step
+from tests.planning.simulated import ARMS, MODEL, FreeDrafts, engine, random_lengths, scenario, step_by_step
 
 
 def speculation(acceptance: float, threshold: int = 8, patience: int = 3, hysteresis: int = 2) -> Speculation:
@@ -146,6 +147,14 @@ def test_steps_cost_what_the_data_sheet_says() -> None:
     assert 0.5 < float(engine(2).plain(1, 0) / one.plain(1, 0)) < 0.8
     assert float(engine().round(4, 1000, OFF)) == float(engine().plain(4, 1000))
     assert one.kv_tokens(0.5) == pytest.approx((40e9 - 2 * MODEL.parameters) / 57344)
+
+
+def test_an_eagle3_head_of_a_few_tokens_drafts_faster_than_one_of_all_or_an_eagle_head() -> None:
+    eagle, whole, few = scenario(), scenario(taps=3), scenario(taps=3, drafted=4096)
+    seconds = [float(one.engine().round(4, 4000, chain(4))) for one in (eagle, whole, few)]
+    assert seconds[1] > seconds[0] > seconds[2] > float(few.engine().plain(4, 4000))
+    flops = [drafter_step_flops(one, 1000.0) for one in (whole, few)]
+    assert flops[0] / flops[1] == MODEL.draft_head(3) / MODEL.draft_head(3, 4096)
 
 
 def test_experts_are_read_as_far_as_tokens_reach_them() -> None:

@@ -24,11 +24,15 @@ class EngineModel:
     """One engine of ``tp`` devices.
 
     ``batch`` counts requests, ``context`` the tokens in their KV caches together; both may be arrays, the results are
-    seconds.
+    seconds. ``draft_weights`` are read in one pass of the draft head: an EAGLE head's with the model's output layer
+    unless given.
     """
 
-    def __init__(self, model: ModelSize, device: Device, tp: int, constants: Constants) -> None:
+    def __init__(
+        self, model: ModelSize, device: Device, tp: int, constants: Constants, draft_weights: int | None = None
+    ) -> None:
         self.model, self.device, self.tp, self.constants = model, device, tp, constants
+        self._draft_weights = draft_weights or model.draft_layer() + model.vocabulary
         self._per_byte = 1.0 / (tp * device.memory_bandwidth * constants.memory_efficiency)
         self._per_flop = 1.0 / (tp * device.flops * constants.compute_efficiency)
         share = 2.0 * (tp - 1) / tp
@@ -49,8 +53,7 @@ class EngineModel:
 
     def _draft_pass(self, tokens: Array, context: Array) -> Array:
         model = self.model
-        parameters = model.draft_layer() + model.vocabulary
-        weights = parameters * (_BYTES * self._per_byte + 2.0 * tokens * self._per_flop)
+        weights = self._draft_weights * (_BYTES * self._per_byte + 2.0 * tokens * self._per_flop)
         caches = context * (model.cached / model.layers) * _BYTES * self._per_byte
         return weights + caches + 2 * self._reduced(tokens) + self.constants.draft_overhead_s
 

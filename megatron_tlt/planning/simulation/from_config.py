@@ -8,7 +8,7 @@ from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.spot import session_start
 from megatron_tlt.planning.devices import Device
-from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.model_size import EAGLE3_TAPS, ModelSize
 from megatron_tlt.planning.simulation.acceptance import Draft
 from megatron_tlt.planning.simulation.constants import Constants
 from megatron_tlt.planning.simulation.lengths import Lengths
@@ -36,6 +36,7 @@ def scenario_of(
     rollout, vllm = config.rollout, config.rollout.vllm
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
     adaptive, drafter = config.speculation.adaptive, config.drafter
+    eagle3 = config.speculation.enabled and config.speculation.drafter == "eagle3"
     return Scenario(
         model=model,
         device=device,
@@ -61,6 +62,8 @@ def scenario_of(
             recompute=config.actor.megatron.get("recompute_granularity") == "full",
             log_prob_passes=2 if config.algorithm.kl_coefficient else 1,
         ),
+        taps=EAGLE3_TAPS if eagle3 else 0,
+        drafted=drafter.draft_vocab_size if eagle3 and drafter is not None else None,
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
         spot=Spot(
             *session_start(config),

@@ -55,10 +55,14 @@ def reshard_seconds(scenario: Scenario) -> float:
 
 
 def drafter_step_flops(scenario: Scenario, mean_length: float) -> float:
-    """Of one optimizer step of the drafter: its weights both ways, the frozen head forward and towards its input."""
+    """Of one optimizer step of the drafter: its weights both ways, a frozen output layer forward and towards its input.
+
+    EAGLE-3 has an output layer of its own, which is trained.
+    """
     model, spot = scenario.model, scenario.spot
     tokens = spot.entries_per_step * scenario.devices * (mean_length + scenario.prompt_tokens)
-    return spot.unroll * tokens * (6.0 * model.draft_layer() + 4.0 * model.vocabulary)
+    frozen = 0 if scenario.taps else model.vocabulary
+    return spot.unroll * tokens * (6.0 * model.draft_head(scenario.taps, scenario.drafted) + 4.0 * frozen)
 
 
 def bubble_steps(scenario: Scenario, ends: Array, responses: Array, mean_length: float) -> float:

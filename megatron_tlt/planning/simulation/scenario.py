@@ -86,6 +86,10 @@ class Scenario:
     gate: Gate = Gate()
     spot: Spot = Spot()
     tail: TailBatching = TailBatching()
+    taps: int = 0
+    """Hidden states that an EAGLE-3 head reads; 0: the head is an EAGLE head."""
+    drafted: int | None = None
+    """Tokens that an EAGLE-3 head can draft; None for all."""
     explore_cost: float = 0.01
     """Share of the time that the tuner may spend on trying, as by default in ``speculation.tuner_beg_mab``."""
 
@@ -102,7 +106,8 @@ class Scenario:
         return self.devices // (self.actor.tensor * self.actor.pipeline * self.actor.context)
 
     def engine(self) -> EngineModel:
-        return EngineModel(self.model, self.device, self.engine_devices, self.constants)
+        head = self.model.draft_head(self.taps, self.drafted) if self.taps else None
+        return EngineModel(self.model, self.device, self.engine_devices, self.constants, head)
 
     def limits(self) -> Limits:
         return Limits(self.max_seqs, self.engine().kv_tokens(self.memory_fraction))
