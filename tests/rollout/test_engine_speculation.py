@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,14 @@ def test_an_untrained_drafter_made_from_the_target_does_not_draft_and_is_said_on
     assert chosen(made(needs_training=False), 0) == {"eagle"}, "one with a folder of its own has been trained"
 
 
+@pytest.fixture
+def head_engine(drafting: VllmEngine) -> Iterator[VllmEngine]:
+    """The shared engine; a chooser's last strategy stays in force, which other tests do not expect."""
+    before = drafting.strategy
+    yield drafting
+    drafting.set_strategy(before)
+
+
 @pytest.mark.parametrize("tuner", ["beg_mab", "solver"])
 def test_the_tuner_chooses_among_the_others_until_the_drafter_is_trained(tuner: str) -> None:
     speculation = made(tuner=tuner)
@@ -104,15 +113,15 @@ def test_counts_are_of_one_rollout_and_metrics_of_all_engines() -> None:
     assert account_metrics([]) == account_metrics([RolloutAccount()]) == {}
 
 
-def test_in_an_engine_nothing_is_drafted_with_it_until_it_is_trained(drafting: VllmEngine) -> None:
-    head = drafting.drafters[-1]
+def test_in_an_engine_nothing_is_drafted_with_it_until_it_is_trained(head_engine: VllmEngine) -> None:
+    head = head_engine.drafters[-1]
     config = SPECULATION.model_copy(update={"drafter": head})
     speculation = EngineSpeculation(config, None, needs_training=True)
     requests = greedy_requests(count=6, max_tokens=16)
     responses = {}
     for version in (0, 1):
         speculation.begin_rollout(requests, version)
-        responses[version] = [r.token_ids for r in drafting.generate(requests, chooser=speculation)]
+        responses[version] = [r.token_ids for r in head_engine.generate(requests, chooser=speculation)]
         speculation.end_rollout(requests)
         account = speculation.account
         assert account.drafts.keys() == ({head} if version else set())
@@ -121,16 +130,16 @@ def test_in_an_engine_nothing_is_drafted_with_it_until_it_is_trained(drafting: V
     assert responses[0] == responses[1]
 
 
-def test_a_few_steps_of_training_rollouts_are_made_without_drafts_and_give_the_gain(drafting: VllmEngine) -> None:
+def test_a_few_steps_of_training_rollouts_are_made_without_drafts_and_give_the_gain(head_engine: VllmEngine) -> None:
     """Fixed drafting, so that there is no other step without; responses are those of the same engine without probes."""
-    head = drafting.drafters[-1]
+    head = head_engine.drafters[-1]
     speculation = EngineSpeculation(SPECULATION.model_copy(update={"drafter": head}), None, probe_share=0.2)
     requests = greedy_requests(count=6, max_tokens=48)
-    responses, plain = [[r.token_ids for r in drafting.generate(requests)]], []
+    responses, plain = [[r.token_ids for r in head_engine.generate(requests)]], []
     for _ in range(3):
         speculation.begin_step()
         speculation.begin_rollout(requests, 0)
-        found = drafting.generate(requests, on_finished=speculation.finished, chooser=speculation)
+        found = head_engine.generate(requests, on_finished=speculation.finished, chooser=speculation)
         speculation.end_rollout(requests)
         responses.append([r.token_ids for r in found])
         plain.append(speculation.account.steps["off"])
