@@ -129,6 +129,7 @@ def arm_config(target: Target, head: Path, arm: str, given: Mapping[str, Any], w
     off = {"speculation.enabled": "false"}
     trained = {
         "speculation.drafter": "eagle",
+        "drafter.kind": "eagle",
         "speculation.num_speculative_tokens": given["drafts"],
         "drafter.path": head,
         "drafter.lr": given["lr"],
