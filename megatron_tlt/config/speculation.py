@@ -87,7 +87,7 @@ class SpeculationConfig(Section):
 
     ``path`` is the folder of an ``eagle`` or ``eagle3`` head; embedding and output head that it lacks are the policy's.
     A head drafts its likeliest token (``draft_sample_method`` greedy) or one drawn from its distribution
-    (probabilistic), which is accepted more often where the policy is unsure. The names are vLLM's.
+    (probabilistic), which pays where that is close to the policy's. The names are vLLM's.
     Without ``adaptive`` every step drafts ``num_speculative_tokens`` by ``drafter``; with it, at most that many, by
     that drafter or one without a model, or none.
     """
