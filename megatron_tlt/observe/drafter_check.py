@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from megatron_tlt.observe.lasting_causes import STEPS, LastingCauses
-
-Row = Mapping[str, float | None]
+from megatron_tlt.observe.lasting_causes import STEPS, Row, StepsCheck
 
 LEAST_ACCEPTANCE = 1.05
 """Tokens per draft and verification, the target's own included, below which drafts cost more than they gain."""
@@ -30,7 +28,7 @@ def _value(row: Row, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-class DrafterCheck:
+class DrafterCheck(StepsCheck):
     """Follows a run's steps; a cause that holds for ``steps`` steps in a row is a warning, once until it ends.
 
     - ``untrained``: the drafter's version (optimizer steps) stays as it is;
@@ -41,19 +39,9 @@ class DrafterCheck:
     """
 
     def __init__(self, steps: int = STEPS) -> None:
-        self._causes = LastingCauses(steps)
+        super().__init__(steps)
         self._version: float | None = None
         self._highest: dict[str, float] = {}
-
-    @property
-    def warnings(self) -> int:
-        """Warnings given so far."""
-        return self._causes.warnings
-
-    @property
-    def active(self) -> int:
-        """Causes that were warned of and hold still."""
-        return self._causes.active
 
     def add(self, row: Row) -> list[str]:
         """The new warnings after a step with these metrics; metrics that are absent give none."""
@@ -126,7 +114,6 @@ def _remedy(drafter: str, row: Row) -> str:
     return "Raise drafter.session_steps or drafter.lr, or start from a trained one (drafter.path)"
 
 
-def drafter_warnings(rows: Iterable[Mapping[str, float | None]]) -> list[str]:
-    """The warnings of a whole run's metrics rows, each with its step; evaluations before the first step are skipped."""
-    check = DrafterCheck()
-    return [f"Step {row['step']}: {text}." for row in rows if row.get("step") for text in check.add(row)]
+def drafter_warnings(rows: Iterable[Row]) -> list[str]:
+    """The warnings of a whole run's metrics rows, each with its step."""
+    return DrafterCheck().of_run(rows)

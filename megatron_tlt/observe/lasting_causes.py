@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+Row = Mapping[str, float | None]
+"""Metrics of a step by name."""
 
 STEPS = 5
 """Steps in a row before a warning."""
@@ -36,3 +39,28 @@ class LastingCauses:
         self._warned.update(new)
         self.warnings += len(new)
         return new
+
+
+class StepsCheck:
+    """Follows a run by its steps' metrics; a cause that holds for ``steps`` in a row is a warning, until it ends."""
+
+    def __init__(self, steps: int = STEPS) -> None:
+        self._causes = LastingCauses(steps)
+
+    @property
+    def warnings(self) -> int:
+        """Warnings given so far."""
+        return self._causes.warnings
+
+    @property
+    def active(self) -> int:
+        """Causes that were warned of and hold still."""
+        return self._causes.active
+
+    def add(self, row: Row) -> list[str]:
+        """The new warnings after a step with these metrics; metrics that are absent give none."""
+        raise NotImplementedError
+
+    def of_run(self, rows: Iterable[Row]) -> list[str]:
+        """The warnings of a whole run's rows, each with its step; evaluations before the first step are skipped."""
+        return [f"Step {row['step']}: {text}." for row in rows if row.get("step") for text in self.add(row)]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_tlt.observe.lasting_causes import STEPS as STEPS
-from megatron_tlt.observe.lasting_causes import LastingCauses
-
-Row = Mapping[str, float | None]
+from megatron_tlt.observe.lasting_causes import Row, StepsCheck
 
 # STEPS in a row before a warning: at 16 responses a step of which 10 % are right, five steps without a mixed group
 # have a probability of 0.02 %.
@@ -66,24 +64,11 @@ _GENERAL = {
 }
 
 
-class LearningCheck:
+class LearningCheck(StepsCheck):
     """Follows a run's steps; a cause that holds for ``steps`` steps in a row is a warning, once until it ends.
 
     Rewards that are all the same are a warning of their own only where no specific cause explains them.
     """
-
-    def __init__(self, steps: int = STEPS) -> None:
-        self._causes = LastingCauses(steps)
-
-    @property
-    def warnings(self) -> int:
-        """Warnings given so far."""
-        return self._causes.warnings
-
-    @property
-    def active(self) -> int:
-        """Causes that were warned of and hold still."""
-        return self._causes.active
 
     def add(self, row: Row) -> list[str]:
         """The new warnings after a step with these metrics; metrics that are absent give none."""
@@ -95,7 +80,6 @@ class LearningCheck:
         return [f"no learning for {self._causes.steps} steps: {causes[name].message}" for name in new]
 
 
-def learning_warnings(rows: Iterable[Mapping[str, float | None]]) -> list[str]:
-    """The warnings of a whole run's metrics rows, each with its step; evaluations before the first step are skipped."""
-    check = LearningCheck()
-    return [f"Step {row['step']}: {text}." for row in rows if row.get("step") for text in check.add(row)]
+def learning_warnings(rows: Iterable[Row]) -> list[str]:
+    """The warnings of a whole run's metrics rows, each with its step."""
+    return LearningCheck().of_run(rows)

@@ -76,15 +76,14 @@ class DraftSampler:
         model = self._proposer.model
         return model.unwrap() if hasattr(model, "unwrap") else model
 
-    def _target_ids(self) -> torch.Tensor | None:
-        """The target's ids of the draft vocabulary; None where it is the whole."""
-        offsets = getattr(self._model(), "draft_id_to_target_id", None)
-        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+    def _offsets(self) -> torch.Tensor | None:
+        """The target's ids of the draft vocabulary less its own; None where it is the whole."""
+        return getattr(self._model(), "draft_id_to_target_id", None)
 
     def _sample(self, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
         """The proposer's ``_sample_draft_tokens``: final states (rows, hidden) -> the target's token ids (rows)."""
-        model, targets = self._model(), self._target_ids()
-        if targets is None:
+        model, offsets = self._model(), self._offsets()
+        if offsets is None:
             logits = model.compute_logits(hidden_states)
         else:
             logits = model.logits_processor(model.lm_head, hidden_states)
@@ -92,7 +91,7 @@ class DraftSampler:
         if self._probabilistic and not bool(self._greedy.all()):
             tokens = self._draw(logits.float(), tokens)
         self._depth += 1
-        return (tokens if targets is None else targets[tokens]), None
+        return (tokens if offsets is None else tokens + offsets[tokens]), None
 
     def _draw(self, logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
         """Draft ids (rows) by inversion of the distribution function."""
@@ -122,8 +121,9 @@ class DraftSampler:
             start += count
         if not parts:
             return None
-        probs, targets, width = torch.cat(parts), self._target_ids(), self._runner.input_batch.vocab_size
-        if targets is not None:
+        probs, offsets, width = torch.cat(parts), self._offsets(), self._runner.input_batch.vocab_size
+        if offsets is not None:
+            targets = offsets + torch.arange(len(offsets), device=offsets.device)
             probs = probs.new_zeros(len(probs), width).index_add_(1, targets, probs)
         if probs.shape[-1] != width:
             raise RunError(f"the drafter draws from {probs.shape[-1]} tokens; allowed: the target's {width}")
