@@ -74,6 +74,8 @@ class Drafted:
         weights_R: weight of each row's loss.
         target_hidden_RH: the target's state behind its final norm, which EAGLE's feature predicts.
         top: the target's distribution; None where it is the LM head over ``target_hidden_RH``.
+        target_log_sum_R: ``log sum exp`` of the target's logits over its whole vocabulary; needed where the drafter has
+            a vocabulary of its own and there is no ``top``, as only that vocabulary's logits are then computed here.
     """
 
     head_input_RH: torch.Tensor
@@ -81,6 +83,13 @@ class Drafted:
     weights_R: torch.Tensor
     target_hidden_RH: torch.Tensor
     top: TargetTop | None
+    target_log_sum_R: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def log_sums(hidden_RH: torch.Tensor, head_VH: torch.Tensor, chunk_rows: int) -> torch.Tensor:
+    """``log sum exp`` of the LM head's logits at each state, (R); ``chunk_rows`` states at a time."""
+    return torch.cat([project(rows, head_VH).logsumexp(-1) for rows in hidden_RH.split(chunk_rows)])
 
 
 def compared_log_probs(logits_RV: torch.Tensor, top: TargetTop) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,25 +110,29 @@ def _chunk_loss(
     head_DH: torch.Tensor,
     draft_ids_D: torch.Tensor | None,
     target_hidden_RH: torch.Tensor,
-    target_head_VH: torch.Tensor,
+    target_head: torch.Tensor,
+    vocab_size: int,
     top: TargetTop | None,
+    target_log_sum_R: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and acceptance probabilities of some rows, each (R); nothing of width V outlives this call."""
+    """Losses and acceptance probabilities of some rows, each (R); nothing of width V outlives this call.
+
+    ``target_head`` holds the rows of the drafted tokens, (D, H).
+    """
     logits_RD = project(head_input_RH, head_DH)
     drafted_R1 = logits_RD.detach().argmax(-1, keepdim=True)
-    if draft_ids_D is not None:
-        drafted_R1 = draft_ids_D[drafted_R1]
     if top is not None:
         logits_RV = logits_RD
         if draft_ids_D is not None:
-            excluded = logits_RD.new_full((len(logits_RD), len(target_head_VH)), float("-inf"))
+            drafted_R1 = draft_ids_D[drafted_R1]
+            excluded = logits_RD.new_full((len(logits_RD), vocab_size), float("-inf"))
             logits_RV = excluded.index_copy(1, draft_ids_D, logits_RD)
         accepted_R = torch.where(top.token_ids == drafted_R1, top.log_probs.exp(), 0.0).sum(-1)
         return distribution_loss(*compared_log_probs(logits_RV, top)), accepted_R
     with torch.no_grad():
-        log_p_RV = project(target_hidden_RH, target_head_VH).log_softmax(-1)
-        accepted_R = log_p_RV.gather(-1, drafted_R1)[:, 0].exp()
-        log_p_RD = log_p_RV if draft_ids_D is None else log_p_RV[:, draft_ids_D]
+        target_RD = project(target_hidden_RH, target_head)
+        log_p_RD = target_RD.log_softmax(-1) if target_log_sum_R is None else target_RD - target_log_sum_R[:, None]
+        accepted_R = log_p_RD.gather(-1, drafted_R1)[:, 0].exp()
     return distribution_loss(log_p_RD, logits_RD.log_softmax(-1)), accepted_R
 
 
@@ -142,6 +155,11 @@ def draft_loss(
     the logits of the target's tokens ``draft_ids_D``, or of all.
     """
     rows = len(drafted.weights_R)
+    target_head = target_head_VH
+    if draft_ids_D is not None and drafted.top is None:
+        assert drafted.target_log_sum_R is not None, "a draft vocabulary's probabilities need the whole one's sum"
+        target_head = target_head_VH[draft_ids_D]
+    log_sum_R = drafted.target_log_sum_R
     loss = drafted.head_input_RH.new_zeros((), dtype=torch.float32)
     distribution_sum, regression_sum, accepted_sum = loss.detach(), loss.detach(), loss.detach()
     for low in range(0, rows, chunk_rows):
@@ -153,8 +171,10 @@ def draft_loss(
             head_DH,
             draft_ids_D,
             drafted.target_hidden_RH[low:high],
-            target_head_VH,
+            target_head,
+            len(target_head_VH),
             None if drafted.top is None else drafted.top.rows(low, high),
+            None if log_sum_R is None else log_sum_R[low:high],
             use_reentrant=False,
             preserve_rng_state=False,
         )

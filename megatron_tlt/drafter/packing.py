@@ -37,6 +37,7 @@ class Pack:
         last_T: the last token of its sequence, likewise.
         first_T: the first token of its sequence from which a response token is drafted, likewise.
         top: the target's distribution behind every token; None where the entries store none.
+        log_sums_S: ``log sum exp`` of the target's logits after each token; set while training where it is needed.
     """
 
     lengths: list[int]
@@ -47,6 +48,7 @@ class Pack:
     last_T: torch.Tensor
     first_T: torch.Tensor
     top: TargetTop | None
+    log_sums_S: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Pack:
         """The same on ``device``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.loss_guard import ALARMS, Alarm, LossGuard
-from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss
+from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss, log_sums
 from megatron_tlt.drafter.model import DraftModel
 from megatron_tlt.drafter.packing import Pack, build_packs, uniform_noise
 from megatron_tlt.drafter.start import calibrate_start
@@ -330,6 +330,7 @@ class DrafterTrainer:
             hidden_TF = hidden_TF + noise.to(hidden_TF)
         total = torch.zeros((), device=self._device)
         sums = self._sums()
+        pack = replace(pack, log_sums_S=self._log_sums(pack))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             features, context = self.model.start(hidden_TF, pack.lengths)
             for step in range(config.steps):
@@ -357,6 +358,19 @@ class DrafterTrainer:
         sums[5] = len(members)
         return total, sums
 
+    def _log_sums(self, pack: Pack) -> torch.Tensor | None:
+        """``Pack.log_sums_S``: the target's whole LM head, most of a step's work, once for all unrolled steps.
+
+        None where it is not needed.
+        """
+        if self.model.draft_ids_D is None or pack.top is not None:
+            return None
+        # later drafts are compared with the target at positions that the first ones have already
+        compared = pack.anchors_T[pack.rows(0)] + 1
+        hidden = pack.hidden_SE[compared, -self.model.config.hidden_size :]
+        found = log_sums(hidden, self.model.shared.head, self.config.logit_chunk_tokens)
+        return found.new_zeros(len(pack.token_ids_S)).index_copy(0, compared, found)
+
     def _drafted(
         self, pack: Pack, step: int, rows: torch.Tensor, head_input: torch.Tensor, features: torch.Tensor
     ) -> Drafted:
@@ -367,4 +381,5 @@ class DrafterTrainer:
         if pack.top is not None:
             stored = pack.top
             top = TargetTop(stored.token_ids[beside], stored.log_probs[beside], stored.tail_log_prob[beside])
-        return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, top)
+        log_sums_R = None if pack.log_sums_S is None else pack.log_sums_S[beside]
+        return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, top, log_sums_R)

@@ -76,7 +76,10 @@ def padded_loss(model: DraftModel, config: DrafterConfig, entries: list[Entry]) 
                     pair = compared_log_probs(logits[row, at][None], top_row(entry, beside))
                 else:
                     target = F.linear(entry.hidden[beside, -model.config.hidden_size :], model.shared.head)
-                    pair = (target.log_softmax(-1)[None], logits[row, at].log_softmax(-1)[None])
+                    log_p = target.log_softmax(-1)
+                    if model.draft_ids_D is not None:
+                        log_p = log_p[model.draft_ids_D]
+                    pair = (log_p[None], logits[row, at].log_softmax(-1)[None])
                 loss = config.loss.distribution_weight * LOSSES[config.loss.name](*pair)[0]
                 if config.regression_weight:
                     error = F.smooth_l1_loss(predicted[row, at], entry.hidden[beside])
@@ -93,18 +96,20 @@ def top_row(entry: Entry, at: int) -> TargetTop:
 
 
 CASES = [
-    ("eagle", "eagle", 0, 1),
-    ("eagle", "eagle", 0, 3),
-    ("eagle", "kl", 5, 2),
-    ("eagle3", "eagle", 0, 3),
-    ("eagle3", "kl", 5, 2),
-    ("eagle3", "tv", 0, 3),
+    ("eagle", "eagle", 0, 1, None),
+    ("eagle", "eagle", 0, 3, None),
+    ("eagle", "kl", 5, 2, None),
+    ("eagle3", "eagle", 0, 3, None),
+    ("eagle3", "kl", 5, 2, None),
+    ("eagle3", "tv", 0, 3, None),
+    ("eagle3", "eagle", 0, 3, 9),
+    ("eagle3", "kl", 0, 2, 9),
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "k", "steps"), CASES)
+@pytest.mark.parametrize(("kind", "name", "k", "steps", "drafted"), CASES)
 def test_packed_gradients_are_the_padded_ones(
-    kind: Kind, name: str, k: int, steps: int, target_folder: Path, target: PreTrainedModel
+    kind: Kind, name: str, k: int, steps: int, drafted: int | None, target_folder: Path, target: PreTrainedModel
 ) -> None:
     loss = DrafterLossConfig.model_validate({"name": name, "reward_weighting": True})
     entries = [random_entry(target, kind, length, 2 + seed, seed, k) for seed, length in enumerate((9, 17, 6, 30))]
@@ -112,13 +117,16 @@ def test_packed_gradients_are_the_padded_ones(
         kind=kind,
         loss=loss,
         unroll_steps=steps,
+        draft_vocab_size=drafted,
         optimizer="torch.optim.SGD",
         lr=1.0,
         clip_grad=0.0,
         max_tokens_per_micro_batch=40,
         logit_chunk_tokens=7,
     )
-    model = scattered(drafter_from_target(target_folder, kind, seed=1))
+    model = scattered(drafter_from_target(target_folder, kind, seed=1, draft_vocab_size=drafted))
+    if drafted is not None:
+        model.choose_vocabulary(torch.arange(int(target.config.vocab_size)) % 7)
     model.from_target = False  # its start is not to be scaled to the data
     expected = padded_loss(model, config, entries)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
@@ -130,7 +138,7 @@ def test_packed_gradients_are_the_padded_ones(
     for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
         # SGD at rate 1: the step is the gradient, and what it adds is rounded to the parameter's bits
         found = before[name] - parameter.detach()
-        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=max(2e-7, 2e-6 * scale), msg=name)
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=max(2e-7, 8e-6 * scale), msg=name)
 
 
 def entries_of(folder: Path, responses: torch.Tensor, kind: Kind, k: int) -> list[Entry]:

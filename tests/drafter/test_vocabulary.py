@@ -16,7 +16,7 @@ from megatron_tlt.drafter.checkpoint import load_without_target, write_checkpoin
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.evaluation import greedy_chains
 from megatron_tlt.drafter.folder import drafter_from_target, first_drafter
-from megatron_tlt.drafter.losses import LOSSES, _chunk_loss
+from megatron_tlt.drafter.losses import LOSSES, _chunk_loss, log_sums
 from megatron_tlt.drafter.model import DraftModel, SharedWeights
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.hf_folder import read_hf_config
@@ -117,7 +117,9 @@ def test_a_loss_is_that_over_the_tokens_that_can_be_drafted(
     hidden = entry.hidden[:, model.feature_size :].float()
     head_input = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
     stored = top_of(target, entry.token_ids, VOCAB) if top else None
-    losses, accepted = _chunk_loss(LOSSES[name], head_input, model.head_DH, ids, hidden, model.shared.head, stored)
+    head, rows = model.shared.head, model.shared.head[ids]
+    sums = None if top else log_sums(hidden, head, 3)
+    losses, accepted = _chunk_loss(LOSSES[name], head_input, model.head_DH, ids, hidden, rows, VOCAB, stored, sums)
     losses.sum().backward()
     assert head_input.grad is not None and head_input.grad.isfinite().all()
     with torch.no_grad():
