@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_tlt.bench.rollout import ABLE, summarize
 from megatron_tlt.bench.workers import measure_in_worker
+from megatron_tlt.bench.workers.quickstart import ALONE
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
@@ -30,6 +31,7 @@ WANTED = {"batch 1": 2.0, "batch 4": 2.3, "batch 8": 1.9, "batch 16": 1.6}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="launch config")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the config")
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 1, 16, 2, 32], help="requests of a rollout")
     parser.add_argument("--uniform", type=int, nargs="*", default=[8], help="again with responses of one length each")
@@ -77,7 +79,7 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
 
 
 def _head_folder(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Path:
-    keys = ("config", "policy", "drafter", "warm_problems", "warm_steps", "warm_entries", "seed")
+    keys = ("config", "set", "policy", "drafter", "warm_problems", "warm_steps", "warm_entries", "seed")
     digest = hashlib.sha256(json.dumps({key: settings[key] for key in keys}, sort_keys=True).encode()).hexdigest()
     return Path(arguments.cache).resolve() / f"head-{digest[:16]}"
 
@@ -91,7 +93,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         ConfigError: the model is not there yet, or the file of an earlier run is of other settings.
         RunError: the worker failed.
     """
-    config = load_config(arguments.config, ["launcher.nproc_per_node=1", "spot=null"])
+    config = load_config(arguments.config, [*ALONE, *arguments.set])
     folder = arguments.model or model_folder(config)
     if not (folder / "model.safetensors").is_file():
         raise ConfigError(f"{folder}: no model there; `tlt train {arguments.config}` builds it, or give --model")

@@ -21,6 +21,7 @@ _NAMES = (
     "graph-pool",
     "hetero",
     "layouts",
+    "learning",
     "packing",
     "plan",
     "real",

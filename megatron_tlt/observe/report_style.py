@@ -53,6 +53,8 @@ STYLE: dict[str, Any] = {
     "legend.fontsize": 8.5,
     "hatch.linewidth": 0.6,
 }
+STANDALONE: dict[str, Any] = {**STYLE, "grid.color": "#dde0e4"}
+"""Of a plot in a file of its own, which has no page to take its colours from."""
 
 
 def to_svg(figure: Figure, name: str) -> str:

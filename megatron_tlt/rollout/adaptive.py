@@ -15,6 +15,9 @@ from megatron_tlt.speculation.length import LengthPolicy
 from megatron_tlt.speculation.strategy import OFF, BudgetMix, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
 
+_FEW = 3
+"""Drafts of the shorter of two strategies without a model."""
+
 
 def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
     """All strategies that the section may put in force.
@@ -41,12 +44,14 @@ def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
 
 
 def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> list[Strategy]:
-    """Off, one without a model, and the drafter with every odd number of tokens up to ``most``, and ``most``.
+    """Off, the drafter with every odd number of tokens up to ``most``, and ``most``, and one without a model.
 
-    Where ``budgets`` say how many of them each request has, with ``most`` alone.
+    That one drafts few tokens, which pays in larger batches, or ``most``. Where ``budgets`` say how many of them each
+    request has, all draft ``most`` alone.
     """
     lengths = [most] if budgets else sorted({*range(1, most + 1, 2), most})
-    free = [] if drafter in ("ngram", "suffix") else [Strategy("suffix", most)]
+    few = [most] if budgets else sorted({min(_FEW, most), most})
+    free = [] if drafter in ("ngram", "suffix") else [Strategy("suffix", length) for length in few]
     return [OFF, *free, *(Strategy(drafter, length) for length in lengths)]
 
 

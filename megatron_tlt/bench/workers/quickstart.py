@@ -22,6 +22,9 @@ from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
+ALONE = ("launcher.nproc_per_node=1", "spot=null")
+"""What makes a launch config one of a single process."""
+
 
 @dataclass(frozen=True)
 class Quickstart:
@@ -36,9 +39,16 @@ class Quickstart:
     pairs: list[Pair]
 
 
-def prepare_quickstart(config_file: str, folder: Path, requests: int, warm_problems: int, seed: int) -> Quickstart:
+def prepare_quickstart(
+    config_file: str,
+    folder: Path,
+    requests: int,
+    warm_problems: int,
+    seed: int,
+    overrides: Sequence[str] = (),
+) -> Quickstart:
     """Samples ``pairs`` and the pool's lengths with an engine that does not speculate."""
-    config = load_config(config_file, ["launcher.nproc_per_node=1", "spot=null"])
+    config = load_config(config_file, [*ALONE, *overrides])
     tokenizer = load_tokenizer(folder)
     sampling = training_sampling(config.rollout, tokenizer)
     engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), seed)

@@ -25,9 +25,12 @@ from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
+from megatron_tlt.rollout.adaptive import default_strategies
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.speculation.strategy import OFF, Strategy
 
+PAIRS = "pairs.jsonl"
+"""In the head's folder: the responses that it learns from."""
 PAIR = ("off", ABLE, "beg_mab")
 """The arms whose ratios are wanted most closely."""
 
@@ -39,7 +42,7 @@ def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:
         raise ConfigError(f"{given['config']}: no drafter section; the benchmark needs a drafter that drafts")
     cache = Path(given["cache"])
     cache.mkdir(parents=True, exist_ok=True)
-    sampled = cache / "pairs.jsonl"
+    sampled = cache / PAIRS
     if not sampled.is_file():
         write_pairs(sampled, prepared.pairs)
     vocab_size = int(read_hf_config(prepared.folder).vocab_size)
@@ -50,9 +53,7 @@ def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:
 
 def statics_of(speculation: SpeculationConfig) -> list[Strategy]:
     """Strategies that are each timed alone: those that the tuner chooses between, but off."""
-    most = speculation.num_speculative_tokens
-    lengths = sorted({*range(1, most + 1, 2), most})
-    return [Strategy("suffix", most), *(Strategy(speculation.drafter, length) for length in lengths)]
+    return default_strategies(speculation.drafter, speculation.num_speculative_tokens)[1:]
 
 
 def ceiling(table: RateTable, case: Case, strategies: Sequence[Strategy]) -> float:
@@ -96,7 +97,9 @@ def main(given_json: str, _: str, out: str) -> None:
     initialize_distributed(600)
     torch.set_num_threads(given["warm_threads"])
     folder, seed = Path(given["model"]), given["seed"]
-    prepared = prepare_quickstart(given["config"], folder, given["requests"], given["warm_problems"], seed)
+    sampled = (Path(given["cache"]) / PAIRS).is_file()
+    warm_problems = 0 if sampled else given["warm_problems"]
+    prepared = prepare_quickstart(given["config"], folder, given["requests"], warm_problems, seed, given["set"])
     head = head_of(given, prepared)
     torch.set_num_threads(1)
     drafter = prepared.config.speculation.drafter

@@ -9,10 +9,19 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from megatron_tlt.observe.report_style import BLUE, GREEN, INK, ORANGE, PHASE_COLORS, RED, STYLE, legend, new_figure
+from megatron_tlt.observe.report_style import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PHASE_COLORS,
+    RED,
+    STANDALONE,
+    legend,
+    new_figure,
+)
 from megatron_tlt.planning.simulation.steps import PHASES, Outcome, speedup
 
-_GRID = "#dde0e4"
 _COLORS = (BLUE, ORANGE, GREEN, RED, PHASE_COLORS["reward"], PHASE_COLORS["drafter"])
 
 
@@ -27,7 +36,7 @@ def plot(by_nodes: Mapping[int, Mapping[str, Outcome]], path: Path, title: str) 
     """
     outcomes = by_nodes[max(by_nodes)]
     watched = {name: outcome for name, outcome in outcomes.items() if outcome.running}
-    with matplotlib.rc_context({**STYLE, "grid.color": _GRID}):
+    with matplotlib.rc_context(STANDALONE):
         figure = new_figure(2.6 * (2 + len(watched)) / 2 + 1.2, 11.0)
         grid = figure.add_gridspec(len(watched) + 2, 2)
         _phases(figure.add_subplot(grid[:2, 0]), outcomes)
