@@ -171,6 +171,8 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
                 f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "
                 "allowed: with eagle, eagle3"
             )
+    elif not speculation.enabled:
+        pass  # no engine loads it
     elif path is None:
         lines.append(f"speculation.path: not given; drafter {speculation.drafter} needs the folder of its head")
     elif not (path / "config.json").is_file():
@@ -183,8 +185,10 @@ def _drafter(config: TltConfig) -> Iterator[str]:
     if drafter is None:
         yield from drafter_problems(speculation)
         return
-    if not speculation.enabled or speculation.drafter != drafter.kind:
-        found = speculation.drafter if speculation.enabled else "none"
+    if not speculation.enabled:
+        yield "speculation.enabled: found false, but a drafter is trained; allowed: true, or drafter=null, spot=null"
+    elif speculation.drafter != drafter.kind:
+        found = speculation.drafter
         yield f"speculation.drafter: found {found}; allowed where one is trained: drafter.kind, {drafter.kind}"
     if speculation.path is not None:
         yield f"speculation.path: found {speculation.path}; a drafter that is trained starts from drafter.path"

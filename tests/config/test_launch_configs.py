@@ -14,6 +14,7 @@ from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.source import read_yaml
 from megatron_tlt.models.architecture import sizes_of
+from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.machine import find_machine
@@ -116,3 +117,18 @@ def test_nothing_is_said_twice() -> None:
 @pytest.mark.parametrize("path", [*LARGE, *sorted((LAUNCH / "shared").glob("*.yaml"))], ids=lambda path: path.stem)
 def test_each_says_what_to_tune(path: Path) -> None:
     assert path.read_text().startswith("# ") and path.read_text().count("# ") >= 3
+
+
+def documented_commands() -> list[list[str]]:
+    """Config and overrides of every `tlt train` in the documentation that names a launch config."""
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    commands = (found for page in pages for found in re.findall(r"tlt train (launch/[^`#\n]*)", page.read_text()))
+    return [command.split() for command in commands]
+
+
+@pytest.mark.parametrize("command", documented_commands(), ids=" ".join)
+def test_what_the_documentation_says_to_type_is_accepted(command: list[str], tmp_path: Path) -> None:
+    path, *overrides = command
+    if "smollm2" in path:  # its model is fetched by a tool: another stands for it
+        overrides.append(f"model.recipe.base={write_tiny_model('llama', tmp_path, max_position_embeddings=512)}")
+    load_config(path, overrides)

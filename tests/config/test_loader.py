@@ -332,3 +332,11 @@ def test_a_renamed_key_is_migrated_from_any_earlier_version() -> None:
 def test_a_resolved_config_serves_as_a_launch_config(tmp_path: Path) -> None:
     path, config = resolved_file(tmp_path)
     assert load_config(path, check_libraries=False) == config
+
+
+def test_a_drafter_that_no_engine_loads_needs_no_folder() -> None:
+    quickstart = Path(__file__).parents[2] / "launch" / "quickstart-cpu.yaml"
+    with pytest.raises(ConfigError, match=r"speculation.enabled: found false, but a drafter is trained; allowed: true"):
+        load_config(quickstart, ["speculation.enabled=false"])
+    config = load_config(quickstart, ["speculation.enabled=false", "spot=null", "drafter=null"])
+    assert config.speculation.drafter == "eagle3" and config.speculation.path is None

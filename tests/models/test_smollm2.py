@@ -13,7 +13,6 @@ WORKER = Path(__file__).parent / "workers" / "smollm2.py"
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_greedy_responses_and_log_probs_in_float32(smollm2: Path, tmp_path: Path) -> None:
     run_torchrun(WORKER, 1, [str(smollm2), str(tmp_path)], timeout_s=900)
     found = json.loads((tmp_path / "out.json").read_text())
