@@ -41,7 +41,7 @@ class ArcticDrafter:
         cache.add_active_response(unique, np.asarray(tokens, np.int32))
         context.extend(tokens)
 
-    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+    def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
         """As ``TokenDrafter.propose``."""
         cache, unique, context = self._requests[request_id]
         draft = cache.speculate(unique, np.asarray(context[-self._max_depth :], np.int32), max_tokens, 1.0, 0.0, 0.1)

@@ -79,7 +79,7 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
 
 
 def _head_folder(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Path:
-    keys = ("config", "set", "policy", "drafter", "warm_problems", "warm_steps", "warm_entries", "seed")
+    keys = ("config", "rollout", "tasks", "policy", "drafter", "warm_problems", "warm_steps", "warm_entries", "seed")
     digest = hashlib.sha256(json.dumps({key: settings[key] for key in keys}, sort_keys=True).encode()).hexdigest()
     return Path(arguments.cache).resolve() / f"head-{digest[:16]}"
 

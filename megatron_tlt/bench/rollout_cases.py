@@ -125,7 +125,7 @@ class ReplayDrafter:
         """As ``TokenDrafter.extend``."""
         self._lengths[request_id] += len(tokens)
 
-    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+    def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
         """As ``TokenDrafter.propose``."""
         at = self._lengths[request_id]
         known = self._responses[request_id][at : at + max_tokens]

@@ -151,7 +151,10 @@ def _arms(config: TltConfig) -> tuple[list[Draft], str | None]:
     else:
         static = (speculation.drafter, speculation.num_speculative_tokens)
     found_arms = {
-        (one.drafter, one.num_tokens): chain(one.num_tokens, one.drafter) for one in strategies if one.num_tokens
+        # a pair as its head, which the simulation knows more of
+        (one.drafters[-1], one.num_tokens): chain(one.num_tokens, one.drafters[-1])
+        for one in strategies
+        if one.num_tokens
     }
     first = found_arms.pop(static, chain(static[1], static[0]))
     return [first, *found_arms.values()], note

@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
-StrategyName = Annotated[str, Field(pattern=r"^(off|(ngram|suffix|eagle|eagle3)-[1-9]\d*(-by-length)?)$")]
+_NUMBER = r"-[1-9]\d*(-by-length)?"
+_PATTERN = rf"^(off|ngram{_NUMBER}|(suffix|(suffix\+)?eagle3?){_NUMBER}(-p[1-9]\d?)?)$"
+StrategyName = Annotated[str, Field(pattern=_PATTERN)]
 
 
 class NgramConfig(Section):
@@ -66,7 +68,9 @@ class AdaptiveConfig(Section):
     Speculation begins once ``patience`` engine steps in a row had at most ``threshold`` requests, and ends above
     ``threshold + hysteresis``: the tuner learns about batches up to that, or up to ``rollout.vllm.max_num_seqs`` where
     that is less. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off, ngram-3 and
-    eagle-5; without any, some of each drafter that the engine has. ``options`` are the tuner's own.
+    eagle-5; without any, some of each drafter that the engine has. ``suffix+eagle3-5`` drafts with the head where the
+    suffix tree has no match; ``eagle3-5-p50`` leaves out drafts that the drafter gives a chance below 50 % of being
+    accepted. ``options`` are the tuner's own.
     ``lengths`` gives requests drafts by the length that their responses are expected to have, under all strategies:
     the long ones all, medium ones half and short ones none (``classes``), or those that end the batch soonest
     (``optimal``, for which the most of each drafter is strategy enough).

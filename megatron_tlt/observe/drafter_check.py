@@ -70,7 +70,7 @@ class DrafterCheck(StepsCheck):
         # an untrained drafter is kept from drafting, which is a cause of its own
         if row.get("speculation/drafter_version") is None or row.get("speculation/drafter_withheld"):
             return {}
-        if any(value for name, value in shares.items() if name.startswith("speculation/share_eagle")):
+        if any(value for name, value in shares.items() if "eagle" in name):
             return {}
         return {
             "never_chosen": "the tuner never chose the drafter model. Raise drafter.session_steps or drafter.lr, start "

@@ -32,10 +32,10 @@ def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
         return [Strategy(drafter, most)]
     if not speculation.adaptive.strategies:
         return default_strategies(drafter, most, budgets=speculation.adaptive.lengths == "optimal")
-    allowed = {"off", "ngram", "suffix", drafter}
+    allowed = {"ngram", "suffix", drafter}
     found = [Strategy.parse(name) for name in speculation.adaptive.strategies]
     for strategy in found:
-        if strategy.drafter not in allowed or strategy.num_tokens > most:
+        if not allowed.issuperset(strategy.drafters) or strategy.num_tokens > most:
             raise ConfigError(
                 f"speculation.adaptive.strategies: found {strategy.name}; allowed: drafters "
                 f"{', '.join(sorted(allowed))} with up to speculation.num_speculative_tokens = {most}"

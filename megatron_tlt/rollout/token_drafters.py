@@ -12,7 +12,7 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]:
     """The drafters without a model that a section's strategies name."""
-    named = {strategy.drafter for strategy in strategies_of(speculation)}
+    named = {drafter for strategy in strategies_of(speculation) for drafter in strategy.drafters}
     ngram, suffix = speculation.ngram, speculation.suffix
     found: dict[str, TokenDrafter] = {}
     if "ngram" in named:

@@ -51,15 +51,16 @@ def agree(choice: Choice | None, requests: Collection[str], group: dist.ProcessG
         assert choice is not None
         return choice
     source = dist.get_global_rank(group, 0)
-    head = torch.zeros(4, dtype=torch.int64)
+    head = torch.zeros(5, dtype=torch.int64)
     if choice is not None:
         strategy, budgets = choice
+        drafter = DRAFTERS.index(strategy.drafter)
         head = torch.tensor(
-            [DRAFTERS.index(strategy.drafter), strategy.num_tokens, strategy.by_length, budgets is not None]
+            [drafter, strategy.num_tokens, strategy.by_length, strategy.least_percent, budgets is not None]
         )
     dist.broadcast(head, source, group)
-    drafter, num_tokens, by_length, limited = head.tolist()
-    strategy = Strategy(DRAFTERS[drafter], num_tokens, bool(by_length))
+    drafter, num_tokens, by_length, least_percent, limited = head.tolist()
+    strategy = Strategy(DRAFTERS[drafter], num_tokens, bool(by_length), least_percent)
     if not limited:
         return strategy, None
     mine = (choice[1] if choice is not None else None) or {}

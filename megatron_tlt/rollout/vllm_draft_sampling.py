@@ -24,6 +24,10 @@ class DraftedRow:
     limit: int
 
 
+class DraftsEnded(Exception):
+    """No request of a head's pass takes further drafts: what ends the proposer's loop over depths."""
+
+
 class DraftSampler:
     """Stands where vLLM's proposer chooses a draft token from the head's final states, and where drafts are verified.
 
@@ -35,6 +39,9 @@ class DraftSampler:
     temperature shapes q; the target's top-k and top-p shape p, and the result is p's either way. So it is for a drawn
     draft that is verified as a certain one, which is what happens where q is not known any more (the scheduler left
     its request out of a step) or is not finite (a head that diverged).
+
+    A draft that is less likely than asked for is not made, and none after it. What decides is the probability of the
+    likeliest token, known before one is drawn: to leave out drafts by what was drawn would change what is sampled.
 
     The distributions of drafts that wait take (requests, drafts, draft vocabulary) floats of the device.
     """
@@ -54,23 +61,36 @@ class DraftSampler:
         """No draft waits for verification."""
         self._waiting = {}
 
-    def begin(self, rows: Sequence[DraftedRow]) -> None:
-        """The head is about to draft for these requests, in this order."""
-        self._rows, self._depth = rows, 0
-        self._drawn: list[torch.Tensor] = []  # of each depth: (rows, draft vocabulary)
-        if self._probabilistic:
-            self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-            self._positions = np.array([row.position for row in rows], dtype=np.uint64)
-            temperatures = torch.tensor([row.temperature for row in rows])
-            self._greedy = temperatures <= 0.0
-            self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
+    def begin(self, rows: Sequence[DraftedRow], least_probability: float = 0.0) -> None:
+        """The head is about to draft for these requests, in this order.
 
-    def end(self) -> None:
-        """The drafts are made, and wait for verification."""
+        A request's drafts end before the first one that the head gives, with those before it, a probability below
+        ``least_probability``.
+        """
+        self._rows, self._least = rows, least_probability
+        self._tokens: list[torch.Tensor] = []  # of each depth: the target's ids (rows)
+        self._drawn: list[torch.Tensor] = []  # of each depth: (rows, draft vocabulary)
+        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        self._positions = np.array([row.position for row in rows], dtype=np.uint64)
+        temperatures = torch.tensor([row.temperature for row in rows])
+        self._greedy = temperatures <= 0.0
+        self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
+        # how many drafts each request still takes, and the probability of all it has
+        self._counts = torch.tensor([row.limit for row in rows])
+        self._chances = torch.ones(len(rows))
+
+    def end(self) -> list[list[int]]:
+        """Each request's drafts, which wait for verification."""
+        rows, self._rows = self._rows, ()
+        if not self._tokens:
+            return [[] for _ in rows]
+        counts = self._counts.tolist()
         if self._drawn:
             by_row = torch.stack(self._drawn, dim=1)
-            self._waiting = {row.internal_id: by_row[i, : row.limit] for i, row in enumerate(self._rows) if row.limit}
-        self._rows, self._drawn = (), []
+            self._waiting = {row.internal_id: by_row[i, : counts[i]] for i, row in enumerate(rows) if counts[i]}
+        drafts = torch.stack(self._tokens, dim=1).tolist()
+        self._tokens, self._drawn = [], []
+        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
 
     def _model(self) -> Any:
         model = self._proposer.model
@@ -81,23 +101,41 @@ class DraftSampler:
         return getattr(self._model(), "draft_id_to_target_id", None)
 
     def _sample(self, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
-        """The proposer's ``_sample_draft_tokens``: final states (rows, hidden) -> the target's token ids (rows)."""
+        """The proposer's ``_sample_draft_tokens``: final states (rows, hidden) -> the target's token ids (rows).
+
+        Raises:
+            DraftsEnded: no request takes the draft, or any after it.
+        """
         model, offsets = self._model(), self._offsets()
         if offsets is None:
             logits = model.compute_logits(hidden_states)
         else:
             logits = model.logits_processor(model.lm_head, hidden_states)
         tokens = logits.argmax(dim=-1)
-        if self._probabilistic and not bool(self._greedy.all()):
-            tokens = self._draw(logits.float(), tokens)
-        self._depth += 1
-        return (tokens if offsets is None else tokens + offsets[tokens]), None
+        draws = self._probabilistic and not bool(self._greedy.all())
+        if draws or self._least:
+            probs = (logits.float() / self._divisors.to(logits.device)).softmax(dim=-1)
+            if self._least:
+                self._end_unsure(probs)
+            if draws:
+                tokens = self._draw(probs, tokens)
+        tokens = tokens if offsets is None else tokens + offsets[tokens]
+        self._tokens.append(tokens)
+        return tokens, None
 
-    def _draw(self, logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    def _end_unsure(self, probs: torch.Tensor) -> None:
+        """End the drafts of requests whose next one is too unlikely; ``probs`` (rows, draft vocabulary) is its."""
+        depth = len(self._tokens)
+        self._chances *= probs.amax(dim=-1).cpu()
+        sure = self._chances >= self._least  # not where it is not a number
+        self._counts = torch.where(sure, self._counts, self._counts.clamp(max=depth))
+        if not bool((self._counts > depth).any()):
+            raise DraftsEnded
+
+    def _draw(self, probs: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
         """Draft ids (rows) by inversion of the distribution function."""
-        device = logits.device
-        probs = (logits / self._divisors.to(device)).softmax(dim=-1)
-        uniforms = draft_uniforms(self._seeds, self._positions + np.uint64(self._depth))
+        device = probs.device
+        uniforms = draft_uniforms(self._seeds, self._positions + np.uint64(len(self._tokens)))
         sums = probs.double().cumsum(dim=-1)
         levels = torch.from_numpy(uniforms).to(device)[:, None] * sums[:, -1:]
         drawn = torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)

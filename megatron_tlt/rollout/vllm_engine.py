@@ -353,7 +353,7 @@ class VllmEngine:
 
     def _check_weights(self) -> None:
         self._versions.require(POLICY)
-        if self.strategy.drafter in MODEL_DRAFTERS:
+        if self.strategy.uses(MODEL_DRAFTERS):
             self._versions.require(DRAFTER)
         self._switch.head_is_whole = self._versions.as_dict().get(DRAFTER) is not None
 

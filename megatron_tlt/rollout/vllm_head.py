@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+from megatron_tlt.rollout.vllm_draft_sampling import DraftsEnded
 
 
 @dataclass
@@ -68,8 +71,8 @@ class DrafterHead:
         for group in chunks(inputs, self.max_tokens):
             self.propose(group, 0, metadata, sampling)
 
-    def propose(self, inputs: Sequence[HeadInput], num_tokens: int, metadata: Any, sampling: Any) -> list[list[int]]:
-        """Compute the cache, then draft ``num_tokens`` behind each input's last token.
+    def propose(self, inputs: Sequence[HeadInput], num_tokens: int, metadata: Any, sampling: Any) -> None:
+        """Compute the cache, then draft up to ``num_tokens`` behind each input's last token: ``DraftSampler`` has them.
 
         Args:
             inputs: at most ``max_tokens`` tokens in all; each request's are its newest where something is drafted.
@@ -93,23 +96,23 @@ class DrafterHead:
 
         position_tensor = on_device(positions)
         blocks = metadata.block_table_tensor[on_device(rows_of_tokens), position_tensor // proposer.block_size]
-        drafts = proposer.propose(
-            num_speculative_tokens=num_tokens,
-            target_token_ids=on_device(batch.token_ids_cpu[rows_of_tokens, positions]),
-            target_positions=position_tensor,
-            target_hidden_states=torch.cat([part.states for part in inputs]),
-            next_token_ids=on_device(batch.token_ids_cpu[rows, ends]),
-            token_indices_to_sample=None,
-            common_attn_metadata=self._metadata(
-                metadata,
-                rows=on_device(rows),
-                query_starts=starts,
-                ends=ends.astype(np.int32),
-                slots=blocks.long() * proposer.block_size + position_tensor % proposer.block_size,
-            ),
-            sampling_metadata=sampling,
-        )
-        return drafts.tolist()  # type: ignore[no-any-return]
+        with contextlib.suppress(DraftsEnded):
+            proposer.propose(
+                num_speculative_tokens=num_tokens,
+                target_token_ids=on_device(batch.token_ids_cpu[rows_of_tokens, positions]),
+                target_positions=position_tensor,
+                target_hidden_states=torch.cat([part.states for part in inputs]),
+                next_token_ids=on_device(batch.token_ids_cpu[rows, ends]),
+                token_indices_to_sample=None,
+                common_attn_metadata=self._metadata(
+                    metadata,
+                    rows=on_device(rows),
+                    query_starts=starts,
+                    ends=ends.astype(np.int32),
+                    slots=blocks.long() * proposer.block_size + position_tensor % proposer.block_size,
+                ),
+                sampling_metadata=sampling,
+            )
 
     @staticmethod
     def _metadata(

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ from megatron_tlt.config.speculation import SkippedConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedStates
+from megatron_tlt.rollout.token_lookups import TokenLookups, TrackedRequest
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_draft_sampling import DraftedRow, DraftSampler
 from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
-from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 
@@ -38,15 +39,6 @@ class NoProposer:
             RunError: always.
         """
         raise RunError("vLLM asked a drafter that StrategySwitch stands in for")
-
-
-@dataclass
-class _Tracked:
-    """A request by vLLM's id; ``seen[drafter]`` of its tokens have gone to that token drafter, as of ``problem``."""
-
-    request: Request
-    problem: str
-    seen: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,13 +95,11 @@ class StrategySwitch:
         Raises:
             ConfigError: a token drafter under a name that is no model-free one.
         """
-        if unknown := set(token_drafters) - set(MODEL_FREE):
-            raise ConfigError(f"token drafters {sorted(unknown)}; allowed: {', '.join(MODEL_FREE)}")
         self._runner = runner
         self._num_tokens = num_tokens
         self._head_name = head
-        self._token_drafters = dict(token_drafters) if num_tokens else {}
-        self._tracked: dict[str, _Tracked] = {}
+        self._lookups = TokenLookups(token_drafters if num_tokens else {})
+        self._tracked: dict[str, TrackedRequest] = {}
         self._budgets: dict[str, int] = {}
         self._unique = itertools.count()
         self._catch_up_s = 0.0
@@ -138,8 +128,8 @@ class StrategySwitch:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Those a strategy may name."""
-        return ("off", *self._token_drafters, *([self._head_name] if self._head_name else []))
+        """Those that a strategy may draft with."""
+        return (*self._lookups.names, *([self._head_name] if self._head_name else []))
 
     @property
     def skipped(self) -> SkippedCounts:
@@ -162,8 +152,8 @@ class StrategySwitch:
         Raises:
             ConfigError: the engine has no such drafter or was built for fewer tokens, or a budget that is negative.
         """
-        if strategy.drafter not in self.drafters:
-            raise ConfigError(f"strategy {strategy.name}; this engine's drafters: {', '.join(self.drafters)}")
+        if not set(strategy.drafters) <= set(self.drafters):
+            raise ConfigError(f"strategy {strategy.name}; this engine's drafters: off, {', '.join(self.drafters)}")
         if strategy.num_tokens > self._num_tokens:
             raise ConfigError(f"strategy {strategy.name}; this engine was built for up to {self._num_tokens} tokens")
         if bad := {name: budget for name, budget in (budgets or {}).items() if budget < 0}:
@@ -174,36 +164,16 @@ class StrategySwitch:
     def add(self, internal_id: str, request: Request) -> None:
         """The engine has queued a request, under vLLM's id."""
         # without a key it is a problem of its own: nothing before it and beside it has a part in its drafts
-        self._tracked[internal_id] = _Tracked(request, request.problem_key or f"request {next(self._unique)}")
+        self._tracked[internal_id] = TrackedRequest(request, request.problem_key or f"request {next(self._unique)}")
         if self.recorded is not None:
             self.recorded.start(internal_id, request.request_id, request.prompt_token_ids)
 
     def finish(self, internal_id: str, response: Sequence[int]) -> None:
-        """The request has ended with this response.
-
-        Token drafters learn from all responses to a problem, whatever was in force.
-        """
-        tracked = self._tracked.pop(internal_id)
-        for name, drafter in self._token_drafters.items():
-            if name in tracked.seen:
-                self._feed(name, tracked, np.array((*tracked.request.prompt_token_ids, *response)))
-                drafter.finish(tracked.request.request_id)
-            elif tracked.request.problem_key:
-                drafter.learn(tracked.problem, tracked.request.prompt_token_ids, response)
+        """The request has ended with this response."""
+        self._lookups.finish(self._tracked.pop(internal_id), response)
         self._forget(internal_id)
         if self.recorded is not None:
             self.recorded.finish(internal_id, response)
-
-    def _feed(self, name: str, tracked: _Tracked, tokens: np.ndarray[Any, Any]) -> None:
-        """Give a token drafter what it has not seen of a request's ``tokens`` (length,), prompt included."""
-        drafter, request = self._token_drafters[name], tracked.request
-        prompt = len(request.prompt_token_ids)
-        if name not in tracked.seen:
-            drafter.start(request.request_id, tracked.problem, request.prompt_token_ids)
-            tracked.seen[name] = prompt
-        if len(tokens) > tracked.seen[name]:
-            drafter.extend(request.request_id, tokens[tracked.seen[name] :].tolist())
-            tracked.seen[name] = len(tokens)
 
     def _forget(self, internal_id: str) -> None:
         if self._num_tokens:
@@ -212,8 +182,7 @@ class StrategySwitch:
     def clear(self) -> None:
         """The rollout is over, requests that are left were given up, and no draft waits."""
         for internal_id, tracked in self._tracked.items():
-            for name in tracked.seen:
-                self._token_drafters[name].finish(tracked.request.request_id)
+            self._lookups.give_up(tracked)
             self._forget(internal_id)
             if self.recorded is not None:
                 self.recorded.forget(internal_id)
@@ -282,10 +251,11 @@ class StrategySwitch:
                 return drafts
         if rows is None:
             rows = self._rows(scheduler_output, sampled_token_ids)
+        for name in self.strategy.drafters:
+            if name in self._lookups.names:
+                self._look_up(name, rows, drafts)
         if features is not None:
             self._use_head(rows, features, common_attn_metadata, sampling_metadata, drafts)
-        if self.strategy.drafter in self._token_drafters:
-            self._look_up(rows, drafts)
         return drafts
 
     def _rows(self, scheduler_output: Any, sampled_token_ids: Sequence[Sequence[int]]) -> list[_Row]:
@@ -331,29 +301,31 @@ class StrategySwitch:
             limit = min(limit, missing - 1)
         return max(0, limit)
 
-    def _look_up(self, rows: list[_Row], drafts: list[list[int]]) -> None:
-        """Let the strategy's token drafter draft, once it has the newest tokens of all: responses share problems."""
-        name, drafter = self.strategy.drafter, self._token_drafters[self.strategy.drafter]
+    def _look_up(self, name: str, rows: list[_Row], drafts: list[list[int]]) -> None:
+        """Let a token drafter draft, once it has the newest tokens of all: responses share problems."""
         token_ids = self._runner.input_batch.token_ids_cpu
         for row in rows:
-            tracked = self._tracked[row.internal_id]
             # a prompt in chunks is known from the beginning, but its response begins behind all of it
-            self._feed(name, tracked, token_ids[row.index, : row.num_tokens])
+            self._lookups.feed(name, self._tracked[row.internal_id], token_ids[row.index, : row.num_tokens])
+        least = self.strategy.least_probability
         for row in rows:
             if row.limit:
-                request_id = self._tracked[row.internal_id].request.request_id
-                drafts[row.index] = drafter.propose(request_id, row.limit).tokens[: row.limit]
+                drafts[row.index] = self._lookups.propose(name, self._tracked[row.internal_id], row.limit, least)
 
     def _use_head(
         self, rows: list[_Row], features: torch.Tensor, metadata: Any, sampling: Any, drafts: list[list[int]]
     ) -> None:
-        """Run the head over rows that draft with it, and over prompts; keep the states of the others."""
+        """Run the head over rows that draft with it, and over prompts; keep the states of the others.
+
+        Rows that have drafts already get none of it.
+        """
         assert self._head is not None and self._sampler is not None
-        drafting = self.strategy.drafter == self._head_name
+        names = self.strategy.drafters
+        asking = {row.index for row in rows if self._head_name in names and row.limit and not drafts[row.index]}
         used: list[_Row] = []
         skipped: list[_Row] = []
         for row in rows:
-            wanted = self.head_is_whole and (row.prompt or (drafting and row.limit > 0))
+            wanted = self.head_is_whole and (row.prompt or row.index in asking)
             if wanted or not row.last:
                 (used if wanted else skipped).append(row)
         if skipped:
@@ -363,7 +335,7 @@ class StrategySwitch:
         inputs, late = [], []
         for row in used:
             self._skipped.drop_from(row.internal_id, row.start)
-            if drafting and row.limit:
+            if row.index in asking:
                 for gap in self._skipped.take(row.internal_id):
                     late.append(HeadInput(row.index, gap.position, self._skipped.states[gap.rows]))
             inputs.append(HeadInput(row.index, row.start, features[row.offset : row.offset + row.length]))
@@ -371,16 +343,17 @@ class StrategySwitch:
             began = time.perf_counter()
             self._head.fill(late, metadata, sampling)
             self._catch_up_s += time.perf_counter() - began
-        num_tokens = max(row.limit for row in used) if drafting else 0
-        self._sampler.begin([self._drafted(row) for row in used] if num_tokens else [])
-        for row, draft in zip(used, self._head.propose(inputs, num_tokens, metadata, sampling), strict=True):
-            if drafting:
-                drafts[row.index] = draft[: row.limit]
-        self._sampler.end()
+        limits = [row.limit if row.index in asking else 0 for row in used]
+        drafted = [self._drafted(row, limit) for row, limit in zip(used, limits, strict=True)]
+        self._sampler.begin(drafted, self.strategy.least_probability)
+        self._head.propose(inputs, max(limits), metadata, sampling)
+        for row, draft in zip(used, self._sampler.end(), strict=True):
+            if row.index in asking:
+                drafts[row.index] = draft
 
-    def _drafted(self, row: _Row) -> DraftedRow:
+    def _drafted(self, row: _Row, limit: int) -> DraftedRow:
         request = self._tracked[row.internal_id].request
-        return DraftedRow(row.internal_id, request.sampling.temperature, request.seed, row.num_tokens, row.limit)
+        return DraftedRow(row.internal_id, request.sampling.temperature, request.seed, row.num_tokens, limit)
 
     def _skip(self, rows: list[_Row], features: torch.Tensor) -> None:
         picked = [row.offset + token for row in rows for token in range(row.length)]

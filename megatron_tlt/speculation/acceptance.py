@@ -67,7 +67,8 @@ class AcceptanceLengths:
 
     Verification sees each sequence for itself, so nothing here depends on the batch. For each position of a drafter's
     chains it learns how often the token is accepted where those before it are. A missing draft counts as rejected, the
-    end of a request's budget does not count. All strategies of a drafter share this. A request with budget b then gains
+    end of a request's budget does not count. All strategies of a source
+    share this. A request with budget b then gains
     ``1 + sum over j <= b of P(the first j drafts are accepted)``.
 
     Old steps are discounted over all steps (``half_life``), and positions unused for long count for little. Where the
@@ -91,7 +92,7 @@ class AcceptanceLengths:
         allowed = (step.batch,) * strategy.num_tokens if step.budgets is None else step.budgets.at_least
         if not allowed:
             return False
-        positions = self._positions.setdefault(strategy.drafter, [])
+        positions = self._positions.setdefault(strategy.source, [])
         positions += [_Position() for _ in range(len(allowed) - len(positions))]
         for position in positions:
             position.decay_recent(_RECENT)
@@ -134,7 +135,11 @@ class AcceptanceLengths:
     def renew(self, drafter: str) -> None:
         """The drafter has a new version: what is known of it is a guess, and no drift is told from it."""
         self._chains.clear()
-        positions = self._positions.get(drafter, [])
+        for source, positions in self._positions.items():
+            if drafter in source.partition("-")[0].split("+"):
+                self._renew(positions)
+
+    def _renew(self, positions: list[_Position]) -> None:
         known = [self._evidence(position) for position in positions]
         factor = min(1.0, _RENEWED / known[0]) if known and known[0] else 1.0
         for position, evidence in zip(positions, known, strict=True):
@@ -150,8 +155,8 @@ class AcceptanceLengths:
         return samples / (1.0 + max(0, age - 1) * _FADING * samples)
 
     def knows_drafter(self, strategy: Strategy) -> bool:
-        """Whether any strategy of its drafter was ever observed."""
-        return strategy == OFF or strategy.drafter in self._positions
+        """Whether any strategy of its source was ever observed."""
+        return strategy == OFF or strategy.source in self._positions
 
     def predict(self, strategy: Strategy, budgets: BudgetMix | None = None) -> tuple[float, float]:
         """(tokens per request and step, their standard error), over all requests of ``budgets``.
@@ -162,7 +167,7 @@ class AcceptanceLengths:
             shares = [1.0] * strategy.num_tokens
         else:
             shares = [count / budgets.requests for count in budgets.at_least]
-        chain = self._chain(strategy.drafter, len(shares))
+        chain = self._chain(strategy.source, len(shares))
         gains, product = [], 1.0
         for share, (rate, _) in zip(shares, chain, strict=False):
             product *= rate
@@ -175,14 +180,14 @@ class AcceptanceLengths:
             error += rest * rest * (1.0 - bounded) / (bounded * evidence)
         return 1.0 + sum(gains), math.sqrt(_CLUSTER * error)
 
-    def _chain(self, drafter: str, num_tokens: int) -> list[tuple[float, float]]:
+    def _chain(self, source: str, num_tokens: int) -> list[tuple[float, float]]:
         """Of at least ``num_tokens`` positions: chance of acceptance after acceptance, and requests' steps behind it.
 
         Each position starts from the one before it, the second one at least from ``_UNKNOWN``: where the first token is
         rarely accepted, drafts are often missing, which says nothing of those that are there.
         """
-        chain = self._chains.setdefault(drafter, [])
-        positions = self._positions.get(drafter, [])
+        chain = self._chains.setdefault(source, [])
+        positions = self._positions.get(source, [])
         while len(chain) < num_tokens:
             j = len(chain)
             if j == 0:

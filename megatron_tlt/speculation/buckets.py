@@ -99,7 +99,7 @@ def within_budget(
     What would not fit is filtered, or a step could run out of memory (TLT). "off" is what an engine does without
     speculation, so it always fits; where nothing else does, it is what is left.
     """
-    allowed = [arm for arm in arms if arm.drafter not in withheld]
+    allowed = [arm for arm in arms if not arm.uses(withheld)]
     if token_budget is not None:
         allowed = [arm for arm in allowed if arm == OFF or batch * arm.verify_tokens <= token_budget]
     return allowed or [OFF]

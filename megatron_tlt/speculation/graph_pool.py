@@ -165,7 +165,7 @@ def plan_bucketed(buckets: Iterable[BatchBucket], threshold: int, capture_sizes:
 
 
 def _captured_as(strategy: Strategy) -> Strategy:
-    """Budgets by length only leave places of the same graphs empty."""
+    """Budgets by length, and drafts that are not sure enough, only leave places of the same graphs empty."""
     return Strategy(strategy.drafter, strategy.num_tokens)
 
 

@@ -82,7 +82,7 @@ class NgramDrafter:
         array = as_tokens(tokens)
         self._append(self._requests[request_id], array, array)
 
-    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+    def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
         """As ``TokenDrafter.propose``; the score is the number of tokens, as there is no estimate."""
         request = self._requests[request_id]
         if request.own is None or max_tokens < 1:

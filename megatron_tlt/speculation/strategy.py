@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-DRAFTERS = ("off", "ngram", "suffix", "eagle", "eagle3")
+DRAFTERS = ("off", "ngram", "suffix", "eagle", "eagle3", "suffix+eagle", "suffix+eagle3")
+"""A pair drafts from the suffix tree where that has a match, and with the head for the other requests."""
 MODEL_FREE = ("ngram", "suffix")
+NAME = r"(?P<drafter>[a-z0-9+]+)-(?P<tokens>[1-9]\d*)(?P<by_length>-by-length)?(-p(?P<percent>[1-9]\d?))?"
 
 
 @dataclass(frozen=True, order=True)
@@ -16,11 +19,14 @@ class Strategy:
     """One way to speculate: ``num_tokens`` drafts of ``drafter`` per request and step (0 with "off").
 
     ``by_length`` lets each request have fewer, down to none, by its expected length (DAS, length-aware budget).
+    ``least_percent`` ends a request's drafts before the first one that the drafter itself gives a smaller chance of
+    being accepted together with all before it; so a step verifies few drafts that are in vain.
     """
 
     drafter: str = "off"
     num_tokens: int = 0
     by_length: bool = False
+    least_percent: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no engine can do.
@@ -30,12 +36,37 @@ class Strategy:
         """
         if self.drafter not in DRAFTERS:
             raise ValueError(f"drafter {self.drafter!r}: allowed are {', '.join(DRAFTERS)}")
-        if self.drafter == "off" and (self.num_tokens or self.by_length):
+        if self.drafter == "off" and (self.num_tokens or self.by_length or self.least_percent):
             raise ValueError(
-                f"drafter off: num_tokens is {self.num_tokens}, by_length {self.by_length}; allowed: 0, false"
+                f"drafter off: num_tokens is {self.num_tokens}, by_length {self.by_length}, least_percent "
+                f"{self.least_percent}; allowed: 0, false, 0"
             )
         if self.drafter != "off" and self.num_tokens < 1:
             raise ValueError(f"drafter {self.drafter}: num_tokens is {self.num_tokens}; allowed: 1 and more")
+        if not 0 <= self.least_percent < 100 or (self.least_percent and self.drafter == "ngram"):
+            raise ValueError(
+                f"drafter {self.drafter}: least_percent is {self.least_percent}; allowed: 0 to 99, and 0 for ngram, "
+                "which knows no probabilities"
+            )
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those that it drafts with, in the order in which a request asks them; none with "off"."""
+        return () if self.drafter == "off" else tuple(self.drafter.split("+"))
+
+    @property
+    def source(self) -> str:
+        """What its drafts come from, however many: strategies of one source have the same chances of acceptance."""
+        return self.drafter + (f"-p{self.least_percent}" if self.least_percent else "")
+
+    @property
+    def least_probability(self) -> float:
+        """``least_percent`` as a probability."""
+        return self.least_percent / 100
+
+    def uses(self, drafters: Collection[str]) -> bool:
+        """Whether it drafts with any of these."""
+        return any(drafter in drafters for drafter in self.drafters)
 
     @property
     def verify_tokens(self) -> int:
@@ -44,10 +75,11 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """As in metrics and plots: "off", "ngram-3", "eagle-5-by-length"."""
+        """As in metrics and plots: "off", "ngram-3", "eagle-5-by-length", "suffix+eagle3-5-p50"."""
         if self.drafter == "off":
             return "off"
-        return f"{self.drafter}-{self.num_tokens}" + ("-by-length" if self.by_length else "")
+        chance = f"-p{self.least_percent}" if self.least_percent else ""
+        return f"{self.drafter}-{self.num_tokens}" + ("-by-length" if self.by_length else "") + chance
 
     @classmethod
     def parse(cls, name: str) -> Strategy:
@@ -56,13 +88,15 @@ class Strategy:
         Raises:
             ValueError: no strategy has this name.
         """
-        drafter, *rest = name.split("-", 2)
-        by_length = rest[1:] == ["by-length"]
-        if not rest:
-            return cls(drafter)
-        if not rest[0].isdigit() or (rest[1:] and not by_length):
-            raise ValueError(f"strategy {name!r}: allowed are forms like off, ngram-3 and eagle-5-by-length")
-        return cls(drafter, int(rest[0]), by_length)
+        if name == "off":
+            return cls()
+        found = re.fullmatch(NAME, name)
+        if found is None:
+            raise ValueError(
+                f"strategy {name!r}: allowed are forms like off, ngram-3, eagle-5-by-length and suffix+eagle3-5-p50"
+            )
+        drafter, tokens, by_length, percent = found.group("drafter", "tokens", "by_length", "percent")
+        return cls(drafter, int(tokens), bool(by_length), int(percent or 0))
 
 
 OFF = Strategy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -129,20 +129,22 @@ class SuffixDrafter:
         self._append(request, array)  # checks them before anything is added
         self._append_own(request, array)
 
-    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+    def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
         """As ``TokenDrafter.propose``: of the problem's tree, or of the request's own after a longer match.
 
         DAS takes whichever scores higher. Here the problem's tree holds the request's response too, and the few counts
         of the own tree make it too sure of itself; what only it knows is the prompt, and there its match is longer.
         """
         request = self._requests[request_id]
-        best = no_proposal()
+        best, rule = no_proposal(), self.config.rule
+        if least_probability > rule.min_probability:
+            rule = replace(rule, min_probability=least_probability)
         if request.handle is not None:
             tree = self._trees[request.key].tree
             assert tree is not None
-            best = tree.propose(request.handle, max_tokens, self.config.rule)
+            best = tree.propose(request.handle, max_tokens, rule)
         if request.own is not None and best.score < max_tokens:  # else there is none better
-            own = request.own.propose(request.own_handle, max_tokens, self.config.rule)
+            own = request.own.propose(request.own_handle, max_tokens, rule)
             if own.score > best.score and own.match_length > best.match_length:
                 return own
         return best

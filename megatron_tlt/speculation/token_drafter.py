@@ -48,8 +48,11 @@ class TokenDrafter(Protocol):
             ValueError: a token is out of range; nothing is added.
         """
 
-    def propose(self, request_id: str, max_tokens: int) -> Proposal:
+    def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
         """Up to ``max_tokens`` tokens that may follow; none where nothing matches.
+
+        It ends before a token that it gives, with those before, a probability below ``least_probability``, if it knows
+        probabilities.
 
         Raises:
             KeyError: there is no such request.

@@ -177,7 +177,7 @@ class _Windows:
 
     def renew(self, drafter: str) -> None:
         """Its arms count as untried."""
-        self._rewards = {key: values for key, values in self._rewards.items() if key[1].drafter != drafter}
+        self._rewards = {key: values for key, values in self._rewards.items() if not key[1].uses([drafter])}
 
     def state(self) -> dict[str, Any]:
         return {

@@ -24,7 +24,7 @@ class SolverOptions:
         batches: the grid's batch sizes; None: the powers of four up to the largest batch.
         samples: steps that a cell (strategy, batch) of the grid needs.
         inline: profile while rolling out, at the batches that come by; otherwise ``wanted`` is for a pass before.
-        refresh: steps after which every drafter's acceptance is looked at again; a drift asks for it at once.
+        refresh: steps after which every source's acceptance is looked at again; a drift asks for it at once.
         half_life: of what is known of acceptance, in steps.
         drift: standard deviations by which the latest steps must contradict the earlier ones.
         token_budget: bound of batch times tokens to verify; None: no bound.
@@ -52,7 +52,7 @@ class SolverOptions:
 class SolverTuner:
     """argmax over strategies of tokens per step over time per step, both fitted; "off" where no speed-up is above 1.
 
-    It never explores; it profiles. Ordinary steps refine the fit. Acceptance of drafters that are not in use is looked
+    It never explores; it profiles. Ordinary steps refine the fit. Acceptance of sources that are not in use is looked
     at anew, by one strategy of each, when a drift was seen and every ``refresh`` steps.
     """
 
@@ -118,9 +118,9 @@ class SolverTuner:
                     return strategy
         speedups = {arm: self.speedup(arm, batch, budgets(arm) if budgets is not None else None) for arm in arms}
         best = max(arms, key=lambda arm: (speedups[arm], arm == OFF))
-        for drafter in self._stale:
-            own = [arm for arm in arms if arm.drafter == drafter]
-            if own and drafter != best.drafter:
+        for source in self._stale:
+            own = [arm for arm in arms if arm.source == source]
+            if own and source != best.source:
                 return max(own, key=speedups.__getitem__)
         return best if speedups[best] > 1.0 else OFF
 
@@ -139,20 +139,20 @@ class SolverTuner:
             self._missing[cell] -= 1
             if self._missing[cell] == 0:
                 del self._missing[cell]
-        drafter = step.strategy.drafter
-        if drafter in self._stale:
-            self._stale[drafter] -= 1
-            if self._stale[drafter] == 0:
-                del self._stale[drafter]
+        source = step.strategy.source
+        if source in self._stale:
+            self._stale[source] -= 1
+            if self._stale[source] == 0:
+                del self._stale[source]
         if drifted or self._steps - self._refreshed >= self._options.refresh:
             self._refreshed = self._steps
-            drafters = {s.drafter for s in self._strategies} - {OFF.drafter, drafter}
-            self._stale = dict.fromkeys(sorted(drafters), self._options.samples)
+            sources = {s.source for s in self._strategies} - {OFF.source, source}
+            self._stale = dict.fromkeys(sorted(sources), self._options.samples)
 
     def drafter_changed(self, drafter: str) -> None:
         self._lengths.renew(drafter)
-        if any(strategy.drafter == drafter for strategy in self._strategies):
-            self._stale[drafter] = self._options.samples
+        changed = sorted({strategy.source for strategy in self._strategies if strategy.uses([drafter])})
+        self._stale |= dict.fromkeys(changed, self._options.samples)
 
     def withhold(self, drafters: Collection[str]) -> None:
         self._withheld = frozenset(drafters)
@@ -181,6 +181,6 @@ class SolverTuner:
             for cell, count in self._all_missing().items()
             if cell in missing or cell[1] not in known
         }
-        self._stale = {drafter: int(count) for drafter, count in state["stale"]}
+        self._stale = {source: int(count) for source, count in state["stale"]}
         self._times.load_state(state["times"])
         self._lengths.load_state(state["lengths"])

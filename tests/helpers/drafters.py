@@ -35,7 +35,7 @@ class RandomChooser:
     def observe(self, step: StepRecord) -> None:
         self.records.append(step)
 
-    def drafts_of(self, drafter: str) -> tuple[int, int]:
-        """(drafted, accepted) tokens of the steps that verified this drafter's drafts."""
-        steps = [step for step in self.records if step.strategy.drafter == drafter]
+    def drafts_of(self, source: str) -> tuple[int, int]:
+        """(drafted, accepted) tokens of the steps that verified drafts of this ``Strategy.source``."""
+        steps = [step for step in self.records if step.strategy.source == source]
         return sum(step.num_draft_tokens for step in steps), sum(step.num_accepted_tokens for step in steps)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, NgramConfig, SpeculationConfig
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.tiny_models import build_qwen2, load_qwen2, logits_of, write_letters_tokenizer
@@ -36,9 +36,11 @@ NGRAM = Strategy("ngram", NUM_DRAFTS)
 
 
 def strategies_of(engine: VllmEngine) -> list[Strategy]:
-    """Off, and every drafter of the engine with one token and with the most."""
-    models = [name for name in engine.drafters if name != "off"]
-    return [OFF, *(Strategy(name, length) for name in models for length in (1, NUM_DRAFTS))]
+    """Off, every drafter of the engine with one token and with the most; drafts that are sure, and a pair's."""
+    sure = [Strategy(engine.drafters[-1], NUM_DRAFTS, least_percent=5)]
+    if "suffix" in engine.drafters and engine.drafters[-1] not in MODEL_FREE:
+        sure.append(Strategy(f"suffix+{engine.drafters[-1]}", NUM_DRAFTS, least_percent=5))
+    return [OFF, *(Strategy(name, length) for name in engine.drafters for length in (1, NUM_DRAFTS)), *sure]
 
 
 @pytest.fixture(scope="session")

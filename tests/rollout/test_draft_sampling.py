@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.rollout.vllm_draft_sampling import DraftedRow, DraftSampler
+from megatron_tlt.rollout.vllm_draft_sampling import DraftedRow, DraftSampler, DraftsEnded
 
 WIDTH, IDS = 8, (1, 4, 6)
 FINAL = torch.eye(3)  # of three requests; the head's logits are the states themselves
@@ -85,3 +86,44 @@ def test_a_head_of_another_vocabulary_is_an_error() -> None:
     drafts = drawn(runner, FINAL, 1.0, 1.0, 1.0)
     with pytest.raises(RunError, match="draws from 3 tokens; allowed: the target's 8"):
         runner._get_spec_decode_draft_probs(metadata(drafts))
+
+
+class _Proposer:
+    """Drafts as vLLM's does: a state (requests, 3) for each depth, until nobody takes more."""
+
+    def __init__(self, sampler: DraftSampler, proposer: Any) -> None:
+        self.sampler, self.proposer = sampler, proposer
+
+    def drafts(self, depths: list[torch.Tensor], found: list[DraftedRow], least: float) -> tuple[list[list[int]], int]:
+        """Each request's drafts, and how many depths were asked for."""
+        self.sampler.begin(found, least)
+        asked = 0
+        with contextlib.suppress(DraftsEnded):
+            for hidden in depths:
+                asked += 1
+                self.proposer._sample_draft_tokens(hidden, None)
+        return self.sampler.end(), asked
+
+
+@pytest.mark.parametrize("probabilistic", [False, True])
+def test_drafts_end_where_they_become_unlikely_before_one_is_drawn(probabilistic: bool) -> None:
+    runner = runner_of(_Head(), "a", "b", "c")
+    proposer = _Proposer(DraftSampler(runner, probabilistic), runner.drafter)
+    sure = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 0.1]])  # 0.96, 0.96, 0.38
+    depths = [sure, sure[[0, 2, 0]], sure, sure]
+    found = [DraftedRow(name, 1.0, 11, 5, limit) for name, limit in zip("abc", (3, 4, 4), strict=True)]
+    drafts, asked = proposer.drafts(depths, found, 0.9)
+    # the first ends at 0.96 ** 3 = 0.89, the second at its second draft, the third at once though its next is sure
+    assert [len(row) for row in drafts] == [2, 1, 0] and asked == 3
+    assert [len(row) for row in proposer.drafts(depths, found, 0.8)[0]] == [3, 1, 0]
+    assert [len(row) for row in proposer.drafts(depths, found, 0.0)[0]] == [3, 4, 4]
+    none = torch.full((3, 3), torch.nan)
+    assert proposer.drafts([none, none], found, 0.5) == ([[], [], []], 1)
+
+
+def test_the_bound_is_at_the_requests_temperature() -> None:
+    runner = runner_of(_Head(), "a", "b", "c")
+    proposer = _Proposer(DraftSampler(runner, False), runner.drafter)
+    hidden = torch.tensor([[1.0, 0.0, 0.0]]).expand(3, 3)  # 0.79 at 1, 0.58 at 2, greedy as at 1
+    drafts, _ = proposer.drafts([hidden], rows(1.0, 2.0, 0.0), 0.7)
+    assert [len(row) for row in drafts] == [1, 0, 1]

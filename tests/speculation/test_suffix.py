@@ -296,3 +296,13 @@ def test_a_response_that_an_engine_decoded_itself_counts_once() -> None:
 def test_bad_configs_are_refused(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SuffixConfig(**bad)
+
+
+def test_a_draft_ends_before_what_is_less_likely_than_asked_for() -> None:
+    drafter = SuffixDrafter(SuffixConfig(own_tree=False, rule=EAGER))
+    for name, last in (("a", 7), ("b", 7), ("c", 8), ("d", 9)):
+        say(drafter, name, "p", [5, 6, last, 4])
+    drafter.start("probe", "p", [])
+    drafter.extend("probe", [5])
+    assert drafter.propose("probe", 3, 0.4).tokens == [6, 7, 4]
+    assert drafter.propose("probe", 3, 0.6).tokens == [6]

@@ -25,7 +25,7 @@ from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
-from megatron_tlt.rollout.adaptive import default_strategies
+from megatron_tlt.rollout.adaptive import strategies_of
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.speculation.strategy import OFF, Strategy
 
@@ -53,7 +53,7 @@ def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:
 
 def statics_of(speculation: SpeculationConfig) -> list[Strategy]:
     """Strategies that are each timed alone: those that the tuner chooses between, but off."""
-    return default_strategies(speculation.drafter, speculation.num_speculative_tokens)[1:]
+    return [strategy for strategy in strategies_of(speculation) if strategy != OFF]
 
 
 def ceiling(table: RateTable, case: Case, strategies: Sequence[Strategy]) -> float:
