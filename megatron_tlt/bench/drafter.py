@@ -9,11 +9,20 @@ from typing import Any
 
 from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 
-LOSSES = {"eagle": ("eagle", "kl", "tv"), "eagle3": ("eagle", "kl", "tv")}
+KINDS = ("eagle", "eagle3")
+LOSSES = ("eagle", "kl", "tv")
+MORE = "more"
+"""The arm that gets as many further steps as the adapted ones, on the first policy's responses alone."""
+WEIGHTED = ", reward-weighted"
+_GIVEN = (
+    *("steps", "session_steps", "warm_steps", "warm_problems", "drafts", "lr", "entries", "unroll", "problems"),
+    *("set", "losses", "weighted", "more"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
     )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
-    parser.add_argument("--kinds", nargs="+", choices=sorted(LOSSES), default=sorted(LOSSES), help="of drafters")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the config")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of drafters")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="an adapted drafter for each")
+    parser.add_argument("--weighted", action="store_true", help="and for each with responses weighted by reward")
+    parser.add_argument(
+        "--more", action="store_true", help="a drafter that gets as many steps on the first policy's responses"
+    )
+    parser.add_argument(
+        "--head", type=Path, help="folder of a trained drafter that all start with, instead of a warm-up"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="one whole run each")
     parser.add_argument("--steps", type=int, default=10, help="of reinforcement learning")
     parser.add_argument("--session-steps", type=int, default=60, help="drafter steps in each of them")
@@ -39,23 +57,10 @@ def _run(arguments: argparse.Namespace, folder: Path, kind: str, seed: int) -> l
     given: dict[str, Any] = {
         "config": str(arguments.config),
         "model": str(folder),
+        "head": None if arguments.head is None else str(arguments.head.resolve()),
         "kind": kind,
-        "losses": LOSSES[kind],
         "seed": seed,
-        **{
-            key: getattr(arguments, key)
-            for key in (
-                "steps",
-                "session_steps",
-                "warm_steps",
-                "warm_problems",
-                "drafts",
-                "lr",
-                "entries",
-                "unroll",
-                "problems",
-            )
-        },
+        **{key: getattr(arguments, key) for key in _GIVEN},
     }
     rows: list[dict[str, float]] = measure_in_worker(f"{kind}, seed {seed}", "drafter", given, arguments.timeout)
     return rows
@@ -65,17 +70,25 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per drafter, seed and RL step; targets by drafter and loss, over the seeds.
 
     Raises:
-        ConfigError: the model is not there yet.
+        ConfigError: the model is not there yet, or a head is given for drafters of several kinds.
     """
+    if arguments.head is not None and len(arguments.kinds) > 1:
+        raise ConfigError(
+            f"--head {arguments.head}: found --kinds {' '.join(arguments.kinds)}; allowed: the head's own"
+        )
     result = BenchmarkResult(environment=describe_environment(), name="drafter")
-    folder = arguments.model or model_folder(load_config(arguments.config, []))
+    folder = arguments.model or model_folder(load_config(arguments.config, arguments.set))
+    arms = [loss + weighting for weighting in ("", WEIGHTED)[: 1 + arguments.weighted] for loss in arguments.losses]
     for kind in arguments.kinds:
         runs = [_run(arguments, folder, kind, seed) for seed in arguments.seeds]
         for seed, rows in zip(arguments.seeds, runs, strict=True):
             result.rows += [{"kind": kind, "seed": seed, **row} for row in rows]
-        for loss in LOSSES[kind]:
-            ends = [rows[-1][loss] / rows[-1]["frozen"] for rows in runs]
-            lowest = min(row[loss] / row["frozen"] for rows in runs for row in rows)
-            result.target(f"{kind}, {loss}: adapted over frozen at the end", statistics.median(ends), ">=", 1.3)
-            result.target(f"{kind}, {loss}: adapted over frozen, lowest on the way", lowest, ">=", 0.97)
+        for arm in arms:
+            ends = [rows[-1][arm] / rows[-1]["frozen"] for rows in runs]
+            lowest = min(row[arm] / row["frozen"] for rows in runs for row in rows)
+            result.target(f"{kind}, {arm}: adapted over frozen at the end", statistics.median(ends), ">=", 1.3)
+            result.target(f"{kind}, {arm}: adapted over frozen, lowest on the way", lowest, ">=", 0.97)
+            if arguments.more:
+                ends = [rows[-1][arm] / rows[-1][MORE] for rows in runs]
+                result.target(f"{kind}, {arm}: adapted over {MORE} at the end", statistics.median(ends), ">=", 1.05)
     return result

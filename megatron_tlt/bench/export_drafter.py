@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from transformers import AutoModelForCausalLM
 from megatron_tlt.bench import workers
 from megatron_tlt.cli import main
 from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
 from megatron_tlt.drafter.model import Kind
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
@@ -32,12 +36,12 @@ from megatron_tlt.observe.progress import Progress
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.trainer.experience import one_request_each
 
 VOCAB = 64
 PROMPT = 8
 RESPONSE = 64
-# Both engines get the same. Where a request comes within K tokens of it, vLLM stops drafting for the whole batch.
-MAX_MODEL_LEN = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps of the drafter's warm-up")
     parser.add_argument("--prompts", type=int, default=64, help="greedy responses that are compared")
     parser.add_argument("--depth", type=int, default=3, help="num_speculative_tokens")
+    parser.add_argument("--model", type=Path, help="a target of yours, with --drafter, instead of one made here")
+    parser.add_argument("--drafter", type=Path, help="what tlt export-drafter wrote for it")
+    parser.add_argument(
+        "--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="whose held-out problems it then gets"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for stock vLLM")
 
 
@@ -104,23 +113,43 @@ def _warmed_up(target: Path, kind: Kind, pairs: list[Pair], folder: Path, steps:
     return exported
 
 
-def _inside(target: Path, drafter: Path, kind: Kind, prompts: list[list[int]], depth: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Served:
+    """A target and its drafter, and the prompts that both engines get."""
+
+    target: Path
+    drafter: Path
+    kind: Kind
+    prompts: list[list[int]]
+    depth: int
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.prompts))
+
+    @property
+    def max_model_len(self) -> int:
+        """Where a request comes within K tokens of it, vLLM stops drafting for the whole batch."""
+        return self.longest_prompt + RESPONSE + 48
+
+
+def _inside(served: _Served) -> dict[str, Any]:
     """In this package's engine; the same fields as from stock vLLM."""
-    options = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": MAX_MODEL_LEN}
-    rollout = RolloutConfig(max_prompt_tokens=PROMPT, max_response_tokens=RESPONSE, vllm=options)
-    speculation = SpeculationConfig(drafter=kind, path=drafter, num_speculative_tokens=depth)
-    engine = VllmEngine(target, rollout, speculation, seed=0)
+    options = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": served.max_model_len}
+    rollout = RolloutConfig(max_prompt_tokens=served.longest_prompt, max_response_tokens=RESPONSE, vllm=options)
+    speculation = SpeculationConfig(
+        drafter=served.kind, path=served.drafter, num_speculative_tokens=served.depth, adaptive=None
+    )
+    engine = VllmEngine(served.target, rollout, speculation, seed=0)
     greedy = SamplingSpec(temperature=0.0, max_tokens=RESPONSE)
-    responses = engine.generate([Request(str(i), tuple(ids), greedy, i) for i, ids in enumerate(prompts)])
+    responses = engine.generate([Request(str(i), tuple(ids), greedy, i) for i, ids in enumerate(served.prompts)])
     engine.shutdown()
     stats = sum((response.draft for response in responses), DraftStats())
     tokens = [list(response.token_ids) for response in responses]
     return {"tokens": tokens, "drafts": stats.num_drafts, "accepted": stats.num_accepted_tokens}
 
 
-def _outside(
-    target: Path, drafter: Path, kind: Kind, prompts: list[list[int]], depth: int, timeout_s: float
-) -> dict[str, Any]:
+def _outside(served: _Served, timeout_s: float) -> dict[str, Any]:
     """In a Python that is not told where this project is, from a folder of its own.
 
     Raises:
@@ -129,15 +158,15 @@ def _outside(
     with tempfile.TemporaryDirectory() as name:
         away = Path(name)
         worker = Path(shutil.copy(Path(workers.__file__).with_name("stock_vllm.py"), away))
-        (away / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
+        (away / "prompts.json").write_text(json.dumps(served.prompts), encoding="utf-8")
         values = [
-            target.absolute(),
-            drafter.absolute(),
-            kind,
-            depth,
+            served.target.absolute(),
+            served.drafter.absolute(),
+            served.kind,
+            served.depth,
             "prompts.json",
             RESPONSE,
-            MAX_MODEL_LEN,
+            served.max_model_len,
             "out.json",
         ]
         # what this process has set for its own engine is nothing that a user of stock vLLM would have
@@ -147,14 +176,14 @@ def _outside(
         try:
             done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise RunError(f"stock vLLM with {kind}: still running after {timeout_s} s") from error
+            raise RunError(f"stock vLLM with {served.kind}: still running after {timeout_s} s") from error
         if done.returncode:
             end = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-            raise RunError(f"stock vLLM with {kind}: status {done.returncode}\n{end}")
+            raise RunError(f"stock vLLM with {served.kind}: status {done.returncode}\n{end}")
         found: dict[str, Any] = json.loads((away / "out.json").read_text(encoding="utf-8"))
     if found["imported"]:
         raise RunError(
-            f"stock vLLM with {kind}: it imported {', '.join(found['imported'][:5])}; allowed: nothing of it"
+            f"stock vLLM with {served.kind}: it imported {', '.join(found['imported'][:5])}; allowed: nothing of it"
         )
     return found
 
@@ -168,36 +197,62 @@ def acceptance_length(found: dict[str, Any]) -> float:
     return tokens / found["drafts"] if found["drafts"] else 1.0
 
 
+def _chain_cases(arguments: argparse.Namespace, root: Path) -> Iterator[tuple[_Served, dict[str, Any]]]:
+    """A drafter of each kind for a target that was trained on the chain, and what its training showed."""
+    loss = write_chain_target(root / "target", arguments.target_steps)
+    pairs = _responses(root / "target", 200)
+    prompts = chain(arguments.prompts, PROMPT, seed=2 * 10**6).tolist()
+    for kind in arguments.kinds:
+        began = time.perf_counter()
+        drafter = _warmed_up(root / "target", kind, pairs, root / kind, arguments.steps)
+        report = json.loads((root / kind / "report.json").read_text(encoding="utf-8"))
+        about = {
+            "target_loss": loss,
+            "warm_up_s": time.perf_counter() - began,
+            "teacher_forced_before": report["history"][0]["acceptance_length"],
+            "teacher_forced_after": report["history"][-1]["acceptance_length"],
+        }
+        yield _Served(root / "target", drafter, kind, prompts, arguments.depth), about
+
+
+def _own_case(arguments: argparse.Namespace) -> tuple[_Served, dict[str, Any]]:
+    """The target and the drafter of the command line, on held-out problems of the config."""
+    config = load_config(arguments.config, ["launcher.nproc_per_node=1", "spot=null"])
+    if config.drafter is None:
+        raise ConfigError(f"{arguments.config}: no drafter section; allowed: a config of the drafter's kind")
+    tokenizer = load_tokenizer(arguments.model)
+    problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(arguments.prompts)
+    asked = one_request_each(problems, tokenizer, SamplingSpec(), "export")
+    prompts = [list(request.prompt_token_ids) for request in asked]
+    return _Served(arguments.model, arguments.drafter, config.drafter.kind, prompts, arguments.depth), {}
+
+
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per kind of drafter: greedy responses to the same prompts in this package's engine and in stock vLLM."""
+    """A row per drafter: greedy responses to the same prompts in this package's engine and in stock vLLM.
+
+    Raises:
+        ConfigError: a model without a drafter, or the other way round.
+    """
+    if (arguments.model is None) != (arguments.drafter is None):
+        raise ConfigError("--model and --drafter: found one; allowed: both or none")
     prepare()
     initialize_distributed()
     result = BenchmarkResult(environment=describe_environment(), name="export-drafter")
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        loss = write_chain_target(root / "target", arguments.target_steps)
-        pairs = _responses(root / "target", 200)
-        prompts = chain(arguments.prompts, PROMPT, seed=2 * 10**6).tolist()
-        for kind in arguments.kinds:
-            began = time.perf_counter()
-            drafter = _warmed_up(root / "target", kind, pairs, root / kind, arguments.steps)
-            report = json.loads((root / kind / "report.json").read_text(encoding="utf-8"))
-            seconds = time.perf_counter() - began
-            outside = _outside(root / "target", drafter, kind, prompts, arguments.depth, arguments.timeout)
-            inside = _inside(root / "target", drafter, kind, prompts, arguments.depth)
+        cases = _chain_cases(arguments, Path(name)) if arguments.model is None else [_own_case(arguments)]
+        for served, about in cases:
+            outside = _outside(served, arguments.timeout)
+            inside = _inside(served)
             same = sum(a == b for a, b in zip(inside["tokens"], outside["tokens"], strict=True))
             ratio = acceptance_length(outside) / acceptance_length(inside)
             result.rows.append(
                 {
-                    "kind": kind,
-                    "target_loss": loss,
-                    "warm_up_s": seconds,
-                    "teacher_forced_before": report["history"][0]["acceptance_length"],
-                    "teacher_forced_after": report["history"][-1]["acceptance_length"],
+                    "kind": served.kind,
+                    **about,
                     "acceptance_length_here": acceptance_length(inside),
                     "acceptance_length_stock": acceptance_length(outside),
-                    "same_responses": f"{same} of {len(prompts)}",
+                    "same_responses": f"{same} of {len(served.prompts)}",
                 }
             )
-            result.target(f"acceptance_stock_over_here_minus_1_{kind}", abs(ratio - 1.0), "<=", 0.02)
+            result.target(f"acceptance_stock_over_here_minus_1_{served.kind}", abs(ratio - 1.0), "<=", 0.02)
     return result

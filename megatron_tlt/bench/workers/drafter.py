@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.types import TrainingSample
+from megatron_tlt.bench.drafter import MORE, WEIGHTED
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
@@ -48,8 +49,9 @@ class _Together:
         """The rollout's engine drafts by n-grams."""
 
     def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None:
-        for drafter in self._drafters.values():
-            drafter.add(step, scored, states)
+        for name, drafter in self._drafters.items():
+            if name != MORE:
+                drafter.add(step, scored, states)
 
     def train(self, step: int, policy: Policy) -> dict[str, float]:
         found = {name: drafter.train(step, policy) for name, drafter in self._drafters.items()}
@@ -67,6 +69,7 @@ class _Bench:
         seed_everything(config.run.seed, config.run.deterministic)
         self._tokenizer = load_tokenizer(side_files_of(self._folder))
         self._policy = Policy(self._folder, config.actor, config.run.seed, total_steps=given["steps"])
+        self._first = Policy(self._folder, config.actor, config.run.seed, trainable=False)
         self._rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
         ngram = config.speculation.model_copy(update={"drafter": "ngram"})
         self._ngram = VllmEngine(self._folder, self._rollout, ngram, config.run.seed)
@@ -89,6 +92,7 @@ class _Bench:
         given = self._given
         overrides = {
             "launcher.nproc_per_node": 1,
+            "spot": "null",
             "run.seed": given["seed"],
             "run.dir": self._work,
             "trainer.steps": given["steps"],
@@ -102,12 +106,34 @@ class _Bench:
             **({"drafter.unroll_steps": given["unroll"]} if given["unroll"] else {}),
             **{f"drafter.{key}": value for key, value in drafter.items()},
         }
-        return load_config(given["config"], [f"{key}={value}" for key, value in overrides.items()])
+        return load_config(given["config"], [*given["set"], *(f"{key}={value}" for key, value in overrides.items())])
 
-    def warm_head(self) -> Path:
-        """A head trained offline on responses of the first policy."""
-        config = self._variant("eagle", session_steps=self._given["warm_steps"])
-        warm = Drafting(config, self._folder, self._work / "warm", self._policy)
+    def _start(self) -> tuple[Path, dict[str, Drafting]]:
+        """The head that all start with, which learnt from responses of the first policy; the drafters by arm."""
+        given, first = self._given, self._first_responses()
+        head = self._work / "head" if given["head"] is None else Path(given["head"])
+        if given["head"] is None:
+            config = self._variant("eagle", session_steps=given["warm_steps"])
+            warm = Drafting(config, self._folder, self._work / "warm", self._policy)
+            warm.add(0, *first(warm.taps))
+            warm.train(0, self._policy)
+            warm.write(head)
+        variants = {loss: (loss, False) for loss in given["losses"]}
+        if given["weighted"]:
+            variants |= {loss + WEIGHTED: (loss, True) for loss in given["losses"]}
+        if given["more"]:
+            variants[MORE] = (given["losses"][0], False)
+        drafters = {}
+        for name, (loss, weighted) in variants.items():
+            config = self._variant(loss, path=head, **{"loss.reward_weighting": weighted})
+            drafters[name] = Drafting(config, self._folder, self._work / name, self._policy)
+        if given["more"]:
+            drafters[MORE].add(0, *first(drafters[MORE].taps))
+        return head, drafters
+
+    def _first_responses(self) -> Callable[[Sequence[int]], tuple[list[ScoredResponse], dict[int, torch.Tensor]]]:
+        """Responses of the first policy; with their hidden states, once a drafter says which."""
+        config = self._config
         self._to_ngram.sync(version=0, verify=False)
         problems = build_sources(config.tasks, "train", config.run.seed + 1)
         batch = [problems.problem(i) for i in range(self._given["warm_problems"])]
@@ -116,21 +142,17 @@ class _Bench:
             TrainingSample(s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids))
             for s in scored
         ]
-        _, states = self._policy.log_probs_and_states(samples, taps=warm.taps)
-        warm.add(0, scored, states)
-        warm.train(0, self._policy)
-        warm.write(self._work / "head")
-        return self._work / "head"
+
+        def with_states(taps: Sequence[int]) -> tuple[list[ScoredResponse], dict[int, torch.Tensor]]:
+            return scored, self._policy.log_probs_and_states(samples, taps=taps)[1]
+
+        return with_states
 
     def run(self) -> list[dict[str, float]]:
         """A row after every step, the first before any: acceptance lengths by drafter."""
         given = self._given
         with self._pool:
-            head = self.warm_head()
-            drafters = {
-                loss: Drafting(self._variant(loss, path=head), self._folder, self._work / loss, self._policy)
-                for loss in given["losses"]
-            }
+            head, drafters = self._start()
             speculation = self._config.speculation.model_copy(update={"path": head})
             engine = VllmEngine(self._folder, self._rollout, speculation, self._config.run.seed)
             to_engine = policy_sync(self._config, self._policy, engine)
@@ -159,6 +181,7 @@ class _Bench:
                     row["reward"] = result.metrics["reward/mean"]
                     row["length"] = result.metrics["length/mean"]
                 row["ngram"] = self._measure(self._ngram)
+                row["kl_to_first"] = self._kl_to_first()
                 to_engine.sync(version=number, verify=False)
                 restore.sync(version=0, verify=False)
                 row["frozen"] = self._measure(engine)
@@ -171,8 +194,20 @@ class _Bench:
 
     def _measure(self, engine: VllmEngine) -> float:
         """Tokens per decode step on the held-out problems, in the engine itself."""
-        responses = engine.generate(self._requests)
-        return sum((response.draft for response in responses), DraftStats()).acceptance_length
+        self._measured = engine.generate(self._requests)
+        return sum((response.draft for response in self._measured), DraftStats()).acceptance_length
+
+    def _kl_to_first(self) -> float:
+        """KL divergence of the policy to the first one, in nats per token: mean of log p - log p_first over samples."""
+        samples = [
+            TrainingSample(response.prompt_token_ids + response.token_ids, len(response.prompt_token_ids))
+            for response in self._measured
+        ]
+        now, first = (
+            torch.cat([torch.as_tensor(scores.log_probs) for scores in policy.log_probs(samples)])
+            for policy in (self._policy, self._first)
+        )
+        return float((now - first).mean())
 
 
 def _ignore(*_: object) -> None:
