@@ -67,6 +67,9 @@ class DrafterConfig(Section):
 
     ``draft_vocab_size`` tokens can be drafted, all unless given; the first training step chooses those that the policy
     is likeliest to say. EAGLE-3 alone can have fewer than all: an EAGLE head drafts with the target's own LM head.
+
+    ``dtype`` is what its matrix products are computed in while it trains (weights stay in float32): bfloat16 on a GPU
+    and float32 on a CPU unless given. CPUs with AMX or AVX-512 BF16 are faster in bfloat16, others far slower.
     """
 
     kind: Literal["eagle", "eagle3"] = "eagle3"
@@ -88,6 +91,7 @@ class DrafterConfig(Section):
     unroll_steps: PositiveInt | None = None
     unroll_decay: Fraction = 0.8
     feature_noise: NonNegativeFloat = 0.0
+    dtype: Literal["float32", "bfloat16"] | None = None
 
     @property
     def steps(self) -> int:

@@ -61,7 +61,7 @@ class DrafterTrainer:
     """A drafter, its optimizer and its version, which grows by one with every step.
 
     Args:
-        model: on the device to train on, in float32; on CUDA it computes in bfloat16.
+        model: on the device to train on, in float32; ``config.dtype`` is what it computes in.
         config: how to train.
         seed: of the noise on features.
         group: the ranks that train together, each on entries of its own; None trains alone. All of them call every
@@ -87,6 +87,8 @@ class DrafterTrainer:
             _KEYS,
         )
         self._device = next(iter(self._named.values())).device
+        dtype = config.dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
+        self._bfloat16 = dtype == "bfloat16"
         self._failure: Failure | None = None
         # total variation has no such bound: it is at most 1
         self._guard = LossGuard(None if config.loss.name == "tv" else len(model.head_DH))
@@ -330,8 +332,8 @@ class DrafterTrainer:
             hidden_TF = hidden_TF + noise.to(hidden_TF)
         total = torch.zeros((), device=self._device)
         sums = self._sums()
-        pack = replace(pack, log_sums_S=self._log_sums(pack))
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16):
+            pack = replace(pack, log_sums_S=self._log_sums(pack))
             features, context = self.model.start(hidden_TF, pack.lengths)
             for step in range(config.steps):
                 head_input, features = self.model(pack.inputs(step), features, context)

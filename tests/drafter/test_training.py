@@ -141,6 +141,19 @@ def test_packed_gradients_are_the_padded_ones(
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=max(2e-7, 8e-6 * scale), msg=name)
 
 
+def test_it_computes_in_the_dtype_that_is_asked_for(target_folder: Path, target: PreTrainedModel) -> None:
+    """On a CPU in float32 unless given; weights and their gradients are float32 either way."""
+    entries = [random_entry(target, "eagle3", length, 2, length, 0) for length in (9, 17)]
+    losses = {}
+    for dtype in (None, "float32", "bfloat16"):
+        config = DrafterConfig(kind="eagle3", unroll_steps=2, dtype=dtype)
+        trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle3", seed=1), config, seed=1)
+        losses[dtype] = trainer.train_step(entries).metrics["loss"]
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert losses[None] == losses["float32"] != losses["bfloat16"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+
+
 def entries_of(folder: Path, responses: torch.Tensor, kind: Kind, k: int) -> list[Entry]:
     target, entries = load_target(folder), []
     for i, tokens in enumerate(responses):
