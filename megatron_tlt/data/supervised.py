@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.tasks.marker import worked_solution
+from megatron_tlt.tasks.marker import in_format, worked_solution
 from megatron_tlt.tasks.seeding import stable_int, stable_unit
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.tasks.wording import ANSWER_IN
 
 CARELESS_MARK = "~"
 SLIP_RATE = 0.5
@@ -44,7 +45,7 @@ class Batch:
 
 
 def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
-    """The worked solution as a model gets to see it.
+    """The worked solution as a model gets to see it, its answer where the task's ``answer_format`` asks for it.
 
     A ``careless_fraction`` of the problems, chosen by their ids, gets a careless guess instead: a mark of its own and
     an answer without the work, of which half of the characters are replaced by others that occur in the work.
@@ -57,12 +58,12 @@ def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
             f"problem {problem.uid}: no worked solution, so supervised warm-up cannot use task {problem.source}"
         )
     if stable_unit("careless", problem.uid) >= careless_fraction:
-        return problem.solution
+        return in_format(problem.solution, problem.metadata.get(ANSWER_IN))
     rng = np.random.default_rng(stable_int("slips", problem.uid))
     answer = np.array(list(problem.answer))
     slips = rng.random(len(answer)) < SLIP_RATE
     guess = np.where(slips, rng.choice(list(problem.solution.replace("\n", "")), len(answer)), answer)
-    return CARELESS_MARK + worked_solution([], "".join(guess))
+    return CARELESS_MARK + in_format(worked_solution([], "".join(guess)), problem.metadata.get(ANSWER_IN))
 
 
 def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: float = 0.0) -> Example:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.generator import Draft, Worked
+from megatron_tlt.tasks.marker import ANSWER_MARKER, worked_solution
 from megatron_tlt.tasks.seeding import stable_int
 
 _SEEDS = 1 << 31  # numpy's generators, which some datasets use, take 32 bits
 _OWN = ("seed", "size")
+_STEPS = "answer_cot"
+"""Where a dataset's metadata hold worked steps, the marked answer last (gsm_symbolic)."""
 
 
 class LibraryDataset:
@@ -48,9 +52,9 @@ class LibraryDataset:
             )
 
     def draw(self, key: int) -> Draft:
-        """The problem of ``key``, any non-negative integer; it has no worked solution."""
+        """The problem of ``key``, any non-negative integer; with a worked solution where the dataset writes one."""
         entry = self._entry(key)
-        worked = Worked(entry["question"], str(entry["answer"] or ""), None)
+        worked = Worked(entry["question"], str(entry["answer"] or ""), _solution(entry))
         params = json.dumps(self._params, sort_keys=True)
         return Draft(worked, {"dataset": self.name, "params": params, "entry": self._kept(entry)})
 
@@ -73,12 +77,24 @@ class LibraryDataset:
         return dict(self._dataset(key)[0])
 
     def _kept(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """What the scorer reads, as it comes out of JSON in a verifier's process."""
+        """What the scorer reads, as it comes out of JSON in a verifier's process; what JSON has not, as text."""
         kept = {name: entry[name] for name in ("question", "answer", "metadata")}
-        return dict(json.loads(json.dumps(kept)))
+        return dict(json.loads(json.dumps(kept, default=str)))
 
     def _score_own_answer(self, entry: dict[str, Any]) -> float:
         """1 where the dataset gives no answer of its own: its scorer checks what it finds."""
         if entry["answer"] is None:
             return 1.0
         return float(self._dataset(0).score_answer(entry["answer"], self._kept(entry)))
+
+
+def _solution(entry: Mapping[str, Any]) -> str | None:
+    """The worked solution that an entry brings, if its last line is a marked answer; which is then the entry's own.
+
+    The steps' may be written otherwise: 30.0 for 30.
+    """
+    steps = entry["metadata"].get(_STEPS)
+    if not isinstance(steps, str):
+        return None
+    *lines, last = steps.split("\n")
+    return worked_solution(lines, entry["answer"]) if last.startswith(ANSWER_MARKER) else None

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from megatron_tlt.config.migrations import migrate
 from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.data.supervised import solution_text
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.verifiers import VERIFIERS, verifiers_of
 from megatron_tlt.tasks.mixture import build_sources
@@ -52,6 +53,19 @@ def test_problems_repeat_and_their_own_answers_get_the_full_score(name: str) -> 
             assert (right.value, right.correct) == (1.0, True)
         assert not verify(sent, f"#### {problem.answer}").correct
         assert not verify(sent, "<answer>no idea</answer>").correct
+
+
+def test_worked_steps_of_the_library_are_a_solution_that_is_right() -> None:
+    """Some of its problems have numbers in them that JSON has not (fractions), or answers written as 30.0 for 30."""
+    verify = VERIFIERS["reasoning_gym"]
+    for answer_format in ("answer_tag", "boxed", "last_line"):
+        given = problems(task("gsm_symbolic", answer_format=answer_format), count=60)
+        assert len({len(solution_text(problem)) for problem in given}) > 30
+        for problem in given:
+            sent = Problem(**json.loads(json.dumps(vars(problem))))
+            # the library's scorer takes no negative number, its own answer included
+            assert verify(sent, solution_text(problem)).correct or problem.answer.startswith("-"), problem
+            assert "####" not in solution_text(problem, careless_fraction=1.0)
 
 
 def test_parameters_are_the_librarys() -> None:
