@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 _NUMBER = r"-[1-9]\d*(-by-length)?"
 _PATTERN = rf"^(off|ngram{_NUMBER}|(suffix|(suffix\+)?eagle3?){_NUMBER}(-p[1-9]\d?)?)$"
-StrategyName = Annotated[str, Field(pattern=_PATTERN)]
+# YAML reads an unquoted off as false
+StrategyName = Annotated[str, BeforeValidator(lambda name: "off" if name is False else name), Field(pattern=_PATTERN)]
 
 
 class NgramConfig(Section):

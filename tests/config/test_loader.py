@@ -334,6 +334,15 @@ def test_a_resolved_config_serves_as_a_launch_config(tmp_path: Path) -> None:
     assert load_config(path, check_libraries=False) == config
 
 
+def test_off_needs_no_quotes_among_strategies() -> None:
+    quickstart = Path(__file__).parents[2] / "launch" / "quickstart-cpu.yaml"
+    found = load_config(quickstart, ["speculation.adaptive.strategies=[off, suffix-3-p50, suffix+eagle3-3]"])
+    assert found.speculation.adaptive is not None
+    assert found.speculation.adaptive.strategies == ["off", "suffix-3-p50", "suffix+eagle3-3"]
+    with pytest.raises(ConfigError, match=r"strategies.0: found 'ngram-3-p50'"):
+        load_config(quickstart, ["speculation.adaptive.strategies=[ngram-3-p50]"])
+
+
 def test_a_drafter_that_no_engine_loads_needs_no_folder() -> None:
     quickstart = Path(__file__).parents[2] / "launch" / "quickstart-cpu.yaml"
     with pytest.raises(ConfigError, match=r"speculation.enabled: found false, but a drafter is trained; allowed: true"):
