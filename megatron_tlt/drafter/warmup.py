@@ -6,6 +6,7 @@ the checkpoint, ``drafter`` (at the end) the folder that vLLM loads, ``report.js
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -109,6 +110,8 @@ def check_same(folder: Path, about: dict[str, Any]) -> None:
         known = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
+    with contextlib.suppress(KeyError, ValueError):  # an earlier release's lacks the keys that came later
+        known["drafter"] = DrafterConfig.model_validate(known["drafter"]).model_dump(mode="json")
     about = json.loads(json.dumps(about))
     wrong = [
         f"{file}: {key} is {known.get(key)!r}; asked for now: {about.get(key)!r} (another warm-up needs another folder)"

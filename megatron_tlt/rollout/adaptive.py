@@ -12,11 +12,13 @@ from megatron_tlt.rollout.types import Request, Response, StepRecord
 from megatron_tlt.speculation.controller import EngineStep, SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.length import LengthPolicy
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, Strategy
+from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, BudgetMix, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
 
 _FEW = 3
 """Drafts of the shorter of two strategies without a model."""
+_SURE = 50
+"""Chance of acceptance, in percent, below which a strategy for costly verification makes no drafts."""
 
 
 def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
@@ -44,15 +46,20 @@ def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
 
 
 def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> list[Strategy]:
-    """Off, the drafter with every odd number of tokens up to ``most``, and ``most``, and one without a model.
+    """Off, the drafter with every odd number of tokens up to ``most``, and ``most``; for a head others beside it.
 
-    That one drafts few tokens, which pays in larger batches, or ``most``. Where ``budgets`` say how many of them each
-    request has, all draft ``most`` alone.
+    Those are suffix trees, with few tokens too, which pays in larger batches; the pair of both; and head and pair
+    without drafts that they are not sure of, which pays where verifying a draft takes long, as on a CPU. Where
+    ``budgets`` say how many drafts each request has, all draft ``most`` alone.
     """
     lengths = [most] if budgets else sorted({*range(1, most + 1, 2), most})
-    few = [most] if budgets else sorted({min(_FEW, most), most})
-    free = [] if drafter in ("ngram", "suffix") else [Strategy("suffix", length) for length in few]
-    return [OFF, *free, *(Strategy(drafter, length) for length in lengths)]
+    drafting = [Strategy(drafter, length) for length in lengths]
+    if drafter in MODEL_FREE:
+        return [OFF, *drafting]
+    pair = f"suffix+{drafter}"
+    free = [Strategy("suffix", length) for length in ([most] if budgets else sorted({min(_FEW, most), most}))]
+    sure = [Strategy(one, most, least_percent=_SURE) for one in (drafter, pair)]
+    return [OFF, *free, *drafting, Strategy(pair, most), *sure]
 
 
 def engine_step(step: StepRecord, budgets: BudgetMix | None = None) -> EngineStep:

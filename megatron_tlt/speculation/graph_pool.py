@@ -165,8 +165,11 @@ def plan_bucketed(buckets: Iterable[BatchBucket], threshold: int, capture_sizes:
 
 
 def _captured_as(strategy: Strategy) -> Strategy:
-    """Budgets by length, and drafts that are not sure enough, only leave places of the same graphs empty."""
-    return Strategy(strategy.drafter, strategy.num_tokens)
+    """Budgets by length, and drafts that are not sure enough, only leave places of the same graphs empty.
+
+    A pair runs its head's.
+    """
+    return Strategy(strategy.drafters[-1], strategy.num_tokens) if strategy.drafters else OFF
 
 
 def _graphs(strategy: Strategy, sizes: Sequence[int], shared: bool) -> list[Graph]:

@@ -242,6 +242,10 @@ def test_pairs_that_do_not_fit_are_named(sharp_folder: Path, pairs: list[Pair], 
     run(sharp_folder, pairs, tmp_path / "taken", plan=short)
     with pytest.raises(ConfigError, match=r"warmup.json: pairs is .* \(another warm-up needs another folder\)"):
         run(sharp_folder, pairs[:50], tmp_path / "taken", plan=short)
+    about = json.loads((tmp_path / "taken" / "warmup.json").read_text())
+    del about["drafter"]["dtype"]  # as an earlier release wrote it
+    (tmp_path / "taken" / "warmup.json").write_text(json.dumps(about))
+    run(sharp_folder, pairs, tmp_path / "taken", plan=short)
     (tmp_path / "taken" / "training" / "training.safetensors").write_bytes(b"torn")
     with pytest.raises(RunError, match=r"training.safetensors: 4 bytes, .* damaged"):
         run(sharp_folder, pairs, tmp_path / "taken", plan=short)

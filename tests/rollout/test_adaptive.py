@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.adaptive import AdaptiveSpeculation, default_strategies
 from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
 from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
 from megatron_tlt.speculation.tuner_beg_mab import BegMabTuner
@@ -66,3 +66,18 @@ def test_lengths_are_kept_where_the_tuner_is_another_one() -> None:
     with pytest.raises(ValueError, match="tuner solver: the state is of tuner 'beg_mab'"):
         other.load_state(made.state())
     assert other._lengths.history.state() == made._lengths.history.state()
+
+
+def test_a_head_comes_with_suffix_trees_the_pair_of_both_and_bounds() -> None:
+    names = [strategy.name for strategy in default_strategies("eagle3", 5)]
+    heads = ["eagle3-1", "eagle3-3", "eagle3-5"]
+    sure = ["eagle3-5-p50", "suffix+eagle3-5-p50"]
+    assert names == ["off", "suffix-3", "suffix-5", *heads, "suffix+eagle3-5", *sure]
+    assert [strategy.name for strategy in default_strategies("suffix", 4)] == [
+        "off",
+        "suffix-1",
+        "suffix-3",
+        "suffix-4",
+    ]
+    short = [strategy.name for strategy in default_strategies("eagle", 2, budgets=True)]
+    assert short == ["off", "suffix-2", "eagle-2", "suffix+eagle-2", "eagle-2-p50", "suffix+eagle-2-p50"]

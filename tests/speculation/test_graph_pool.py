@@ -33,6 +33,11 @@ STRATEGIES = st.one_of(
 SIZES = st.lists(st.integers(1, 80), min_size=1, max_size=20)
 
 
+def captured(strategy: Strategy) -> Strategy:
+    """Whose graphs it runs: a pair its head's, whatever budgets and bounds."""
+    return Strategy(strategy.drafters[-1], strategy.num_tokens) if strategy != OFF else OFF
+
+
 @st.composite
 def buckets(draw: st.DrawFn) -> tuple[list[BatchBucket], int]:
     """Buckets that cover 1 to a threshold, and the threshold."""
@@ -55,7 +60,7 @@ def test_a_bucketed_plan_has_what_its_buckets_need_and_no_more(
             for strategy in bucket.strategies:
                 graph = plan.find(strategy, batch)
                 assert graph is not None and batch <= graph.batch <= bucket.high, "no larger than the bucket"
-                drafts = [g for g in plan.graphs if g.owner == replace(strategy, by_length=False)]
+                drafts = [g for g in plan.graphs if g.owner == captured(strategy)]
                 own = {g.kind for g in drafts if g.batch == graph.batch}
                 if strategy.drafter == "off" or strategy.drafter in MODEL_FREE:
                     assert not drafts, "what is no model has no graphs"
@@ -70,7 +75,7 @@ def test_a_bucketed_plan_has_what_its_buckets_need_and_no_more(
         if graph.is_plain and graph.batch <= threshold:
             assert any(bucket.low <= graph.batch <= bucket.high for bucket in off), "plain only above the threshold"
         if graph.owner is not None:
-            mine = [b for b in ordered if graph.owner in [replace(s, by_length=False) for s in b.strategies]]
+            mine = [b for b in ordered if graph.owner in map(captured, b.strategies)]
             assert any(bucket.low <= graph.batch <= bucket.high for bucket in mine)
 
 
@@ -91,7 +96,7 @@ def test_bucketed_never_has_more_target_graphs_than_naive_of_the_same_sizes(
 @given(st.lists(STRATEGIES, min_size=1, max_size=5), SIZES)
 def test_naive_is_each_strategy_alone(strategies: list[Strategy], sizes: list[int]) -> None:
     naive = plan_naive(strategies, sizes)
-    alone = {replace(s, by_length=False) if s != OFF else OFF for s in strategies}
+    alone = set(map(captured, strategies))
     assert naive.count() == sum(plan_single(strategy, sizes).count() for strategy in alone)
     assert num_runners(naive) == sum(num_runners(plan_single(strategy, sizes)) for strategy in alone)
     for strategy in strategies:
@@ -100,6 +105,7 @@ def test_naive_is_each_strategy_alone(strategies: list[Strategy], sizes: list[in
 
 def test_strategies_that_verify_as_much_share_the_target() -> None:
     same = (Strategy("eagle", 3), Strategy("eagle3", 3), Strategy("ngram", 3), Strategy("eagle", 3, by_length=True))
+    same += (Strategy("suffix+eagle", 3), Strategy("eagle", 3, least_percent=50))
     plan = plan_bucketed([BatchBucket(1, 4, same)], 4, [1, 2, 4])
     assert plan.count("target") == 3 and plan.count("draft_prefill") == plan.count("draft_decode") == 6
     assert plan.find(same[2], 3) == plan.find(same[0], 3) == Graph("target", 4, 4)
