@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,13 @@ class _Bench:
 
     def _start(self) -> tuple[Path, dict[str, Drafting]]:
         """The head that all start with, which learnt from responses of the first policy; the drafters by arm."""
-        given, first = self._given, self._first_responses()
+        given = self._given
+        self._to_ngram.sync(version=0, verify=False)
         head = self._work / "head" if given["head"] is None else Path(given["head"])
         if given["head"] is None:
             config = self._variant("eagle", session_steps=given["warm_steps"])
             warm = Drafting(config, self._folder, self._work / "warm", self._policy)
-            warm.add(0, *first(warm.taps))
+            self._learn_first(warm)
             warm.train(0, self._policy)
             warm.write(head)
         variants = {loss: (loss, False) for loss in given["losses"]}
@@ -128,25 +130,25 @@ class _Bench:
             config = self._variant(loss, path=head, **{"loss.reward_weighting": weighted})
             drafters[name] = Drafting(config, self._folder, self._work / name, self._policy)
         if given["more"]:
-            drafters[MORE].add(0, *first(drafters[MORE].taps))
+            self._learn_first(drafters[MORE])
         return head, drafters
 
-    def _first_responses(self) -> Callable[[Sequence[int]], tuple[list[ScoredResponse], dict[int, torch.Tensor]]]:
-        """Responses of the first policy; with their hidden states, once a drafter says which."""
+    @cached_property
+    def _first_responses(self) -> list[ScoredResponse]:
+        """Responses of the first policy to training problems."""
         config = self._config
-        self._to_ngram.sync(version=0, verify=False)
         problems = build_sources(config.tasks, "train", config.run.seed + 1)
         batch = [problems.problem(i) for i in range(self._given["warm_problems"])]
-        scored, _ = self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm"))
+        return self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm"))[0]
+
+    def _learn_first(self, drafter: Drafting) -> None:
+        """Give a drafter the first policy's responses; before any step of reinforcement learning."""
         samples = [
             TrainingSample(s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids))
-            for s in scored
+            for s in self._first_responses
         ]
-
-        def with_states(taps: Sequence[int]) -> tuple[list[ScoredResponse], dict[int, torch.Tensor]]:
-            return scored, self._policy.log_probs_and_states(samples, taps=taps)[1]
-
-        return with_states
+        _, states = self._policy.log_probs_and_states(samples, taps=drafter.taps)
+        drafter.add(0, self._first_responses, states)
 
     def run(self) -> list[dict[str, float]]:
         """A row after every step, the first before any: acceptance lengths by drafter."""
