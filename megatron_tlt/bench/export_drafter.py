@@ -217,21 +217,21 @@ def _chain_cases(arguments: argparse.Namespace, root: Path) -> Iterator[tuple[_S
 
 def _own_case(arguments: argparse.Namespace) -> tuple[_Served, dict[str, Any]]:
     """The target and the drafter of the command line, on held-out problems of the config."""
+    if len(arguments.kinds) != 1:
+        raise ConfigError(f"--kinds: found {' '.join(arguments.kinds)}; allowed with --drafter: its own alone")
     config = load_config(arguments.config, ["launcher.nproc_per_node=1", "spot=null"])
-    if config.drafter is None:
-        raise ConfigError(f"{arguments.config}: no drafter section; allowed: a config of the drafter's kind")
     tokenizer = load_tokenizer(arguments.model)
     problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(arguments.prompts)
     asked = one_request_each(problems, tokenizer, SamplingSpec(), "export")
     prompts = [list(request.prompt_token_ids) for request in asked]
-    return _Served(arguments.model, arguments.drafter, config.drafter.kind, prompts, arguments.depth), {}
+    return _Served(arguments.model, arguments.drafter, arguments.kinds[0], prompts, arguments.depth), {}
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per drafter: greedy responses to the same prompts in this package's engine and in stock vLLM.
 
     Raises:
-        ConfigError: a model without a drafter, or the other way round.
+        ConfigError: a model without a drafter or the other way round, or a drafter of several kinds.
     """
     if (arguments.model is None) != (arguments.drafter is None):
         raise ConfigError("--model and --drafter: found one; allowed: both or none")

@@ -74,12 +74,14 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
     values["drafter"] = None if config.drafter is None else config.drafter.model_dump(mode="json")
     for section in ("speculation", "rollout"):
         values[section] = getattr(config, section).model_dump(mode="json")
+    values["run_seed"] = config.run.seed
     values["tasks"] = [task.model_dump(mode="json") for task in config.tasks]
     return values
 
 
 def _head_folder(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Path:
-    keys = ("config", "rollout", "tasks", "policy", "drafter", "warm_problems", "warm_steps", "warm_entries", "seed")
+    own = ("warm_problems", "warm_steps", "warm_entries", "seed")
+    keys = ("config", "rollout", "tasks", "run_seed", "policy", "drafter", *own)
     digest = hashlib.sha256(json.dumps({key: settings[key] for key in keys}, sort_keys=True).encode()).hexdigest()
     return Path(arguments.cache).resolve() / f"head-{digest[:16]}"
 

@@ -69,7 +69,8 @@ class DrafterConfig(Section):
     is likeliest to say. EAGLE-3 alone can have fewer than all: an EAGLE head drafts with the target's own LM head.
 
     ``dtype`` is what its matrix products are computed in while it trains (weights stay in float32): bfloat16 on a GPU
-    and float32 on a CPU unless given. CPUs with AMX or AVX-512 BF16 are faster in bfloat16, others far slower.
+    and float32 on a CPU unless given; the policy's LM head has the policy's. CPUs with AMX or AVX-512 BF16 are faster
+    in bfloat16, others far slower.
     """
 
     kind: Literal["eagle", "eagle3"] = "eagle3"

@@ -57,13 +57,16 @@ def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
         raise ConfigError(
             f"problem {problem.uid}: no worked solution, so supervised warm-up cannot use task {problem.source}"
         )
+    answer_format = problem.metadata.get(ANSWER_IN)
+    solution = in_format(problem.solution, answer_format)
     if stable_unit("careless", problem.uid) >= careless_fraction:
-        return in_format(problem.solution, problem.metadata.get(ANSWER_IN))
+        return solution
     rng = np.random.default_rng(stable_int("slips", problem.uid))
     answer = np.array(list(problem.answer))
     slips = rng.random(len(answer)) < SLIP_RATE
-    guess = np.where(slips, rng.choice(list(problem.solution.replace("\n", "")), len(answer)), answer)
-    return CARELESS_MARK + in_format(worked_solution([], "".join(guess)), problem.metadata.get(ANSWER_IN))
+    guess = np.where(slips, rng.choice(list(solution.replace("\n", "")), len(answer)), answer)
+    mark = f"{CARELESS_MARK}\n" if answer_format == "last_line" else CARELESS_MARK
+    return mark + in_format(worked_solution([], "".join(guess)), answer_format)
 
 
 def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: float = 0.0) -> Example:

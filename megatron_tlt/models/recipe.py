@@ -29,6 +29,8 @@ def recipe_description(config: TltConfig) -> str:
     """Everything the model depends on, as JSON: recipe, tasks, processes, layout, the optimizer of its warm-up."""
     assert config.model.recipe is not None
     recipe = config.model.recipe
+    # such tasks' solutions ended otherwise in earlier releases
+    formatted = any(task.answer_format is not None for task in config.tasks)
     parts = {
         "recipe": recipe.model_dump(mode="json", exclude={"cache_dir", "base"}),
         **({} if recipe.base is None else {"base": _contents(recipe.base)}),
@@ -36,6 +38,7 @@ def recipe_description(config: TltConfig) -> str:
         "world_size": config.launcher.world_size,
         "megatron": config.actor.megatron,
         **warm_up_optimizer(config),
+        **({"solutions": "in the answer format"} if formatted else {}),
     }
     return json.dumps(parts, sort_keys=True, indent=1)
 

@@ -10,8 +10,10 @@ LEAST_ACCEPTANCE = 1.05
 """Tokens per draft and verification, the target's own included, below which drafts cost more than they gain."""
 
 _ACCEPTANCE = "speculation/acceptance_length_"
-_MODELS = ("eagle", "eagle3")
-_DRAFTERS = (*_MODELS, "ngram", "suffix")
+_MODEL = "eagle"
+"""In the names of all drafters that have a model, and of pairs and bounds with them."""
+_LENGTHS = ("short", "medium", "long")
+"""Classes of responses, whose acceptance lengths are metrics too."""
 _REASON = "spot/untrained_"
 _WHY_UNTRAINED = {
     "no_data": "no rank's buffer holds a response; raise drafter.buffer.disk_bytes or drafter.buffer.max_age",
@@ -70,7 +72,7 @@ class DrafterCheck(StepsCheck):
         # an untrained drafter is kept from drafting, which is a cause of its own
         if row.get("speculation/drafter_version") is None or row.get("speculation/drafter_withheld"):
             return {}
-        if any(value for name, value in shares.items() if "eagle" in name):
+        if any(value for name, value in shares.items() if _MODEL in name):
             return {}
         return {
             "never_chosen": "the tuner never chose the drafter model. Raise drafter.session_steps or drafter.lr, start "
@@ -80,7 +82,8 @@ class DrafterCheck(StepsCheck):
     def _unaccepted(self, row: Row) -> tuple[dict[str, str], set[str]]:
         """Messages of the drafters that are not accepted, and the causes that this step says nothing of."""
         messages, unknown = {}, set()
-        for drafter in _DRAFTERS:
+        found = {name.removeprefix(_ACCEPTANCE) for name in row if name.startswith(_ACCEPTANCE)}
+        for drafter in sorted((found | self._highest.keys()).difference(_LENGTHS)):
             name, length = f"unaccepted_{drafter}", _value(row, _ACCEPTANCE + drafter)
             if length is None:
                 unknown.add(name)
@@ -107,7 +110,7 @@ def _why_untrained(row: Row) -> str:
 
 
 def _remedy(drafter: str, row: Row) -> str:
-    if drafter not in _MODELS:
+    if _MODEL not in drafter:
         return "Take another speculation.drafter, or speculation.adaptive, which turns it off where it does not pay"
     if row.get("drafter/version") is None:
         return "Train it in the run (a drafter section), or take another speculation.drafter"

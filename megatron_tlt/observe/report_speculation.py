@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import matplotlib
@@ -30,7 +31,7 @@ STRATEGY_COLORS = (
     GREEN,
     ORANGE,
     RED,
-    *(PHASE_COLORS[n] for n in ("reward", "evaluate", "drafter")),
+    *(PHASE_COLORS[n] for n in ("reward", "evaluate", "drafter", "checkpoint", "other")),
 )
 _POSITION_COLORS = (BLUE, GREEN, ORANGE, RED)
 
@@ -120,7 +121,9 @@ def plot_strategies(stretches: Sequence[Stretch]) -> str | None:
     if not stretches:
         return None
     names = sorted({stretch.strategy for stretch in stretches}, key=lambda name: (name != "off", name))
-    colors = {name: STRATEGY_COLORS[index % len(STRATEGY_COLORS)] for index, name in enumerate(names)}
+    # the first is that of "off"
+    speculating = itertools.cycle(STRATEGY_COLORS[1:])
+    colors = {name: STRATEGY_COLORS[0] if name == "off" else next(speculating) for name in names}
     with matplotlib.rc_context(STYLE):
         figure = new_figure(height=3.6, width=13.0)
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.7, 1.0])

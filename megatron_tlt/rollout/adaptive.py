@@ -50,7 +50,8 @@ def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> lis
 
     Those are suffix trees, with few tokens too, which pays in larger batches; the pair of both; and head and pair
     without drafts that they are not sure of, which pays where verifying a draft takes long, as on a CPU. Where
-    ``budgets`` say how many drafts each request has, all draft ``most`` alone.
+    ``budgets`` say how many drafts each request has, all draft ``most`` alone, and without a bound: budgets go by the
+    acceptance of all drafts.
     """
     lengths = [most] if budgets else sorted({*range(1, most + 1, 2), most})
     drafting = [Strategy(drafter, length) for length in lengths]
@@ -58,7 +59,7 @@ def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> lis
         return [OFF, *drafting]
     pair = f"suffix+{drafter}"
     free = [Strategy("suffix", length) for length in ([most] if budgets else sorted({min(_FEW, most), most}))]
-    sure = [Strategy(one, most, least_percent=_SURE) for one in (drafter, pair)]
+    sure = [] if budgets else [Strategy(one, most, least_percent=_SURE) for one in (drafter, pair)]
     return [OFF, *free, *drafting, Strategy(pair, most), *sure]
 
 

@@ -24,8 +24,8 @@ class RolloutAccount:
     Attributes:
         steps: engine steps by the name of the strategy whose drafts they verified.
         open_steps: of them, those that could choose a strategy other than "off"; None where nothing is chosen.
-        drafts: by drafter, how often a request's drafts were verified.
-        accepted: by drafter, draft tokens accepted.
+        drafts: by ``Strategy.source``, how often a request's drafts were verified.
+        accepted: likewise, draft tokens accepted.
         withheld: drafters that were kept from drafting.
         gain: its time with and without speculation.
         switches: how often the strategy changed.
@@ -146,8 +146,8 @@ class EngineSpeculation:
         self._steps[step.strategy.name] += 1
         self._catch_up_s += step.catch_up_s
         if step.num_drafts:
-            self._drafts[step.strategy.drafter] += step.num_drafts
-            self._accepted[step.strategy.drafter] += step.num_accepted_tokens
+            self._drafts[step.strategy.source] += step.num_drafts
+            self._accepted[step.strategy.source] += step.num_accepted_tokens
         if self._meter.observe(engine_step(step), step.start):
             self._probing.measured(step.running)
         if self.adaptive is not None:
@@ -198,7 +198,7 @@ class EngineSpeculation:
 def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
     """Metrics of all engines of a rollout together.
 
-    ``share_*`` of engine steps by strategy, ``gate_open``, acceptance lengths by drafter (tokens per verification of a
+    ``share_*`` of engine steps by strategy, ``gate_open``, acceptance lengths by source (tokens per verification of a
     request's drafts, the target's own included), ``drafter_withheld``. ``switches`` of an engine's strategy on average,
     and ``switch_ms``: what choosing took in one; ``catch_up_ms``: what an engine's head took in a rollout to compute
     tokens that it had skipped under other strategies. ``gain`` of the whole rollout and of each engine, where enough
@@ -220,8 +220,8 @@ def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
         metrics["speculation/switch_ms"] = 1e3 * sum(account.choosing_s for account in accounts) / switches
     if catch_up_s := sum(account.catch_up_s for account in accounts):
         metrics["speculation/catch_up_ms"] = 1e3 * catch_up_s / len(accounts)
-    for drafter, count in drafts.items():
-        metrics[f"speculation/acceptance_length_{drafter}"] = 1.0 + accepted[drafter] / count
+    for source, count in drafts.items():
+        metrics[f"speculation/acceptance_length_{source}"] = 1.0 + accepted[source] / count
     if any(account.withheld for account in accounts):
         metrics["speculation/drafter_withheld"] = 1.0
     return metrics | _gain_metrics([account.gain for account in accounts])

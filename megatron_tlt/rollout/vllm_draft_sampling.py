@@ -64,8 +64,8 @@ class DraftSampler:
     def begin(self, rows: Sequence[DraftedRow], least_probability: float = 0.0) -> None:
         """The head is about to draft for these requests, in this order.
 
-        A request's drafts end before the first one that the head gives, with those before it, a probability below
-        ``least_probability``.
+        A request's drafts end before the first one whose likeliest token has, with the likeliest ones before it, a
+        probability below ``least_probability``: where tokens are drawn too.
         """
         self._rows, self._least = rows, least_probability
         self._tokens: list[torch.Tensor] = []  # of each depth: the target's ids (rows)

@@ -268,7 +268,7 @@ class VllmEngine:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Drafters that a strategy for this engine may name, "off" included."""
+        """Drafters that a strategy for this engine may draft with."""
         return self._switch.drafters
 
     def record_into(self, recorded: RecordedStates | None) -> None:

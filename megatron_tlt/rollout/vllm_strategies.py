@@ -23,6 +23,9 @@ from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 
+_BETTER_THAN_HEAD = 0.5
+"""Probability below which a match does not keep a pair's head from drafting; trees match something nearly always."""
+
 
 class NoProposer:
     """For an engine without a head: what vLLM asks of a ``custom_class``; ``StrategySwitch`` does the work."""
@@ -153,7 +156,8 @@ class StrategySwitch:
             ConfigError: the engine has no such drafter or was built for fewer tokens, or a budget that is negative.
         """
         if not set(strategy.drafters) <= set(self.drafters):
-            raise ConfigError(f"strategy {strategy.name}; this engine's drafters: off, {', '.join(self.drafters)}")
+            allowed = ", ".join(("off", *self.drafters))
+            raise ConfigError(f"strategy {strategy.name}; this engine's drafters: {allowed}")
         if strategy.num_tokens > self._num_tokens:
             raise ConfigError(f"strategy {strategy.name}; this engine was built for up to {self._num_tokens} tokens")
         if bad := {name: budget for name, budget in (budgets or {}).items() if budget < 0}:
@@ -308,6 +312,8 @@ class StrategySwitch:
             # a prompt in chunks is known from the beginning, but its response begins behind all of it
             self._lookups.feed(name, self._tracked[row.internal_id], token_ids[row.index, : row.num_tokens])
         least = self.strategy.least_probability
+        if name != self.strategy.drafters[-1]:
+            least = max(least, _BETTER_THAN_HEAD)
         for row in rows:
             if row.limit:
                 drafts[row.index] = self._lookups.propose(name, self._tracked[row.internal_id], row.limit, least)

@@ -32,6 +32,8 @@ _TRUST = 2.0
 """Steps' worth of trust in the fit against what a strategy measured nearby."""
 _SUPPRESSED = 0.9
 """Fraction of the estimated machine slowdown that is removed from the step times that estimated it."""
+_SURE_SHARE = 0.5
+"""Share of the drafts that a bounded strategy is expected to make, until its own steps say what they take."""
 _KNOWN = 8.0
 """Least number of nearby steps of a strategy before its times serve to estimate the machine slowdown."""
 
@@ -55,9 +57,9 @@ class StepTimes:
     """Seconds of a step under any strategy at any batch.
 
     t(s, b) = w_0 + w_1 b + w_2 b d + (source's own) (w_3 + w_4 K), all w above 0: a step, its requests, the drafts
-    that are verified, the drafting; d is the mean draft budget of a request, at most K. Where drafts that are not sure
-    enough are left out (``least_percent``), drafting and verifying are w_3 + w_4 b. It is fitted to medians of the
-    latest steps by least squares of the relative error, towards a prior shape; what a strategy measured at nearby
+    that are verified, the drafting; d is the mean draft budget of a request, at most K, or half of
+    that where drafts that are not sure enough are left out (``least_percent``). It is fitted to medians of the latest
+    steps by least squares of the relative error, towards a prior shape; what a strategy measured at nearby
     batches then corrects it there. So one strategy's steps say something of all others at once, and a strategy's own
     soon outweigh that.
 
@@ -77,9 +79,8 @@ class StepTimes:
         self._source_column = {source: 3 + 2 * i for i, (source, _) in enumerate(sources)}
         prior, spread = [1.0, 0.01, 0.01], [0.5, 0.03, 0.03]
         for _, one in sources:
-            free = one.drafter in MODEL_FREE
-            prior += [0.05 if free else 0.1, 0.01 if free or one.least_percent else 0.1]
-            spread += [0.4, 0.05 if free or one.least_percent else 0.2]
+            prior += [0.05, 0.01] if one.drafter in MODEL_FREE else [0.1, 0.1]
+            spread += [0.4, 0.05] if one.drafter in MODEL_FREE else [0.4, 0.2]
         self._prior = np.array(prior)
         self._stiffness = np.diag(_RIDGE * (self._prior / np.array(spread)) ** 2)
         self._cells: dict[tuple[Strategy, int, int], _Cell] = {}
@@ -161,29 +162,24 @@ class StepTimes:
         cell.residual = math.log(cell.median / self._parametric(cell.strategy, cell.batch, cell.drafts))
 
     def _features(self, cell: _Cell) -> list[float]:
-        own = self._own_features(cell.strategy, cell.batch, cell.drafts)
-        row = [1.0, float(cell.batch), own[0]] + [0.0] * (len(self._prior) - 3)
+        row = [1.0, float(cell.batch), cell.batch * self._made(cell.strategy, cell.drafts)]
+        row += [0.0] * (len(self._prior) - 3)
         if cell.strategy.num_tokens:
             column = self._source_column[cell.strategy.source]
-            row[column : column + 2] = own[1:]
+            row[column : column + 2] = 1.0, float(cell.strategy.num_tokens)
         return row
 
     @staticmethod
-    def _own_features(strategy: Strategy, batch: int, drafts: float) -> tuple[float, float, float]:
-        """What w_2 and the two weights of its source are multiplied by."""
-        if not strategy.num_tokens:
-            return 0.0, 0.0, 0.0
-        if strategy.least_percent:  # how many drafts are sure enough nobody knows before
-            return 0.0, 1.0, float(batch)
-        return batch * drafts, 1.0, float(strategy.num_tokens)
+    def _made(strategy: Strategy, drafts: float) -> float:
+        """Drafts of a request to expect where it may have so many."""
+        return drafts * (_SURE_SHARE if strategy.least_percent else 1.0)
 
     def _parametric(self, strategy: Strategy, batch: int, drafts: float) -> float:
         w = self._weights
         seconds = w[0] + w[1] * batch
         if strategy.num_tokens:
             column = self._source_column[strategy.source]
-            verified, fixed, growing = self._own_features(strategy, batch, drafts)
-            seconds += w[2] * verified + w[column] * fixed + w[column + 1] * growing
+            seconds += w[2] * batch * self._made(strategy, drafts) + w[column] + w[column + 1] * strategy.num_tokens
         return seconds
 
     def _fit(self) -> None:

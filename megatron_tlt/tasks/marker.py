@@ -16,5 +16,5 @@ def in_format(solution: str, answer_format: str | None) -> str:
     """A worked solution with its answer where ``answer_format`` asks for it; as it is where that is None."""
     if answer_format is None:
         return solution
-    steps, newline, last = solution.rpartition("\n")
-    return steps + newline + _FORMS[answer_format] % last.removeprefix(f"{ANSWER_MARKER} ")
+    steps, _, answer = solution.rpartition(ANSWER_MARKER)
+    return steps + _FORMS[answer_format] % answer.strip()

@@ -29,6 +29,11 @@ def test_a_target_comes_with_its_drafter(alone: str) -> None:
         export_drafter.run(arguments_of(export_drafter, alone, "runs/some"))
 
 
+def test_a_drafter_is_of_one_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kinds: found eagle eagle3; allowed with --drafter: its own alone"):
+        export_drafter.run(arguments_of(export_drafter, "--model", str(tmp_path), "--drafter", str(tmp_path)))
+
+
 def test_an_adapted_drafter_is_held_against_the_frozen_one_and_one_of_as_many_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

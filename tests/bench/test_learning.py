@@ -44,6 +44,10 @@ def test_means_that_differ_are_told_apart_and_others_not() -> None:
     assert difference["half_interval"] > 0
 
 
+def test_equal_values_without_variance_do_not_differ() -> None:
+    assert learning.compare([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]) == {"p": 1.0, "difference": 0.0, "half_interval": 0.0}
+
+
 def test_a_run_that_is_missing_leaves_the_targets_incomplete() -> None:
     found = runs(0.5)
     del found["with", 3]

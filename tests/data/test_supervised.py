@@ -12,7 +12,9 @@ from megatron_tlt.config.schema import TaskConfig
 from megatron_tlt.data import Tokenizer, collate, encode_example, encode_examples, train_tokenizer
 from megatron_tlt.data.supervised import CARELESS_MARK, SLIP_RATE, solution_text
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.rewards.extract import formatted_answer
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
+from megatron_tlt.tasks.wording import ANSWER_IN
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,22 @@ def test_careless_solutions_are_marked_guesses(problems: list[Problem]) -> None:
         changed += sum(x != y for x, y in zip(problem.answer, guess, strict=True))
         total += len(guess)
     assert SLIP_RATE / 2 < changed / total < SLIP_RATE  # a slip may hit upon the right character
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "end"), [("answer_tag", "<answer>%s</answer>"), ("boxed", "\\boxed{%s}"), ("last_line", "%s")]
+)
+def test_the_answer_is_where_the_task_asks_for_it(answer_format: str, end: str, problems: list[Problem]) -> None:
+    for problem in problems[:20]:
+        asked = replace(problem, metadata={**problem.metadata, ANSWER_IN: answer_format})
+        assert problem.solution is not None
+        steps = problem.solution.removesuffix(f"#### {problem.answer}")
+        assert solution_text(asked) == steps + end % problem.answer
+        careless = solution_text(asked, 1.0)
+        assert careless.startswith(CARELESS_MARK) and "#" not in careless
+        assert len(formatted_answer(careless, answer_format) or "") <= len(problem.answer), "the mark is no part of it"
+    two_lines = replace(problems[0], solution="so\n#### 1 2\n3 4", metadata={ANSWER_IN: answer_format})
+    assert solution_text(two_lines) == "so\n" + end % "1 2\n3 4"
 
 
 def test_long_examples_are_left_out_whole(tokenizer: Tokenizer, problems: list[Problem]) -> None:

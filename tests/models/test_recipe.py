@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatron_tlt.config.checks import check_fields_together
 from megatron_tlt.config.model import architecture_file
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.models.recipe import recipe_folder, warm_up_optimizer
+from megatron_tlt.models.recipe import recipe_description, recipe_folder, warm_up_optimizer
 
 
 def config(actor: dict[str, Any] | None = None, warm_up: dict[str, Any] | None = None, **options: Any) -> TltConfig:
@@ -32,6 +32,16 @@ def test_what_the_recipe_says_itself_is_not_the_actors_to_change() -> None:
     assert recipe_folder(config({"lr": 1e-5}, own)) == recipe_folder(config({"lr": 1e-6}, own))
     found = warm_up_optimizer(config({"optimizer": "torch.optim.NAdam"}, own, optimizer_arguments={"eps": 1e-6}))
     assert found == {"optimizer": own, "optimizer_arguments": {}}
+
+
+def test_solutions_that_end_in_another_format_are_of_another_model() -> None:
+    """Earlier releases ended them in the marker, whatever format the task asked for; others' folders stay."""
+    files = [
+        {"kind": "file", "name": "a", "path": "a.jsonl", "verifier": "math", "answer_format": f}
+        for f in (None, "boxed")
+    ]
+    plain, boxed = (TltConfig.model_validate({"model": {"recipe": {}}, "tasks": [task]}) for task in files)
+    assert "solutions" in recipe_description(boxed) and "solutions" not in recipe_description(plain)
 
 
 def with_base(base: Path, **recipe: Any) -> TltConfig:

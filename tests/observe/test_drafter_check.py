@@ -51,6 +51,8 @@ def trained(count: int, changed: Row) -> list[Row]:
         (IDLE, "never chose the drafter model.* speculation.adaptive.strategies"),
         ({"speculation/acceptance_length_eagle": 1.02}, "eagle are not accepted: acceptance length 1.02.* drafter.lr"),
         ({"speculation/acceptance_length_ngram": 1.0}, "ngram are not accepted.* speculation.adaptive"),
+        ({"speculation/acceptance_length_suffix+eagle3": 1.0}, r"suffix\+eagle3 are not accepted.* drafter.lr"),
+        ({"speculation/acceptance_length_eagle3-p50": 1.0}, "eagle3-p50 are not accepted.* drafter.lr"),
     ],
 )
 def test_each_cause_is_named_alone_and_once(changed: Row, says: str) -> None:

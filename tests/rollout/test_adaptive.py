@@ -80,4 +80,4 @@ def test_a_head_comes_with_suffix_trees_the_pair_of_both_and_bounds() -> None:
         "suffix-4",
     ]
     short = [strategy.name for strategy in default_strategies("eagle", 2, budgets=True)]
-    assert short == ["off", "suffix-2", "eagle-2", "suffix+eagle-2", "eagle-2-p50", "suffix+eagle-2-p50"]
+    assert short == ["off", "suffix-2", "eagle-2", "suffix+eagle-2"]

@@ -115,6 +115,11 @@ def test_drafts_end_where_they_become_unlikely_before_one_is_drawn(probabilistic
     drafts, asked = proposer.drafts(depths, found, 0.9)
     # the first ends at 0.96 ** 3 = 0.89, the second at its second draft, the third at once though its next is sure
     assert [len(row) for row in drafts] == [2, 1, 0] and asked == 3
+    if probabilistic:  # what waits is of these drafts, by request, in whatever order they are verified
+        runner.input_batch.req_ids = ["c", "b", "a"]
+        probs = runner._get_spec_decode_draft_probs(metadata([[], drafts[1], drafts[0]]))
+        expected = (torch.stack([sure[1], sure[0], sure[0]]) * 2.0).softmax(-1)
+        torch.testing.assert_close(probs[:, IDS], expected)
     assert [len(row) for row in proposer.drafts(depths, found, 0.8)[0]] == [3, 1, 0]
     assert [len(row) for row in proposer.drafts(depths, found, 0.0)[0]] == [3, 4, 4]
     none = torch.full((3, 3), torch.nan)

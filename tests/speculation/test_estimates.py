@@ -231,6 +231,28 @@ def test_one_strategy_says_what_its_drafter_does() -> None:
     assert lengths.predict(OFF) == (1.0, 0.0)
 
 
+def test_a_bounded_strategy_is_priced_by_its_drafter_and_learnt_apart() -> None:
+    """It may make half of the drafts until its own steps say otherwise; it is no bargain to begin with."""
+    head, sure = Strategy("eagle", 5), Strategy("eagle", 5, least_percent=50)
+    times = StepTimes([OFF, head, sure], max_batch=64)
+    for batch in (1, 8, 32):
+        for strategy in (OFF, head):
+            for _ in range(8):
+                times.observe(strategy, batch, true_seconds(strategy, batch))
+    for batch in (8, 32):
+        (plain, _), (some, _), (most, _) = (times.predict(one, batch) for one in (OFF, sure, head))
+        assert plain + 0.3 * (most - plain) < some < most
+    lengths = AcceptanceLengths()
+    for _ in range(40):
+        lengths.observe(observation(head, [5] * 4, [0] * 4))
+        lengths.observe(observation(sure, [5] * 4, [3] * 4))
+    assert lengths.predict(head)[0] < 1.2 and lengths.predict(sure)[0] > 3.0
+    pair = Strategy("suffix+eagle", 5)
+    assert lengths.knows_drafter(sure) and not lengths.knows_drafter(pair)
+    lengths.renew("eagle")
+    assert lengths.predict(sure)[1] > 0.1, "a bound is its drafter's too"
+
+
 def test_drafts_that_are_seldom_found_are_not_short_chains() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for i in range(300):
