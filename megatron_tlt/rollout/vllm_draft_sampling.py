@@ -70,21 +70,22 @@ class DraftSampler:
         self._rows, self._least = rows, least_probability
         self._tokens: list[torch.Tensor] = []  # of each depth: the target's ids (rows)
         self._drawn: list[torch.Tensor] = []  # of each depth: (rows, draft vocabulary)
-        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        self._positions = np.array([row.position for row in rows], dtype=np.uint64)
-        temperatures = torch.tensor([row.temperature for row in rows])
-        self._greedy = temperatures <= 0.0
-        self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
-        # how many drafts each request still takes, and the probability of all it has
-        self._counts = torch.tensor([row.limit for row in rows])
-        self._chances = torch.ones(len(rows))
+        self._counts = [row.limit for row in rows]  # drafts that each request takes
+        if self._probabilistic:
+            self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+            self._positions = np.array([row.position for row in rows], dtype=np.uint64)
+        if self._probabilistic or least_probability:
+            temperatures = torch.tensor([row.temperature for row in rows])
+            self._greedy = temperatures <= 0.0
+            self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
+            self._chances = torch.ones(len(rows))  # of all likeliest tokens so far
 
     def end(self) -> list[list[int]]:
         """Each request's drafts, which wait for verification."""
         rows, self._rows = self._rows, ()
         if not self._tokens:
             return [[] for _ in rows]
-        counts = self._counts.tolist()
+        counts = self._counts
         if self._drawn:
             by_row = torch.stack(self._drawn, dim=1)
             self._waiting = {row.internal_id: by_row[i, : counts[i]] for i, row in enumerate(rows) if counts[i]}
@@ -127,9 +128,9 @@ class DraftSampler:
         """End the drafts of requests whose next one is too unlikely; ``probs`` (rows, draft vocabulary) is its."""
         depth = len(self._tokens)
         self._chances *= probs.amax(dim=-1).cpu()
-        sure = self._chances >= self._least  # not where it is not a number
-        self._counts = torch.where(sure, self._counts, self._counts.clamp(max=depth))
-        if not bool((self._counts > depth).any()):
+        sure = (self._chances >= self._least).tolist()  # not where it is not a number
+        self._counts = [count if ok else min(count, depth) for count, ok in zip(self._counts, sure, strict=True)]
+        if max(self._counts) <= depth:
             raise DraftsEnded
 
     def _draw(self, probs: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 DRAFTERS = ("off", "ngram", "suffix", "eagle", "eagle3", "suffix+eagle", "suffix+eagle3")
@@ -49,12 +50,12 @@ class Strategy:
                 "which knows no probabilities"
             )
 
-    @property
+    @cached_property
     def drafters(self) -> tuple[str, ...]:
         """Those that it drafts with, in the order in which a request asks them; none with "off"."""
         return () if self.drafter == "off" else tuple(self.drafter.split("+"))
 
-    @property
+    @cached_property
     def source(self) -> str:
         """What its drafts come from, however many: strategies of one source have the same chances of acceptance."""
         return self.drafter + (f"-p{self.least_percent}" if self.least_percent else "")
