@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megatron_tlt.bench import workers
+from megatron_tlt.bench.workers.quickstart import ALONE
 from megatron_tlt.cli import main
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
@@ -137,9 +138,7 @@ def _inside(served: _Served) -> dict[str, Any]:
     """In this package's engine; the same fields as from stock vLLM."""
     options = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": served.max_model_len}
     rollout = RolloutConfig(max_prompt_tokens=served.longest_prompt, max_response_tokens=RESPONSE, vllm=options)
-    speculation = SpeculationConfig(
-        drafter=served.kind, path=served.drafter, num_speculative_tokens=served.depth, adaptive=None
-    )
+    speculation = SpeculationConfig(drafter=served.kind, path=served.drafter, num_speculative_tokens=served.depth)
     engine = VllmEngine(served.target, rollout, speculation, seed=0)
     greedy = SamplingSpec(temperature=0.0, max_tokens=RESPONSE)
     responses = engine.generate([Request(str(i), tuple(ids), greedy, i) for i, ids in enumerate(served.prompts)])
@@ -219,7 +218,7 @@ def _own_case(arguments: argparse.Namespace) -> tuple[_Served, dict[str, Any]]:
     """The target and the drafter of the command line, on held-out problems of the config."""
     if len(arguments.kinds) != 1:
         raise ConfigError(f"--kinds: found {' '.join(arguments.kinds)}; allowed with --drafter: its own alone")
-    config = load_config(arguments.config, ["launcher.nproc_per_node=1", "spot=null"])
+    config = load_config(arguments.config, ALONE)
     tokenizer = load_tokenizer(arguments.model)
     problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(arguments.prompts)
     asked = one_request_each(problems, tokenizer, SamplingSpec(), "export")

@@ -171,12 +171,11 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
                 f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "
                 "allowed: with eagle, eagle3"
             )
-    elif not speculation.enabled:
-        pass  # no engine loads it
-    elif path is None:
-        lines.append(f"speculation.path: not given; drafter {speculation.drafter} needs the folder of its head")
-    elif not (path / "config.json").is_file():
-        lines.append(f"speculation.path: no config.json in {path}; allowed: the folder of an EAGLE head")
+    elif speculation.enabled:  # else no engine loads the head
+        if path is None:
+            lines.append(f"speculation.path: not given; drafter {speculation.drafter} needs the folder of its head")
+        elif not (path / "config.json").is_file():
+            lines.append(f"speculation.path: no config.json in {path}; allowed: the folder of an EAGLE head")
     return lines
 
 

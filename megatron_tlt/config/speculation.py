@@ -70,8 +70,8 @@ class AdaptiveConfig(Section):
     ``threshold + hysteresis``: the tuner learns about batches up to that, or up to ``rollout.vllm.max_num_seqs`` where
     that is less. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off, ngram-3 and
     eagle-5; without any, some of each drafter that the engine has. ``suffix+eagle3-5`` drafts with the head where the
-    suffix tree has no match; ``eagle3-5-p50`` leaves out drafts that the drafter gives a chance below 50 % of being
-    accepted, by its likeliest tokens also where it draws others. ``options`` are the tuner's own.
+    suffix tree has no likely match; ``eagle3-5-p50`` leaves out drafts that the drafter gives a chance below 50 % of
+    being accepted, by its likeliest tokens also where it draws others. ``options`` are the tuner's own.
     ``lengths`` gives requests drafts by the length that their responses are expected to have, under all strategies:
     the long ones all, medium ones half and short ones none (``classes``), or those that end the batch soonest
     (``optimal``, for which the most of each drafter is strategy enough).

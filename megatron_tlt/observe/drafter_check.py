@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_tlt.observe.lasting_causes import STEPS, Row, StepsCheck
+from megatron_tlt.observe.metrics import LENGTH_CLASSES
 
 LEAST_ACCEPTANCE = 1.05
 """Tokens per draft and verification, the target's own included, below which drafts cost more than they gain."""
@@ -12,8 +13,6 @@ LEAST_ACCEPTANCE = 1.05
 _ACCEPTANCE = "speculation/acceptance_length_"
 _MODEL = "eagle"
 """In the names of all drafters that have a model, and of pairs and bounds with them."""
-_LENGTHS = ("short", "medium", "long")
-"""Classes of responses, whose acceptance lengths are metrics too."""
 _REASON = "spot/untrained_"
 _WHY_UNTRAINED = {
     "no_data": "no rank's buffer holds a response; raise drafter.buffer.disk_bytes or drafter.buffer.max_age",
@@ -83,7 +82,7 @@ class DrafterCheck(StepsCheck):
         """Messages of the drafters that are not accepted, and the causes that this step says nothing of."""
         messages, unknown = {}, set()
         found = {name.removeprefix(_ACCEPTANCE) for name in row if name.startswith(_ACCEPTANCE)}
-        for drafter in sorted((found | self._highest.keys()).difference(_LENGTHS)):
+        for drafter in sorted((found | self._highest.keys()).difference(LENGTH_CLASSES)):
             name, length = f"unaccepted_{drafter}", _value(row, _ACCEPTANCE + drafter)
             if length is None:
                 unknown.add(name)

@@ -17,6 +17,8 @@ from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
 from megatron_tlt.platform.files import atomic_write_text
 
 METRICS_FILE = "metrics.jsonl"
+LENGTH_CLASSES = ("short", "medium", "long")
+"""Thirds of a step's responses by length, as metrics of each are named."""
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | None]]:

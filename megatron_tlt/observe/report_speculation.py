@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 
+from megatron_tlt.observe.metrics import LENGTH_CLASSES
 from megatron_tlt.observe.report_data import RunData, Stretch, numbers
 from megatron_tlt.observe.report_style import (
     BLUE,
@@ -24,7 +25,7 @@ from megatron_tlt.observe.report_style import (
     to_svg,
 )
 
-_CLASSES = (("short", GREEN), ("medium", ORANGE), ("long", RED))
+_CLASS_COLORS = (GREEN, ORANGE, RED)
 STRATEGY_COLORS = (
     PHASE_COLORS["idle"],
     BLUE,
@@ -93,7 +94,7 @@ def plot_drafts(run: RunData) -> str | None:
             color = _POSITION_COLORS[(position - 1) % len(_POSITION_COLORS)]
             _plot_over_versions(left, run, name, trained, color=color, label=f"draft {position}")
             position += 1
-        for found, color in _CLASSES:
+        for found, color in zip(LENGTH_CLASSES, _CLASS_COLORS, strict=True):
             _plot_over_versions(right, run, f"speculation/acceptance_length_{found}", trained, color=color, label=found)
         if not left.lines and not right.lines:
             return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy, drafters_of
 
 _UNKNOWN = 0.5
 """Acceptance assumed of the first draft token of a drafter never seen."""
@@ -136,7 +136,7 @@ class AcceptanceLengths:
         """The drafter has a new version: what is known of it is a guess, and no drift is told from it."""
         self._chains.clear()
         for source, positions in self._positions.items():
-            if drafter in source.partition("-")[0].split("+"):
+            if drafter in drafters_of(source):
                 self._renew(positions)
 
     def _renew(self, positions: list[_Position]) -> None:

@@ -10,9 +10,14 @@ from functools import cached_property
 from itertools import accumulate
 
 DRAFTERS = ("off", "ngram", "suffix", "eagle", "eagle3", "suffix+eagle", "suffix+eagle3")
-"""A pair drafts from the suffix tree where that has a match, and with the head for the other requests."""
+"""A pair drafts from the suffix tree where that has a likely match, and with the head for the other requests."""
 MODEL_FREE = ("ngram", "suffix")
 NAME = r"(?P<drafter>[a-z0-9+]+)-(?P<tokens>[1-9]\d*)(?P<by_length>-by-length)?(-p(?P<percent>[1-9]\d?))?"
+
+
+def drafters_of(source: str) -> tuple[str, ...]:
+    """The drafters of a strategy's ``source``, in the order in which a request asks them; none of "off"."""
+    return () if source == "off" else tuple(source.partition("-")[0].split("+"))
 
 
 @dataclass(frozen=True, order=True)
@@ -52,8 +57,8 @@ class Strategy:
 
     @cached_property
     def drafters(self) -> tuple[str, ...]:
-        """Those that it drafts with, in the order in which a request asks them; none with "off"."""
-        return () if self.drafter == "off" else tuple(self.drafter.split("+"))
+        """Those that it drafts with: ``drafters_of`` its source."""
+        return drafters_of(self.drafter)
 
     @cached_property
     def source(self) -> str:

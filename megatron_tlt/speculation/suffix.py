@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,12 @@ class SuffixConfig:
                 f"epoch_decay {self.epoch_decay}, window {self.window}; allowed: a decay above 0, at most 1, "
                 f"with which the window's oldest epoch weighs at least 1/{1 / MIN_WEIGHT:.0f}"
             )
+
+
+@lru_cache
+def _bounded(rule: SpeculationRule, least_probability: float) -> SpeculationRule:
+    """The rule with at least this bound; asked for each request in each step, with few different bounds."""
+    return replace(rule, min_probability=max(rule.min_probability, least_probability))
 
 
 @dataclass
@@ -136,9 +143,7 @@ class SuffixDrafter:
         of the own tree make it too sure of itself; what only it knows is the prompt, and there its match is longer.
         """
         request = self._requests[request_id]
-        best, rule = no_proposal(), self.config.rule
-        if least_probability > rule.min_probability:
-            rule = replace(rule, min_probability=least_probability)
+        best, rule = no_proposal(), _bounded(self.config.rule, least_probability)
         if request.handle is not None:
             tree = self._trees[request.key].tree
             assert tree is not None

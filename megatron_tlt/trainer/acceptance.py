@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_tlt.observe.metrics import LENGTH_CLASSES
 from megatron_tlt.rollout.types import DraftStats, Response
-
-CLASSES = ("short", "medium", "long")
 
 
 def length_classes(lengths: Sequence[int]) -> list[str]:
@@ -14,7 +13,7 @@ def length_classes(lengths: Sequence[int]) -> list[str]:
     ranked = sorted(lengths)
     count = len(ranked)
     bounds = [ranked[count * third // 3 - 1] if count * third // 3 else 0 for third in (1, 2)]
-    return [CLASSES[sum(length > bound for bound in bounds)] for length in lengths]
+    return [LENGTH_CLASSES[sum(length > bound for bound in bounds)] for length in lengths]
 
 
 def acceptance_metrics(responses: Sequence[Response], drafter_version: int | None) -> dict[str, float]:
@@ -31,7 +30,7 @@ def acceptance_metrics(responses: Sequence[Response], drafter_version: int | Non
     if drafter_version is not None:
         metrics["speculation/drafter_version"] = float(drafter_version)
     classes = length_classes([len(response.token_ids) for response in responses])
-    for name in CLASSES:
+    for name in LENGTH_CLASSES:
         drafts = [response.draft for response, found in zip(responses, classes, strict=True) if found == name]
         if drafts:
             metrics[f"speculation/acceptance_length_{name}"] = sum(drafts, DraftStats()).acceptance_length

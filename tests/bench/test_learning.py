@@ -1,4 +1,4 @@
-"""The comparison of reward curves: which means are told apart, what is missing, what is drawn."""
+"""The comparison of reward curves: which means differ, what is missing, what is drawn."""
 
 from __future__ import annotations
 

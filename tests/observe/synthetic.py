@@ -10,7 +10,7 @@ import yaml
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import JsonLinesFile
-from megatron_tlt.observe.metrics import MetricsWriter, read_metrics
+from megatron_tlt.observe.metrics import LENGTH_CLASSES, MetricsWriter, read_metrics
 from megatron_tlt.observe.samples import SampleLog, SampleRow
 from megatron_tlt.observe.summary import (
     describe_lengths,
@@ -20,7 +20,6 @@ from megatron_tlt.observe.summary import (
     write_summary,
 )
 from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline, write_trace
-from megatron_tlt.trainer.acceptance import CLASSES
 
 RANKS = 2
 TASKS = ("basic_arithmetic", "chain_sum")
@@ -72,7 +71,10 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
                     {"speculation/plain_rollout_s": times["rollout"] * 1.4, "speculation/gain": 1.4} if step > 2 else {}
                 ),
                 **{f"speculation/accepted_at_{at}": (0.3 + 0.4 * done) / at for at in (1, 2, 3)},
-                **{f"speculation/acceptance_length_{kind}": acceptance.mean() + at for at, kind in enumerate(CLASSES)},
+                **{
+                    f"speculation/acceptance_length_{kind}": acceptance.mean() + at
+                    for at, kind in enumerate(LENGTH_CLASSES)
+                },
                 "mismatch/mean_abs": 2e-3 * random.lognormal(0, 0.2),
                 "mismatch/max_abs": 4e-2 * random.lognormal(0, 0.5),
                 "mismatch/k3_kl": 6e-6 * random.lognormal(0, 0.4),

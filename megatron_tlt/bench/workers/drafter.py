@@ -30,7 +30,7 @@ from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
-from megatron_tlt.rollout.types import DraftStats
+from megatron_tlt.rollout.types import DraftStats, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.drafting import Drafting
@@ -143,10 +143,7 @@ class _Bench:
 
     def _learn_first(self, drafter: Drafting) -> None:
         """Give a drafter the first policy's responses; before any step of reinforcement learning."""
-        samples = [
-            TrainingSample(s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids))
-            for s in self._first_responses
-        ]
+        samples = _samples([scored.response for scored in self._first_responses])
         _, states = self._policy.log_probs_and_states(samples, taps=drafter.taps)
         drafter.add(0, self._first_responses, states)
 
@@ -182,8 +179,9 @@ class _Bench:
                     result = step.run(number - 1, _ignore, _ignore, _ignore)
                     row["reward"] = result.metrics["reward/mean"]
                     row["length"] = result.metrics["length/mean"]
-                row["ngram"] = self._measure(self._ngram)
-                row["kl_to_first"] = self._kl_to_first()
+                responses = self._ngram.generate(self._requests)
+                row["ngram"] = _acceptance_length(responses)
+                row["kl_to_first"] = self._kl_to_first(responses)
                 to_engine.sync(version=number, verify=False)
                 restore.sync(version=0, verify=False)
                 row["frozen"] = self._measure(engine)
@@ -196,20 +194,24 @@ class _Bench:
 
     def _measure(self, engine: VllmEngine) -> float:
         """Tokens per decode step on the held-out problems, in the engine itself."""
-        self._measured = engine.generate(self._requests)
-        return sum((response.draft for response in self._measured), DraftStats()).acceptance_length
+        return _acceptance_length(engine.generate(self._requests))
 
-    def _kl_to_first(self) -> float:
-        """KL divergence of the policy to the first one, in nats per token: mean of log p - log p_first over samples."""
-        samples = [
-            TrainingSample(response.prompt_token_ids + response.token_ids, len(response.prompt_token_ids))
-            for response in self._measured
-        ]
+    def _kl_to_first(self, responses: Sequence[Response]) -> float:
+        """KL divergence of the policy to the first one, in nats per token: mean of log p - log p_first over its own."""
+        samples = _samples(responses)
         now, first = (
             torch.cat([torch.as_tensor(scores.log_probs) for scores in policy.log_probs(samples)])
             for policy in (self._policy, self._first)
         )
         return float((now - first).mean())
+
+
+def _acceptance_length(responses: Sequence[Response]) -> float:
+    return sum((response.draft for response in responses), DraftStats()).acceptance_length
+
+
+def _samples(responses: Sequence[Response]) -> list[TrainingSample]:
+    return [TrainingSample(one.prompt_token_ids + one.token_ids, len(one.prompt_token_ids)) for one in responses]
 
 
 def _ignore(*_: object) -> None:
