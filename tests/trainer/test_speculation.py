@@ -14,9 +14,10 @@ from megatron_tlt.observe.metrics import read_metrics
 from megatron_tlt.observe.report_data import last_rollout
 from megatron_tlt.observe.timeline import read_trace
 from megatron_tlt.rewards.types import Reward
+from megatron_tlt.rollout.adaptive import default_strategies
 from megatron_tlt.rollout.token_drafters import token_drafters_of
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF
 from megatron_tlt.speculation.suffix_file import read_responses
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
@@ -263,8 +264,7 @@ def test_a_run_chooses_its_strategies_and_goes_on_choosing(runs: Runs) -> None:
     # which ones is for measured times to say
     assert len(tried) >= 2 and "speculation/share_off" in tried
     stretches = last_rollout(read_trace(runs.folder / "adaptive" / "timeline.json"))
-    names = {strategy.name for strategy in (OFF, Strategy("suffix", 3), *(Strategy("eagle", k) for k in (1, 3)))}
-    assert {stretch.strategy for stretch in stretches} <= names
+    assert {stretch.strategy for stretch in stretches} <= {one.name for one in default_strategies("eagle", 3)}
     newest = max((runs.folder / "adaptive" / "checkpoints").glob("step_*"))
     learnt = json.loads((newest / "speculation" / "rank_00000" / "state.json").read_text())
     assert sum(learnt["chooser"]["controller"]["steps"].values()) > 0
