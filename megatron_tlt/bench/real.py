@@ -6,11 +6,13 @@ import argparse
 import hashlib
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.rollout import ABLE, summarize
+from megatron_tlt.bench.spot import summarize as summarize_steps
 from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.bench.workers.quickstart import ALONE
 from megatron_tlt.config.loader import load_config
@@ -22,6 +24,17 @@ from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import read_jsonl
 
+STEPS = "RL steps"
+"""The case of whole steps of the launch config, on its own number of ranks."""
+IN_BUBBLE = "trained in the bubble"
+STEP_ARMS = {
+    "off": ("speculation.enabled=false", "drafter=null", "spot=null"),
+    "trained after the update": ("spot=null",),
+    IN_BUBBLE: (),
+}
+"""What each arm's run changes in the launch config."""
+_SETTLE = 2
+"""Steps of each arm that do not count: its tuner knows nothing in the first, and drafts for the first time in it."""
 TUNER = "beg_mab"
 OVERHEAD = 1.01
 """Time of steps of an engine that could draft over those of one that cannot."""
@@ -39,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved, behind one in which tuners know nothing")
     parser.add_argument("--pairs", type=int, default=10, help="interleaved repeats of off and the tuner")
     parser.add_argument("--requests", type=int, default=64, help="held-out problems that rollouts are made of")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help=f"RL steps of each arm, in turns, {_SETTLE} uncounted; 0: none"
+    )
     parser.add_argument("--threshold", type=int, default=32, help="running batch up to which the tuner may speculate")
     parser.add_argument(
         "--length-spread", type=float, default=0.25, help="of a problem's lengths over repeats, of their logarithm"
@@ -65,6 +81,7 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
         "traceback",
         "batches",
         "uniform",
+        "rounds",
         "run",
     }
     values = {key: getattr(arguments, key) for key in sorted(own)} | {"config": str(arguments.config)}
@@ -111,10 +128,26 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         "json": None,
     }
     plain = {key: value for key, value in given.items() if isinstance(value, (str, int, float, list, type(None)))}
+    began = time.monotonic()
     if not done.keys() >= set(_names(arguments.batches, arguments.uniform)):
         measure_in_worker("real policy", "real", plain, arguments.timeout)
-        done = _done(record, settings)
-    return judge(done, arguments.batches, arguments.uniform)
+    if arguments.rounds and STEPS not in done and time.monotonic() - began < 60 * arguments.minutes:
+        _measure_steps(arguments, folder, record, _head_folder(arguments, settings) / "drafter")
+    done = _done(record, settings)
+    return judge(done, arguments.batches, arguments.uniform, arguments.rounds)
+
+
+def _measure_steps(arguments: argparse.Namespace, folder: Path, record: Path, head: Path) -> None:
+    if not head.is_dir():
+        raise ConfigError(
+            f"--rounds {arguments.rounds}: no folder {head}; allowed: after a case of --batches"
+        )
+    ranks = load_config(arguments.config, arguments.set).launcher.nproc_per_node
+    given = {"config": str(arguments.config), "set": arguments.set, "model": str(folder.resolve()), "head": str(head)}
+    given |= {"rounds": arguments.rounds}
+    found = measure_in_worker("real policy, RL steps", "real_steps", given, arguments.timeout, ranks)
+    with record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"case": STEPS, **found}) + "\n")
 
 
 def _names(batches: Sequence[int], uniform: Sequence[int]) -> list[str]:
@@ -133,9 +166,12 @@ def _done(record: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def judge(
-    done: Mapping[str, Mapping[str, Any]], batches: Sequence[int], uniform: Sequence[int] = ()
+    done: Mapping[str, Mapping[str, Any]], batches: Sequence[int], uniform: Sequence[int] = (), rounds: int = 0
 ) -> BenchmarkResult:
-    """Rows and targets of the cases that are done; targets of what is missing are incomplete."""
+    """Rows and targets of the cases that are done; targets of what is missing are incomplete.
+
+    ``rounds``: RL steps of each arm that were asked for.
+    """
     result = BenchmarkResult(environment=describe_environment(), name="real")
     lowest, over_oracle, over_stock, overheads = [], [], [], []
     for name in _names(batches, uniform):
@@ -172,4 +208,28 @@ def judge(
         result.target("time able to draft over unable, median of batches", statistics.median(overheads), "<=", OVERHEAD)
         result.target("speed over the oracle, lowest", min(over_oracle), ">=", 0.95)
         result.target("speed over the best of vLLM's own, lowest", min(over_stock), ">=", 1.05)
+    if rounds and STEPS in done:
+        _judge_steps(result, done[STEPS])
+    elif rounds:
+        result.incomplete(STEPS)
     return result
+
+
+def _judge_steps(result: BenchmarkResult, found: Mapping[str, Any]) -> None:
+    """Responses end by themselves, so arms decode other numbers of tokens: ``tokens`` says how many."""
+    arms = summarize_steps(found, _SETTLE)
+    for arm, measured in arms.items():
+        rows = [row for row in found["steps"] if row["arm"] == arm and row["round"] >= _SETTLE]
+        result.rows.append(
+            {
+                "case": STEPS,
+                "arm": arm,
+                **measured,
+                "tokens": sum(row["time/rollout"] * row["rollout/tokens_per_s"] for row in rows) / len(rows),
+                "reward": statistics.fmean(row["reward/mean"] for row in rows),
+                "speed_over_off": ratio_of_medians(arms["off"]["seconds"], measured["seconds"]),
+                "rollout_speed_over_off": ratio_of_medians(arms["off"]["rollout"], measured["rollout"]),
+                "pinned": found["pinned"],
+            }
+        )
+    result.target("share of idle time that trains", arms[IN_BUBBLE]["idle_share_used"], ">=", 0.8)

@@ -120,7 +120,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def summarize(found: Mapping[str, Any], settle: int) -> dict[str, dict[str, Any]]:
     """A row per arm: medians over the rounds that count; shares of idle time, and latencies, of all that had a session.
 
-    ``seconds`` are the counted rounds' steps in order, ``rollout`` their rollouts.
+    ``found["pairs"]`` are further bubbles of the arm that trains in them. ``seconds`` are the counted rounds' steps in
+    order, ``rollout`` their rollouts.
     """
     arms: dict[str, dict[str, Any]] = {}
     for arm in dict.fromkeys(row["arm"] for row in found["steps"]):
@@ -138,7 +139,7 @@ def summarize(found: Mapping[str, Any], settle: int) -> dict[str, dict[str, Any]
             "acceptance_last": rounds[-1]["speculation/acceptance_length"],
             "drafter_steps": statistics.median(row.get("drafter/steps", 0.0) for row in counted),
         }
-        if arm == "SD + spot":
+        if "spot/sessions" in counted[0]:
             arms[arm] |= _of_bubbles([*counted, *found["pairs"]])
     return arms
 

@@ -65,6 +65,27 @@ def test_targets_follow_from_medians_and_what_is_missing_is_incomplete() -> None
     assert [row["ceiling"] for row in result.rows if row["arm"] == "beg_mab"] == [3.0]
 
 
+def steps(arm: str, seconds: float, **more: float) -> list[dict[str, Any]]:
+    row = {"arm": arm, "reward/mean": 0.5, "rollout/tokens_per_s": 100.0, "speculation/acceptance_length": 2.0, **more}
+    times = {"time/total": seconds, "time/rollout": seconds / 2}
+    return [{**row, **{key: value * (9 if i < 2 else 1) for key, value in times.items()}, "round": i} for i in range(4)]
+
+
+def test_rl_steps_are_compared_once_they_have_settled() -> None:
+    spot = {"idle_s": 2.0, "used_s": 1.8, "sessions": 1.0, "preempt_ms": 20.0, "failed": 0.0, "cut_off": 0.0}
+    trained = steps(real.IN_BUBBLE, 8.0, **{f"spot/{key}": value for key, value in spot.items()})
+    rows = steps("off", 12.0) + steps("trained after the update", 10.0) + trained
+    done = {real.STEPS: {"case": real.STEPS, "steps": rows, "pairs": [], "pinned": True}}
+    result = real.judge(done, [], rounds=4)
+    off, after, bubble = result.rows
+    assert (off["step_s"], off["tokens"], off["reward"]) == (12.0, 600.0, 0.5)
+    assert after["speed_over_off"]["ratio"] == pytest.approx(1.2) and "bubbles" not in after
+    assert bubble["speed_over_off"]["ratio"] == pytest.approx(1.5)
+    assert result.targets["share of idle time that trains"] == {"value": 0.9, "target": 0.8, "op": ">=", "met": True}
+    assert real.judge({}, [], rounds=4).targets[real.STEPS]["op"] == "incomplete"
+    assert real.judge({}, []).targets == {}
+
+
 def test_measurements_under_other_settings_are_refused(tmp_path: Path) -> None:
     record = tmp_path / "F.runs.jsonl"
     assert real._done(record, {"seed": 1}) == {}

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megatron_tlt.bench.chain_model import chain_responses, write_chain_model
 from megatron_tlt.bench.recorded_lengths import RecordedLengths
 from megatron_tlt.bench.rollout_cases import of_length
 from megatron_tlt.bench.workers.quickstart import warm_head
+from megatron_tlt.bench.workers.rl_steps import pin_to_core, ranks_are_pinned, serving, steps_in_turns, tell
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -34,25 +34,11 @@ from megatron_tlt.rollout.types import Request
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each, training_sampling
 from megatron_tlt.trainer.loop import Run
-from megatron_tlt.trainer.step import StepResult
 
 _PROMPT = 48
 BUBBLES = ("with", "without", "alone")
 """What waiting ranks do: train the drafter; nothing; or the same training steps on a drafter of their own, of which no
 coordinator, no checkpoint and no other rank knows. What that costs a rollout is what ranks' cores share."""
-
-
-def pin_to_core(count: int) -> None:
-    """Gives each of a machine's ``count`` ranks a core of its own, as each has its own GPU in production.
-
-    Where there are fewer cores, nothing is done.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    if count > len(allowed):
-        return
-    core = allowed[int(os.environ["LOCAL_RANK"])]
-    for thread in os.listdir("/proc/self/task"):  # libraries have started some
-        os.sched_setaffinity(int(thread), {core})
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,7 @@ def first_head(target: Target, given: Mapping[str, Any], work: Path) -> Path:
         warm_head(
             target.folder, target.pairs(), drafter, WarmupPlan(given["warm_steps"], given["warm_entries"]), folder
         )
-        _tell("a first head")
+        tell("a first head")
     barrier()
     return folder / "drafter"
 
@@ -167,10 +153,6 @@ def own_trainer(config: TltConfig, target: Target) -> DrafterTrainer:
     return DrafterTrainer(drafter, config.drafter, config.run.seed)
 
 
-def _ignore(*_: object) -> None:
-    """Nobody is shown the progress."""
-
-
 class Bench:
     """All arms of one target on this rank."""
 
@@ -187,27 +169,14 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Steps of all arms in turns, then rollouts of the last one with and without training in the bubble."""
-        with ExitStack() as stack:
-            for run in self._runs.values():
-                stack.enter_context(run.serving())
-                run.step.reshard(0, StepResult(), _ignore)
+        with serving(self._runs):
             rows = list(itertools.chain.from_iterable(map(self._round, range(self._given["rounds"]))))
             pairs = [self._pair(number) for number in range(self._given["pairs"])] if "SD + spot" in self._runs else []
         return {"steps": rows, "pairs": pairs, "weights": self.weights}
 
     def _round(self, number: int) -> list[dict[str, Any]]:
         self._lengths.begin(number)
-        arms = list(self._runs)
-        turn = number % len(arms)
-        rows = []
-        for arm in arms[turn:] + arms[:turn]:
-            barrier()
-            metrics = self._runs[arm].step.run(number, _ignore, _ignore, _ignore).metrics
-            everyone = all_gather_data(metrics, dict[str, float])
-            times = {name: max(row[name] for row in everyone) for name in metrics if name.startswith("time/")}
-            rows.append({"arm": arm, "round": number, **metrics, **times})
-            _tell(f"step {number + 1}, {arm}: {times['time/total']:.2f} s")
-        return rows
+        return steps_in_turns(self._runs, number)
 
     def _pair(self, number: int) -> dict[str, Any]:
         """The same rollout in each of ``BUBBLES``, on the same weights; which comes first changes."""
@@ -218,7 +187,7 @@ class Bench:
         for bubble in BUBBLES[turn:] + BUBBLES[:turn]:
             found |= self._rollout(rollout, requests, bubble)
         seconds = ", ".join(f"{found[bubble]:.2f} s {bubble}" for bubble in BUBBLES)
-        _tell(f"rollout {number + 1}: {seconds}")
+        tell(f"rollout {number + 1}: {seconds}")
         return found
 
     def _requests(self, rollout: int) -> list[Request]:
@@ -268,11 +237,6 @@ class Bench:
             train_session(self._own, buffer, rollout, self._given["entries"] * world_size(), 1)
 
 
-def _tell(line: str) -> None:
-    if rank() == 0:
-        print(line, flush=True)
-
-
 def main(given_json: str, work: str, out: str) -> None:
     die_with_parent(signal.SIGKILL)
     given = json.loads(given_json)
@@ -280,8 +244,7 @@ def main(given_json: str, work: str, out: str) -> None:
     prepare()
     initialize_distributed(600)
     found = Bench(given, Path(work)).run()
-    cores = all_gather_data(sorted(os.sched_getaffinity(0)), list[int])  # of now: an engine may have moved its rank
-    pinned = len({tuple(own) for own in cores if len(own) == 1}) == world_size()
+    pinned = ranks_are_pinned()
     if rank() == 0:
         atomic_write_text(Path(out), json.dumps({**found, "pinned": pinned}))
     barrier()

@@ -1,0 +1,67 @@
+"""RL steps of several runs that are held in the same processes, step by step in turns; every rank has a core."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import barrier, rank, world_size
+from megatron_tlt.trainer.loop import Run
+from megatron_tlt.trainer.step import StepResult
+
+
+def pin_to_core(count: int) -> None:
+    """Gives each of a machine's ``count`` ranks a core of its own, as each has its own GPU in production.
+
+    Where there are fewer cores, nothing is done.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if count > len(allowed):
+        return
+    core = allowed[int(os.environ["LOCAL_RANK"])]
+    for thread in os.listdir("/proc/self/task"):  # libraries have started some
+        os.sched_setaffinity(int(thread), {core})
+
+
+def ranks_are_pinned() -> bool:
+    """Whether each rank has a core that no other has; collective. Of now: an engine may have moved its rank."""
+    cores = all_gather_data(sorted(os.sched_getaffinity(0)), list[int])
+    return len({tuple(own) for own in cores if len(own) == 1}) == world_size()
+
+
+@contextmanager
+def serving(runs: Mapping[str, Run]) -> Iterator[None]:
+    """All runs' engines have their policy's weights, and their services run."""
+    with ExitStack() as stack:
+        for run in runs.values():
+            stack.enter_context(run.serving())
+            run.step.reshard(0, StepResult(), ignore)
+        yield
+
+
+def steps_in_turns(runs: Mapping[str, Run], number: int) -> list[dict[str, Any]]:
+    """One RL step of each run; which one comes first changes with ``number``. Times are the slowest rank's."""
+    arms = list(runs)
+    turn = number % len(arms)
+    rows = []
+    for arm in arms[turn:] + arms[:turn]:
+        barrier()
+        metrics = runs[arm].step.run(number, ignore, ignore, ignore).metrics
+        everyone = all_gather_data(metrics, dict[str, float])
+        times = {name: max(row[name] for row in everyone) for name in metrics if name.startswith("time/")}
+        rows.append({"arm": arm, "round": number, **metrics, **times})
+        tell(f"step {number + 1}, {arm}: {times['time/total']:.2f} s")
+    return rows
+
+
+def tell(line: str) -> None:
+    """Prints a line once, not once per rank."""
+    if rank() == 0:
+        print(line, flush=True)
+
+
+def ignore(*_: object) -> None:
+    """Nobody is shown the progress."""
