@@ -139,9 +139,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
 
 def _measure_steps(arguments: argparse.Namespace, folder: Path, record: Path, head: Path) -> None:
     if not head.is_dir():
-        raise ConfigError(
-            f"--rounds {arguments.rounds}: no folder {head}; allowed: after a case of --batches"
-        )
+        raise ConfigError(f"--rounds {arguments.rounds}: no folder {head}; allowed: after a case of --batches")
     ranks = load_config(arguments.config, arguments.set).launcher.nproc_per_node
     given = {"config": str(arguments.config), "set": arguments.set, "model": str(folder.resolve()), "head": str(head)}
     given |= {"rounds": arguments.rounds}
