@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.bench.workers.quickstart import ALONE, prepare_quickstart
+from megatron_tlt.bench.workers.quickstart import prepare_quickstart
 from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.drafter import DrafterTrainer, Entry, Pair, TargetStates, drafter_from_target, taps_of
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """
     if arguments.problems < HELD_OUT * 2:
         raise ConfigError(f"--problems is {arguments.problems}; allowed: at least {HELD_OUT * 2}")
-    config = load_config(arguments.config, ALONE)
+    config = load_config(arguments.config, [])
     folder = arguments.model or model_folder(config)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: no model there; `tlt train {arguments.config}` builds it, or give --model")

@@ -8,25 +8,22 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once.
-
-    ``uniform``: all responses are to have about the same length, so that no tail is left.
-    """
+    """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once."""
 
     batch: int
     rollouts: tuple[tuple[Request, ...], ...]
-    uniform: bool = False
 
     @property
     def name(self) -> str:
         """As in the rows."""
-        return f"batch {self.batch}{', uniform' if self.uniform else ''}" if self.batch else "whole rollout"
+        return f"batch {self.batch}" if self.batch else "whole rollout"
 
 
 def of_length(request: Request, num_tokens: int) -> Request:
@@ -91,16 +88,34 @@ def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -
     return cases
 
 
-def make_uniform(cases: Iterable[Case]) -> list[Case]:
-    """The same requests, each with a response of the length that those of its rollout have on average."""
-    found = []
-    for case in cases:
-        rollouts = []
-        for requests in case.rollouts:
-            mean = round(sum(request.sampling.max_tokens for request in requests) / len(requests))
-            rollouts.append(tuple(of_length(request, mean) for request in requests))
-        found.append(Case(case.batch, tuple(rollouts), uniform=True))
-    return found
+def make_groups(pool: Sequence[Request], batch: int, group: int, count: int) -> list[list[Request]]:
+    """``count`` rollouts of ``batch`` requests over problems of their own, as steps of a run are.
+
+    Each problem has several samples: ``group`` of them in a large batch, fewer in a small one, whose problems would be
+    too few to differ in length. Problems are taken in equal steps through the pool, from one of the longest on.
+
+    Raises:
+        ConfigError: the pool has too few problems.
+    """
+    samples = max(1, min(group, batch // 4))
+    problems = batch // samples
+    stride = len(pool) // problems
+    if count > stride:
+        raise ConfigError(f"--requests is {len(pool)}; allowed for {count} rollouts of {batch}: {count * problems} on")
+    ordered = sorted(pool, key=lambda request: -request.sampling.max_tokens)
+    return [
+        [
+            replace(
+                request,
+                request_id=f"{request.request_id}-{sample}",
+                seed=_hashed(f"{request.seed}/{sample}", 7),
+                problem_key=request.request_id,
+            )
+            for request in ordered[start::stride][:problems]
+            for sample in range(samples)
+        ]
+        for start in range(count)
+    ]
 
 
 class ReplayDrafter:

@@ -187,10 +187,24 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float]) -> dict[str, float]
     Raises:
         ValueError: the two are empty, differ in length, or hold a number that is not positive and finite.
     """
+    pairs = _ratios(a, b)
+    ratio = statistics.median(a) / statistics.median(b)
+    return {"ratio": ratio, "low": min([ratio, *pairs]), "high": max([ratio, *pairs])}
+
+
+def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
+    """The median of a[i] / b[i], with the smallest and largest: for pairs whose work differs from one to the next.
+
+    Raises:
+        ValueError: as ``ratio_of_medians``.
+    """
+    pairs = _ratios(a, b)
+    return {"ratio": statistics.median(pairs), "low": min(pairs), "high": max(pairs)}
+
+
+def _ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
     if len(a) != len(b) or not a:
         raise ValueError(f"{len(a)} and {len(b)} measurements: must be as many of each, at least 1")
     if not all(math.isfinite(x) and x > 0 for x in (*a, *b)):
         raise ValueError("a measurement is not positive and finite")
-    ratio = statistics.median(a) / statistics.median(b)
-    pairs = [x / y for x, y in zip(a, b, strict=True)]
-    return {"ratio": ratio, "low": min([ratio, *pairs]), "high": max([ratio, *pairs])}
+    return [x / y for x, y in zip(a, b, strict=True)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.bench.rollout import summarize
-from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, make_cases, make_uniform, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
 from megatron_tlt.cli import main
 from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
@@ -117,17 +117,6 @@ def test_the_oracle_takes_what_was_the_fastest_at_the_nearest_batch_as_it_is_kno
     table.add(StepRecord(0.0, 9.0, 1, 1, 0, 0, OFF, drafts))  # shared by two strategies: not counted
     assert table.rate(OFF, 1) == pytest.approx(1000.0)
     assert [chooser.next(1, ())[0] for _ in range(4)][-1] == OFF
-
-
-def test_a_uniform_case_has_the_tokens_of_the_long_tailed_one_in_responses_of_one_length() -> None:
-    pool = [Request(str(i), (1, 2), SamplingSpec(max_tokens=length), i) for i, length in enumerate((90, 5, 10, 7))]
-    tailed = make_cases(pool, [2, 4], 1)[1:]
-    for before, case in zip(tailed, make_uniform(tailed), strict=True):
-        lengths = [[r.sampling.max_tokens for r in requests] for requests in case.rollouts]
-        assert lengths == [
-            [round(sum(r.sampling.max_tokens for r in rs) / len(rs))] * len(rs) for rs in before.rollouts
-        ]
-        assert case.name == f"{before.name}, uniform"
 
 
 @pytest.mark.slow

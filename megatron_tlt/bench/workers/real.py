@@ -7,16 +7,19 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_tlt.bench.real import case_name
 from megatron_tlt.bench.rollout import ABLE
-from megatron_tlt.bench.rollout_cases import Case, make_cases, make_uniform
+from megatron_tlt.bench.rollout_cases import make_groups, of_length
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.quickstart import Quickstart, prepare_quickstart, warm_head
-from megatron_tlt.bench.workers.rollout import Target, epochs_of, timed
+from megatron_tlt.bench.workers.rollout import Target, timed
+from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter import WarmupPlan, read_pairs, write_pairs
@@ -56,12 +59,14 @@ def statics_of(speculation: SpeculationConfig) -> list[Strategy]:
     return [strategy for strategy in strategies_of(speculation) if strategy != OFF]
 
 
-def ceiling(table: RateTable, case: Case, strategies: Sequence[Strategy]) -> float:
-    """Speed over off of a rollout that is always under the strategy of most tokens per second at its batch."""
+def ceiling(table: RateTable, rollouts: Sequence[Sequence[int]], strategies: Sequence[Strategy]) -> float:
+    """Speed over off of rollouts that are always under the strategy of most tokens per second at their batch.
+
+    ``rollouts`` are the lengths of each one's responses.
+    """
     off_s = best_s = 0.0
-    for requests in case.rollouts:
-        lengths = sorted(request.sampling.max_tokens for request in requests)
-        before = 0
+    for rollout in rollouts:
+        lengths, before = sorted(rollout), 0
         for ended, length in enumerate(lengths):
             batch = len(lengths) - ended
             tokens, before = batch * (length - before), length
@@ -71,23 +76,39 @@ def ceiling(table: RateTable, case: Case, strategies: Sequence[Strategy]) -> flo
     return off_s / best_s
 
 
-def measure(target: Target, case: Case, given: Mapping[str, Any], pool: Sequence[Request]) -> list[dict[str, Any]]:
-    """A row per arm and repeat; the first round, in which tuners know nothing of the case, has repeat 0."""
-    rows = []
-    epochs = epochs_of(given, pool)
-    names = list(target.arms)
+def natural(request: Request, longest: int) -> Request:
+    """The request with a response that ends by itself."""
+    return replace(request, sampling=replace(request.sampling, max_tokens=longest, min_tokens=0))
+
+
+def measure(
+    target: Target, name: str, rollouts: Sequence[Sequence[Request]], uniform: bool, given: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """A row per arm and repeat, and the lengths of each repeat's responses; tuners know nothing in repeat 0.
+
+    Lengths are those of an untimed rollout without drafts, which ends by itself, or their mean where all are to be
+    ``uniform``. Every arm decodes as many tokens of each request, with the same seeds.
+    """
+    rows, decoded = [], []
+    arms = list(target.arms)
     for repeat in range(max(given["repeats"], given["pairs"]) + 1):
-        arms = names if repeat <= given["repeats"] else [name for name in names if name in PAIR]
-        target.begin_case(case.name)
-        turn = repeat % len(arms)
-        for name in arms[turn:] + arms[:turn]:
-            rows.append(timed(target, case, name, epochs, repeat))
-        if repeat == 0:
-            for requests in case.rollouts:
-                target.learn_off(requests)
+        requests = rollouts[repeat]
+        responses = target.learn_off([natural(request, given["longest"]) for request in requests])
+        lengths = [len(response.token_ids) for response in responses]
+        if uniform:
+            lengths = [round(sum(lengths) / len(lengths))] * len(lengths)
+        decoded.append(lengths)
+        timed_arms = arms if repeat <= given["repeats"] else [arm for arm in arms if arm in PAIR]
+        turn = repeat % len(timed_arms)
+        for arm in timed_arms[turn:] + timed_arms[:turn]:
+            asked = [
+                replace(of_length(request, length), problem_key=f"{arm}/{request.problem_key}")
+                for request, length in zip(requests, lengths, strict=True)
+            ]
+            rows.append(timed(target, name, arm, [asked], repeat))
         target.end_epoch()
-        print(f"{case.name}, repeat {repeat}", flush=True)
-    return rows
+        print(f"{name}, repeat {repeat}: {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
+    return rows, decoded
 
 
 def main(given_json: str, _: str, out: str) -> None:
@@ -107,31 +128,38 @@ def main(given_json: str, _: str, out: str) -> None:
     statics = statics_of(speculation)
     names = [strategy.name for strategy in (OFF, *statics)]
     adaptive = AdaptiveConfig(strategies=names, threshold=given["threshold"])
+    config = load_config(given["config"], given["set"])
+    states_bytes = 0 if config.spot is None else config.spot.states_bytes
+    given |= {"longest": config.rollout.max_response_tokens}
     target = Target(
         folder,
         prepared.config.rollout,
         speculation.model_copy(update={"adaptive": adaptive}),
         {},
         statics,
-        {**given, "lengths": None, "tuners": ("beg_mab",)},
+        {**given, "lengths": None, "tuners": ("beg_mab",), "states_bytes": states_bytes},
     )
     record = Path(given["record"])
-    uniform = make_uniform(make_cases(prepared.pool, given["uniform"], given["rollouts"])[1:])
-    for case in make_cases(prepared.pool, given["batches"], given["rollouts"])[1:] + uniform:
-        if case.name in given["done"] or time.monotonic() - began > 60 * given["minutes"]:
+    group, count = config.algorithm.group_size, 1 + max(given["repeats"], given["pairs"])
+    cases = [(batch, False) for batch in given["batches"]] + [(batch, True) for batch in given["uniform"]]
+    for batch, uniform in cases:
+        name = case_name(batch, uniform)
+        if name in given["done"] or time.monotonic() - began > 60 * given["minutes"]:
             continue
-        rows = measure(target, case, given, prepared.pool)
+        target.begin_case(name)
+        rollouts = make_groups(prepared.pool, batch, group, count)
+        rows, lengths = measure(target, name, rollouts, uniform, given)
         row = {
-            "case": case.name,
+            "case": name,
             "head": drafter,
-            "ceiling": ceiling(target.table, case, [OFF, *statics]),
+            "ceiling": ceiling(target.table, lengths, [OFF, *statics]),
+            "lengths": lengths,
             "rows": rows,
         }
         with record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     report = json.loads((head.parent / "report.json").read_text(encoding="utf-8"))
-    lengths = [request.sampling.max_tokens for request in prepared.pool]
-    atomic_write_text(Path(out), json.dumps({"head": report, "lengths": lengths}))
+    atomic_write_text(Path(out), json.dumps({"head": report}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.bench.real import IN_BUBBLE, STEP_ARMS
+from megatron_tlt.bench.real import AFTER_UPDATE, IN_BUBBLE, STEP_ARMS
 from megatron_tlt.bench.workers.rl_steps import pin_to_core, ranks_are_pinned, serving, steps_in_turns
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -26,6 +26,8 @@ def config_of(arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
     own = list(STEP_ARMS[arm])
     if arm != "off":
         own.append(f"drafter.path={given['head']}")
+    if arm == AFTER_UPDATE:
+        own.append(f"drafter.session_steps={given['session_steps']}")
     if arm == IN_BUBBLE:
         own.append("spot.session_timeout_s=60")
     shared = ("model.recipe=null", f"model.path={given['model']}", f"run.dir={work / arm.replace(' ', '-')}")

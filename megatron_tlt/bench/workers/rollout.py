@@ -28,6 +28,8 @@ from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.engine_speculation import EngineSpeculation
+from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import OFF, Strategy
@@ -37,7 +39,10 @@ Rollout = Callable[[Sequence[Request]], list[Response]]
 
 
 class Target:
-    """One target: its engines, its requests, and a way to roll out per arm."""
+    """One target: its engines, its requests, and a way to roll out per arm.
+
+    ``given["states_bytes"]``: the engine that can draft keeps hidden states for the bubble, as it does in a run.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,8 @@ class Target:
         seed = given["seed"]
         self._plain = VllmEngine(folder, rollout, SpeculationConfig(enabled=False), seed)
         self._engine = VllmEngine(folder, rollout, speculation, seed, drafters)
+        self._recorded = RecordedStates(given["states_bytes"]) if given.get("states_bytes") else None
+        self._engine.record_into(self._recorded)
         self.table = RateTable()
         self._finished: list[FinishedResponse] = []
         self.arms: dict[str, Rollout] = {"off": self._plain.generate, ABLE: self._able}
@@ -63,9 +70,10 @@ class Target:
         for tuner in given.get("tuners", ("beg_mab", "solver")):
             adaptive = AdaptiveConfig(tuner=tuner, strategies=names, threshold=given["threshold"], lengths=lengths)
             section = speculation.model_copy(update={"adaptive": adaptive})
-            self.arms[tuner] = self._adaptive(AdaptiveSpeculation(section, rollout.max_response_tokens, seed))
+            chooser = AdaptiveSpeculation(section, rollout.max_response_tokens, seed, rollout.vllm.get("max_num_seqs"))
+            self.arms[tuner] = self._adaptive(EngineSpeculation(section, chooser))
         oracle = OracleChooser(strategies, self.table)
-        self.arms["oracle"] = lambda requests: self._finish(requests, self._engine.generate(requests, chooser=oracle))
+        self.arms["oracle"] = lambda requests: self._generate(requests, chooser=oracle)
         tokens = speculation.num_speculative_tokens
         self.arms[f"vLLM's ngram-{tokens}"] = StockEngine(folder, rollout, "ngram", tokens, seed).generate
         self._suffix: StockEngine | None = None
@@ -75,27 +83,35 @@ class Target:
 
     def _able(self, requests: Sequence[Request]) -> list[Response]:
         self._engine.set_strategy(OFF)
-        return self._finish(requests, self._engine.generate(requests))
+        return self._generate(requests)
 
     def _static(self, strategy: Strategy) -> Rollout:
         def rollout(requests: Sequence[Request]) -> list[Response]:
             self._engine.set_strategy(strategy)
-            return self._finish(requests, self._engine.generate(requests, on_step=self.table.add))
+            return self._generate(requests, on_step=self.table.add)
 
         return rollout
 
-    def _adaptive(self, adaptive: AdaptiveSpeculation) -> Rollout:
+    def _adaptive(self, engine: EngineSpeculation) -> Rollout:
+        """As a run's training rollouts, with the steps without drafts that its gain is estimated from."""
+
         def rollout(requests: Sequence[Request]) -> list[Response]:
-            adaptive.begin_rollout(requests)
+            engine.begin_step()
+            engine.begin_rollout(requests)
             try:
-                responses = self._engine.generate(requests, on_finished=adaptive.finished, chooser=adaptive)
-                return self._finish(requests, responses)
+                return self._generate(requests, on_finished=engine.finished, chooser=engine)
             finally:
-                adaptive.end_rollout(requests)
+                engine.end_rollout(requests)
+                engine.keep_rollout()
 
         return rollout
 
-    def _finish(self, requests: Sequence[Request], responses: list[Response]) -> list[Response]:
+    def _generate(self, requests: Sequence[Request], **how: Any) -> list[Response]:
+        if self._recorded is not None:
+            self._recorded.begin()
+        responses = self._engine.generate(requests, **how)
+        if self._recorded is not None:
+            self._recorded.end()
         self._finished += [
             FinishedResponse(request.problem_key, response.prompt_token_ids, response.token_ids)
             for request, response in zip(requests, responses, strict=True)
@@ -170,15 +186,14 @@ def epochs_of(given: Mapping[str, Any], pool: Sequence[Request]) -> Epochs:
     return Epochs(given["length_spread"], max(request.sampling.max_tokens for request in pool))
 
 
-def timed(target: Target, case: Case, name: str, epochs: Epochs, repeat: int) -> dict[str, Any]:
-    """The row of an arm's rollouts of a case in one repeat."""
-    asked = [epochs.asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
+def timed(target: Target, case: str, name: str, rollouts: Sequence[Sequence[Request]], repeat: int) -> dict[str, Any]:
+    """The row of an arm's rollouts of a case, one after another, in one repeat."""
     began = time.perf_counter()
-    responses = [response for requests in asked for response in target.arms[name](requests)]
+    responses = [response for requests in rollouts for response in target.arms[name](requests)]
     seconds = time.perf_counter() - began
     stats = sum((response.draft for response in responses), DraftStats())
     return {
-        "case": case.name,
+        "case": case,
         "arm": name,
         "repeat": repeat,
         "seconds": seconds,
@@ -198,7 +213,8 @@ def measure(
             target.begin_case(case.name)
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
-                rows.append(timed(target, case, name, epochs, repeat))
+                asked = [epochs.asked(requests, f"{name}/{case.name}", repeat) for requests in case.rollouts]
+                rows.append(timed(target, case.name, name, asked, repeat))
             for requests in case.rollouts:
                 if repeat == 0:
                     target.learn_off(requests)
