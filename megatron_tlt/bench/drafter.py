@@ -17,7 +17,9 @@ from megatron_tlt.observe.environment import describe_environment
 KINDS = ("eagle", "eagle3")
 LOSSES = ("eagle", "kl", "tv")
 MORE = "more"
-"""The arm that gets as many further steps as the adapted ones, on the first policy's responses alone."""
+"""The arm that gets as many further steps on as many new responses as the adapted ones, all of the first policy."""
+ADAPTED = 1.2
+"""Acceptance length of an adapted drafter over the frozen one's at the end that is wanted."""
 WEIGHTED = ", reward-weighted"
 _GIVEN = (
     *("steps", "session_steps", "warm_steps", "warm_problems", "drafts", "lr", "entries", "unroll", "problems"),
@@ -35,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="an adapted drafter for each")
     parser.add_argument("--weighted", action="store_true", help="and for each with responses weighted by reward")
     parser.add_argument(
-        "--more", action="store_true", help="a drafter that gets as many steps on the first policy's responses"
+        "--more",
+        action="store_true",
+        help="a drafter that gets as many steps on new responses of the first policy",
     )
     parser.add_argument(
         "--head", type=Path, help="folder of a trained drafter that all start with, instead of a warm-up"
@@ -86,7 +90,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         for arm in arms:
             ends = [rows[-1][arm] / rows[-1]["frozen"] for rows in runs]
             lowest = min(row[arm] / row["frozen"] for rows in runs for row in rows)
-            result.target(f"{kind}, {arm}: adapted over frozen at the end", statistics.median(ends), ">=", 1.3)
+            result.target(f"{kind}, {arm}: adapted over frozen at the end", statistics.median(ends), ">=", ADAPTED)
             result.target(f"{kind}, {arm}: adapted over frozen, lowest on the way", lowest, ">=", 0.97)
             if arguments.more:
                 ends = [rows[-1][arm] / rows[-1][MORE] for rows in runs]

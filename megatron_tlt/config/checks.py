@@ -241,6 +241,11 @@ def _spot(config: TltConfig) -> Iterator[str]:
             "run.deterministic: found true; how long spot trains the drafter goes by measured times, and with another "
             "drafter other responses are sampled; allowed: false, or no spot section"
         )
+    if config.drafter is not None and config.drafter.loss.reward_weighting and spot.states_bytes:
+        yield (
+            f"drafter.loss.reward_weighting: found true with spot.states_bytes = {spot.states_bytes}; responses that "
+            "the drafter learns from while others decode have no reward yet; allowed: false, or spot.states_bytes = 0"
+        )
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
     if config.drafter is not None and spot.min_entries is not None and engines > 1:
         # the last engine never waits; which one that is does not depend on how many responses it holds

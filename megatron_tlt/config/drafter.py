@@ -55,11 +55,14 @@ class DrafterBufferConfig(Section):
 
 
 class DrafterConfig(Section):
-    """The learned drafter and its training: ``session_steps`` steps in every RL step, each on ``entries_per_step``
-    responses per rank.
+    """The learned drafter and its training: steps on ``entries_per_step`` responses per rank.
 
-    EAGLE-3 learns more per second than EAGLE, the more so with a ``draft_vocab_size``, and its default ``lr`` is the
-    one that is best on a real model (`tlt bench drafter-grid`): 3e-4; EAGLE's, 1e-4, as larger ones diverge there.
+    Every RL step has ``session_steps`` of them after its update. With a ``spot`` section these have no effect: idle
+    ranks train as long as the rollout lasts, and ``spot.least_steps`` sets the minimum.
+
+    On a real model EAGLE-3 learns more per second than EAGLE, the more so with a ``draft_vocab_size`` (`tlt bench
+    drafter-grid`). Its default ``lr`` of 3e-4 is the safe one there: with three drafts in a row 1e-3 learns faster.
+    EAGLE's is 1e-4, as larger ones diverge.
 
     ``path`` starts it from a folder, else from the target's last layer. ``unroll_steps`` drafts are trained behind one
     another (3 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.

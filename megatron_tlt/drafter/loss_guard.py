@@ -16,7 +16,7 @@ ALARMS: dict[Alarm, str] = {
 
 
 class LossGuard:
-    """Watches the loss of the first draft, in nats per token.
+    """Watches the loss of the worst draft of those trained in a row, in nats per token.
 
     Args:
         vocab_size: tokens that can be drafted; a loss above its logarithm is above the limit. None sets no limit.

@@ -74,7 +74,7 @@ class DrafterCheck(StepsCheck):
         if any(value for name, value in shares.items() if _MODEL in name):
             return {}
         return {
-            "never_chosen": "the tuner never chose the drafter model. Raise drafter.session_steps or drafter.lr, start "
+            "never_chosen": f"the tuner never chose the drafter model. Raise {_steps_key(row)} or drafter.lr, start "
             "from a trained one (drafter.path), or take its strategies out of speculation.adaptive.strategies"
         }
 
@@ -105,7 +105,12 @@ def _why_untrained(row: Row) -> str:
             return text
     if row.get("drafter/entries") == 0:
         return _WHY_UNTRAINED["no_data"]
-    return "its sessions end without a step, and the log says how; see drafter.session_steps and drafter.buffer"
+    return f"its sessions end without a step, and the log says how; see {_steps_key(row)} and drafter.buffer"
+
+
+def _steps_key(row: Row) -> str:
+    """The key for more training: with a spot section, ``drafter.session_steps`` has no effect."""
+    return "spot.least_steps" if "spot/sessions" in row else "drafter.session_steps"
 
 
 def _remedy(drafter: str, row: Row) -> str:
@@ -113,7 +118,7 @@ def _remedy(drafter: str, row: Row) -> str:
         return "Take another speculation.drafter, or speculation.adaptive, which turns it off where it does not pay"
     if row.get("drafter/version") is None:
         return "Train it in the run (a drafter section), or take another speculation.drafter"
-    return "Raise drafter.session_steps or drafter.lr, or start from a trained one (drafter.path)"
+    return f"Raise {_steps_key(row)} or drafter.lr, or start from a trained one (drafter.path)"
 
 
 def drafter_warnings(rows: Iterable[Row]) -> list[str]:

@@ -25,6 +25,19 @@ STEP_LINE = {
 }
 
 
+def session_line(metrics: Mapping[str, float]) -> str | None:
+    """What a drafter's session came to, by draft in a row; None where nothing was trained."""
+    depths = [depth for depth in range(1, 100) if f"drafter/loss_depth_{depth}" in metrics]
+    if not depths or not metrics.get("drafter/steps"):
+        return None
+    losses = " ".join(f"{metrics[f'drafter/loss_depth_{depth}']:.2f}" for depth in depths)
+    accepted = " ".join(f"{metrics[f'drafter/acceptance_depth_{depth}']:.2f}" for depth in depths)
+    return (
+        f"  drafter: {metrics['drafter/steps']:.0f} steps to version {metrics['drafter/version']:.0f}  loss {losses}  "
+        f"accepted {accepted}  length {metrics['drafter/acceptance_length']:.2f}"
+    )
+
+
 class Progress:
     """Bars for the run and its present phase; silent on every rank but 0.
 

@@ -135,6 +135,7 @@ class RecordedStates:
             states = _joined(one.pieces, last)
             if states is None and (beginning := _beginning(one, computed)) is not None:
                 states = _joined([(0, beginning), *one.pieces], last)
+            one.pieces.clear()  # what is joined is a copy: both of all responses would be twice the bound
             if states is None or last <= len(one.prompt):
                 self.dropped += states is None
                 continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -102,6 +104,8 @@ class Drafting:
         self._target = target
         self._folder = folder
         self._first = folder / "drafter" / "first"
+        # what the drafter of now is compared with; one that is made from the target is a guess until it is trained
+        self._frozen = self._first if self._config.path is not None else folder / "drafter" / "first_trained"
         self._step = 0
         self._resumed = False
         self._read_only = read_only
@@ -127,6 +131,7 @@ class Drafting:
         self._warnings = SessionWarnings(*session_start(config))
         # responses of the last step, which the drafter is compared on before it learns from them
         self._held: list[Entry] = []
+        self._to_drafter_s = 0.0
 
     @property
     def first_folder(self) -> Path:
@@ -175,8 +180,10 @@ class Drafting:
         return self._bubble
 
     def _take_device(self, engine: VllmEngine) -> None:
+        began = time.perf_counter()
         engine.sleep(level=2)
         self._memory.reload()
+        self._to_drafter_s = time.perf_counter() - began
 
     def _leave_device(self) -> None:
         """Engines that generate have the device to themselves, where there is a host to go to."""
@@ -240,13 +247,26 @@ class Drafting:
             self._trainer.load_state(self._good)
         elif self._trainer.version != self._good.version:
             self._good = _copied(self._trainer.state)
+        if not failed and self._trainer.version:
+            self._freeze()
         failed = failed or metrics.get("spot/failed", 0.0) > 0
         return self._metrics(result) | {"drafter/failed": float(failed)} | metrics | compared
 
+    def _freeze(self) -> None:
+        """Keeps the first version that was trained."""
+        if rank() == 0 and not self._read_only and not (self._frozen / WEIGHTS).is_file():
+            save_drafter(self._trainer.model, self._frozen)
+
     def _compare_with_frozen(self) -> dict[str, float]:
-        """The drafter as it was at the run's start against the one of now, on what neither was trained on."""
+        """The drafter as it started against the one of now, on what neither was trained on.
+
+        Nothing where no step before this one has trained it.
+        """
+        if not all(all_gather_data((self._frozen / WEIGHTS).is_file(), bool)):
+            self._held = []
+            return {}
         newest = self._trainer.model
-        frozen = load_drafter(self._first, read_hf_config(self._target), self._config.kind, newest.shared)
+        frozen = load_drafter(self._frozen, read_hf_config(self._target), self._config.kind, newest.shared)
         frozen = frozen.to(current_device().torch_device)
         depth, most = self._run.speculation.num_speculative_tokens, self._config.max_tokens_per_micro_batch
         entries, self._held = self._held, []
@@ -275,6 +295,8 @@ class Drafting:
         diagnosis = SessionDiagnosis.of(reports, self._run.rollout.tensor_parallel_size, *bounds, before)
         self._warnings.check(step, diagnosis)
         metrics = bubble_metrics(reports, before) | diagnosis.metrics
+        metrics["transition/to_drafter_ms"] = 1e3 * max(all_gather_data(self._to_drafter_s, float))
+        self._to_drafter_s = 0.0
         missing = spot.least_steps - trained.steps
         if missing > 0:
             rest = self._session(step, missing)
@@ -348,6 +370,8 @@ class Drafting:
         """
         if not self._resumed:
             self._buffer.restore(-1)
+            if rank() == 0 and self._frozen != self._first:
+                shutil.rmtree(self._frozen, ignore_errors=True)
         if self._checkpoints is None:
             return
         before = self._trainer.version

@@ -15,7 +15,7 @@ from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import JsonLinesFile
 from megatron_tlt.observe.learning_check import LearningCheck, learning_warnings
 from megatron_tlt.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.progress import Progress, session_line
 from megatron_tlt.observe.report import write_report
 from megatron_tlt.observe.samples import SAMPLES_FILE, SampleLog, SampleRow
 from megatron_tlt.observe.speculation_gain import RunGain
@@ -97,6 +97,8 @@ class RunRecord:
         if self._samples is not None:
             self._samples.add(step, result.samples)
         progress.step_done(step, metrics)
+        if (line := session_line(metrics)) is not None:
+            progress.message(line)
         for warning in warnings:
             warn(warning)
 

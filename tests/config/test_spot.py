@@ -44,6 +44,10 @@ RIGHT = (
             "spot.min_entries: found 6; allowed: at most 5, what 1 of 2 engines hold on average of",
         ),
         (
+            ["drafter.loss.reward_weighting=true", "spot.states_bytes=1000000"],
+            "drafter.loss.reward_weighting: found true with spot.states_bytes = 1000000; responses that the drafter",
+        ),
+        (
             ["drafter.buffer.disk_bytes=100000"],
             f"drafter.buffer.disk_bytes: found 100000; allowed: at least {640 * (2 * 128 + 4) + 4096}, for one "
             "response of rollout.max_prompt_tokens + rollout.max_response_tokens = 640 tokens",

@@ -91,13 +91,24 @@ def test_a_head_of_another_target_is_an_alarm_by_name(sharp_folder: Path) -> Non
     assert trainer.train_step(data).outcome == "loss_above_uniform"
 
 
+def test_a_later_draft_that_explodes_is_an_alarm_too(sharp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drafter_from_target(sharp_folder, "eagle", seed=1)
+    trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-6), seed=1)
+    data = entries_of(load_target(sharp_folder), "eagle")
+    assert trainer.train_step(data).outcome == "trained"
+    upstream = trainer._metrics
+    exploded = {"loss_depth_3": 3.0 * UNIFORM}
+    monkeypatch.setattr(trainer, "_metrics", lambda totals, norm: upstream(totals, norm) | exploded)
+    assert trainer.train_step(data).outcome == "loss_above_uniform"
+
+
 def test_ranks_that_are_put_together_count_losses_from_there(sharp_folder: Path) -> None:
     """A rank that has seen more of them than the others would leave the session alone."""
     model = drafter_from_target(sharp_folder, "eagle", seed=1)
     model.from_target = False
     with torch.no_grad():
         model.fc.weight.mul_(2.0)  # a loss of 1.4 ln V
-    trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-30), seed=1)
+    trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-30, unroll_steps=1), seed=1)
     data = entries_of(load_target(sharp_folder), "eagle")
     for _ in range(2):
         trainer.group = None

@@ -47,6 +47,8 @@ def trained(count: int, changed: Row) -> list[Row]:
         ({"drafter/version": 0.0, "spot/untrained_no_step": 1.0}, "drafter.entries_per_step.* spot.least_steps"),
         ({"drafter/version": 0.0, "spot/untrained_no_order": 1.0}, "no rank entered a session.* spot.least_steps"),
         ({"drafter/version": 0.0}, "sessions end without a step.* drafter.session_steps"),
+        ({"drafter/version": 0.0, "spot/sessions": 1.0}, "sessions end without a step.* spot.least_steps"),
+        ({**IDLE, "spot/sessions": 1.0}, "never chose the drafter model. Raise spot.least_steps or drafter.lr"),
         ({"speculation/gate_open": 0.0, **IDLE}, "speculation is off.* speculation.adaptive.threshold"),
         (IDLE, "never chose the drafter model.* speculation.adaptive.strategies"),
         ({"speculation/acceptance_length_eagle": 1.02}, "eagle are not accepted: acceptance length 1.02.* drafter.lr"),

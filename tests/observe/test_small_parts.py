@@ -19,7 +19,7 @@ from rich.console import Console
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.observe.progress import Progress
+from megatron_tlt.observe.progress import Progress, session_line
 from megatron_tlt.observe.summary import (
     SUMMARY_KEYS,
     describe_lengths,
@@ -205,3 +205,13 @@ def test_ratio_of_medians(pairs: list[tuple[float, float]], scale: float) -> Non
 def test_ratio_of_medians_refuses(a: list[float], b: list[float]) -> None:
     with pytest.raises(ValueError):
         ratio_of_medians(a, b)
+
+
+def test_a_session_is_said_draft_by_draft() -> None:
+    depths = {"loss_depth_1": 1.234, "loss_depth_2": 2.0, "acceptance_depth_1": 0.5, "acceptance_depth_2": 0.25}
+    found = {"steps": 3.0, "version": 12.0, "acceptance_length": 1.625, **depths}
+    metrics = {f"drafter/{name}": value for name, value in found.items()}
+    assert session_line(metrics) == (
+        "  drafter: 3 steps to version 12  loss 1.23 2.00  accepted 0.50 0.25  length 1.62"
+    )
+    assert session_line(metrics | {"drafter/steps": 0.0}) is None and session_line({"reward/mean": 1.0}) is None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_tlt.rollout import recorded_states
 from megatron_tlt.rollout.recorded_states import RecordedStates
 
 WIDTH = 4
@@ -39,6 +43,26 @@ def test_pieces_make_the_whole_whatever_their_cuts(cuts: list[int], rejected: in
     (one,) = found
     assert (one.request_id, one.prompt_length, len(one.token_ids)) == ("first", 3, position + 1)
     assert one.hidden.equal(rows(1, 0, position))
+
+
+def test_pieces_are_given_back_one_response_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces and joined states of all responses at once would be twice the bound of memory."""
+    recorded = recording()
+    for key in "abc":
+        recorded.start(key, key, (1, 2))
+        recorded.add(rows(1, 0, 5), [(key, 0, 0, 5)])
+        recorded.finish(key, (3, 4, 5, 6))
+    recordings = list(recorded._recordings.values())
+    held: list[int] = []
+
+    def joined(*arguments: Any) -> torch.Tensor | None:
+        held.append(sum(len(one.pieces) for one in recordings))
+        return upstream(*arguments)
+
+    upstream = recorded_states._joined
+    monkeypatch.setattr(recorded_states, "_joined", joined)
+    assert len(recorded.take()) == 3
+    assert held[-3:] == [3, 2, 1]
 
 
 def test_a_common_beginning_comes_from_another_prompt() -> None:

@@ -82,6 +82,10 @@ def test_at_the_end_it_is_held_against_the_drafter_of_the_start(kind: str, reque
     assert [found[f"{which}_acceptance_length"] for which in ("frozen", "adapted")] == [
         steps(run)[-1][f"drafter/{which}_acceptance_length"] for which in ("frozen", "adapted")
     ]
+    # not the guess that it is made from: a folder of its own, from after the first step's training
+    frozen = load_file(run / "drafter" / "first_trained" / "model.safetensors")
+    guess, newest = (load_file(run / "drafter" / at / "model.safetensors") for at in ("first", "newest"))
+    assert all(not tensor.equal(guess[name]) and not tensor.equal(newest[name]) for name, tensor in frozen.items())
     assert 1.0 <= found["frozen_acceptance_length"] <= 3.0 and 1.0 <= found["adapted_acceptance_length"] <= 3.0
 
 

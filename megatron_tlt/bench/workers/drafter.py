@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,13 @@ from megatron_tlt.trainer.synchronization import drafter_sync, policy_sync
 
 
 class _Together:
-    """Several drafters that learn from the same steps; which one an engine holds is for the measurement to say."""
+    """Several drafters that learn from the same steps; which one an engine holds is for the measurement to say.
 
-    def __init__(self, drafters: Mapping[str, Drafting]) -> None:
-        self._drafters = drafters
+    The one that learns from the ``first`` policy's responses alone has that policy's LM head.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafting], first: Policy) -> None:
+        self._drafters, self._first = drafters, first
         self.taps = next(iter(drafters.values())).taps
 
     def check(self, engine: VllmEngine) -> None:
@@ -55,7 +57,10 @@ class _Together:
                 drafter.add(step, scored, states)
 
     def train(self, step: int, policy: Policy) -> dict[str, float]:
-        found = {name: drafter.train(step, policy) for name, drafter in self._drafters.items()}
+        found = {
+            name: drafter.train(step, self._first if name == MORE else policy)
+            for name, drafter in self._drafters.items()
+        }
         return {f"{name}/{key}": value for name, metrics in found.items() for key, value in metrics.items()}
 
     def synchronize(self, verify: bool) -> None:
@@ -86,6 +91,7 @@ class _Bench:
         )
         self._sampling = training_sampling(config.rollout, self._tokenizer)
         self._to_ngram = policy_sync(config, self._policy, self._ngram)
+        self._first_to_ngram = policy_sync(config, self._first, self._ngram)
         problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(given["problems"])
         self._requests = one_request_each(problems, self._tokenizer, self._sampling, "bench")
 
@@ -117,7 +123,7 @@ class _Bench:
         if given["head"] is None:
             config = self._variant("eagle", session_steps=given["warm_steps"])
             warm = Drafting(config, self._folder, self._work / "warm", self._policy)
-            self._learn_first(warm)
+            self._learn_first(warm, 0, self._first_responses(0, given["warm_problems"]))
             warm.train(0, self._policy)
             warm.write(head)
         variants = {loss: (loss, False) for loss in given["losses"]}
@@ -129,23 +135,28 @@ class _Bench:
         for name, (loss, weighted) in variants.items():
             config = self._variant(loss, path=head, **{"loss.reward_weighting": weighted})
             drafters[name] = Drafting(config, self._folder, self._work / name, self._policy)
-        if given["more"]:
-            self._learn_first(drafters[MORE])
         return head, drafters
 
-    @cached_property
-    def _first_responses(self) -> list[ScoredResponse]:
-        """Responses of the first policy to training problems."""
+    def _first_responses(self, start: int, count: int) -> list[ScoredResponse]:
+        """Responses of the policy that the engine holds, to problems from number ``start`` on that no RL step has."""
         config = self._config
         problems = build_sources(config.tasks, "train", config.run.seed + 1)
-        batch = [problems.problem(i) for i in range(self._given["warm_problems"])]
-        return self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm"))[0]
+        batch = [problems.problem(start + i) for i in range(count)]
+        return self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm", start))[0]
 
-    def _learn_first(self, drafter: Drafting) -> None:
-        """Give a drafter the first policy's responses; before any step of reinforcement learning."""
-        samples = _samples([scored.response for scored in self._first_responses])
-        _, states = self._policy.log_probs_and_states(samples, taps=drafter.taps)
-        drafter.add(0, self._first_responses, states)
+    def _learn_first(self, drafter: Drafting, step: int, responses: Sequence[ScoredResponse]) -> None:
+        """Give a drafter responses of the first policy, with that policy's states."""
+        samples = _samples([scored.response for scored in responses])
+        _, states = self._first.log_probs_and_states(samples, taps=drafter.taps)
+        drafter.add(step, responses, states)
+
+    def _learn_more(self, drafter: Drafting, step: int) -> None:
+        """As many new responses of the first policy as the others get of the one that moves."""
+        config = self._config
+        count = config.trainer.prompts_per_step * config.algorithm.group_size
+        self._first_to_ngram.sync(version=step, verify=False)
+        self._learn_first(drafter, step - 1, self._first_responses(self._given["warm_problems"] + step * count, count))
+        self._to_ngram.sync(version=step, verify=False)
 
     def run(self) -> list[dict[str, float]]:
         """A row after every step, the first before any: acceptance lengths by drafter."""
@@ -170,12 +181,14 @@ class _Bench:
                 self._to_ngram,
                 Timeline(0),
                 self._sampling,
-                _Together(drafters),
+                _Together(drafters, self._first),
             )
             rows = []
             for number in range(given["steps"] + 1):
                 row: dict[str, float] = {"step": number}
                 if number:
+                    if MORE in drafters:
+                        self._learn_more(drafters[MORE], number)
                     result = step.run(number - 1, _ignore, _ignore, _ignore)
                     row["reward"] = result.metrics["reward/mean"]
                     row["length"] = result.metrics["length/mean"]
