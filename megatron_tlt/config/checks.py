@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.layouts import (
     Layout,
     ModelShape,
@@ -273,8 +274,8 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
         return  # reported by the pass-through check
     where = "actor.optimizer.optimizer"
     if name not in _MEGATRON_OPTIMIZERS:
-        package, dot, _ = name.partition(".")
-        if not dot or not all(part.isidentifier() for part in name.split(".")):
+        package = name.partition(".")[0]
+        if not is_import_path(name):
             yield f"{where}: found {name!r}; allowed: adam, sgd, or a class's import path such as torch.optim.RAdam"
         elif importlib.util.find_spec(package) is None:
             yield f"{where}: found {name!r}; no package {package!r} is installed"

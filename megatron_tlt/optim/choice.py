@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatron_tlt.config.import_path import load_object
 from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, closure_needed, probe
@@ -34,17 +34,11 @@ def load_class(path: str, keys: OptimizerKeys = ACTOR_KEYS) -> type[Optimizer]:
     Raises:
         ConfigError: no such module or class, or it is no ``torch.optim.Optimizer``.
     """
-    module_name, _, class_name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{keys.name}: found {path!r}; {module_name!r} cannot be imported: {error}") from error
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
-        kinds = (name for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, Optimizer))
-        what = f"no class {class_name!r} in {module_name}" if found is None else "not a torch.optim.Optimizer class"
-        near = closest(class_name, (name for name in kinds if name != "Optimizer"))
-        raise ConfigError(f"{keys.name}: found {path!r}; {what}; {near}")
+
+    def is_optimizer(item: Any) -> bool:
+        return isinstance(item, type) and issubclass(item, Optimizer) and item is not Optimizer
+
+    found: type[Optimizer] = load_object(path, keys.name, is_optimizer, "class", "a torch.optim.Optimizer class")
     return found
 
 

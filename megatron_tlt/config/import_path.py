@@ -1,0 +1,50 @@
+"""Users' code by import path: what ``package.module.Name`` in a config stands for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_tlt.config.violations import closest
+from megatron_tlt.errors import ConfigError
+
+
+def is_import_path(name: str) -> bool:
+    """Whether ``name`` has the form ``package.module.Name``; nothing is imported."""
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of users' code for a message: its type and the first line of its text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def load_object(path: str, key: str, is_kind: Callable[[Any], bool], noun: str, kind: str) -> Any:
+    """What stands at ``package.module.Name``. Its package must be installed or on PYTHONPATH.
+
+    Args:
+        path: the import path.
+        key: where the config names it, for errors.
+        is_kind: whether an object is what ``key`` takes.
+        noun: one word for that: class, function.
+        kind: what ``key`` takes, in words.
+
+    Raises:
+        ConfigError: the module cannot be imported, has no such name, or another kind of object has it.
+    """
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module raises what it likes
+        raise ConfigError(
+            f"{key}: found {path!r}; {module_name!r} cannot be imported: {one_line(error)}; "
+            f"allowed: {kind} of a package that is installed or on PYTHONPATH"
+        ) from error
+    found = getattr(module, name, None)
+    if found is None or not is_kind(found):
+        what = f"no {noun} {name!r} in {module_name}" if found is None else f"not {kind}"
+        near = closest(name, (other for other, item in vars(module).items() if other[0] != "_" and is_kind(item)))
+        raise ConfigError(f"{key}: found {path!r}; {what}; {near}")
+    return found
