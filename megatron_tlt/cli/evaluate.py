@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     runs.add_config_arguments(parser)
     parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder, or a step of the run (newest)")
     parser.add_argument("--data", metavar="FILE", help="a prompt file to evaluate on (the tasks' held-out problems)")
-    parser.add_argument("--verifier", default="math", help="of the file's answers (%(default)s)")
+    parser.add_argument("--verifier", default="math", help="of the file's answers, or an import path (%(default)s)")
     parser.add_argument("--json", metavar="F", help="also write the result here")
     parser.add_argument("--samples", metavar="F", help="also write some responses here, as in a run's samples.jsonl")
     parser.set_defaults(run=run)

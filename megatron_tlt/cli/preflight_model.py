@@ -1,8 +1,8 @@
 """The part of the checks before a run that needs the model's folder: weights, tokenizer, prompts' lengths.
 
 ``python -m megatron_tlt.cli.preflight_model FOLDER [--whole]`` reads a launch config as JSON from stdin and prints what
-it found as JSON. transformers counts tokens without torch, so torch is kept out of this process: importing it takes
-seconds.
+it found as JSON. transformers counts tokens without torch, so torch is kept out of this process, where no task names
+users' code: importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megatron_tlt.cli.preflight import WHOLE
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
+from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer, prompt_lengths
 from megatron_tlt.errors import ConfigError
@@ -87,8 +88,9 @@ def check_weights(folder: Path) -> None:
 def main() -> None:
     """Prints the findings; they are the last line of stdout."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the command's to report
-    sys.modules["torch"] = None  # type: ignore[assignment]  # not installed, as far as transformers can see
     config = TltConfig.model_validate_json(sys.stdin.read())
+    if not any(is_import_path(task.verifier) for task in config.tasks):  # users' modules may need it
+        sys.modules["torch"] = None  # type: ignore[assignment]  # not installed, as far as transformers can see
     print(check_with_model(config, Path(sys.argv[1]), whole=WHOLE in sys.argv[2:]).as_json())
 
 

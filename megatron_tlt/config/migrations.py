@@ -49,7 +49,15 @@ def _move_chat(values: dict[str, Any]) -> None:
             task["chat"] = params.pop("chat")
 
 
-MIGRATIONS: tuple[Migration, ...] = (_drop_ignored, _move_chat)
+def _drop_unread_verifier(values: dict[str, Any]) -> None:
+    """``tasks[].verifier`` was read for prompt files only; a generated task's own verifier judged, whatever it said."""
+    tasks = values.get("tasks")
+    for task in tasks if isinstance(tasks, list) else []:
+        if isinstance(task, dict) and task.get("kind") != "file":
+            task.pop("verifier", None)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_drop_ignored, _move_chat, _drop_unread_verifier)
 
 
 def migrate(values: dict[str, Any], where: str, migrations: Sequence[Migration] = MIGRATIONS) -> dict[str, Any]:

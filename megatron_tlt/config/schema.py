@@ -126,8 +126,15 @@ class ModelConfig(Section):
         return self
 
 
+_OWN_VERIFIER = {"file": "math"}
+"""Of the kinds of tasks whose problems are not reasoning-gym's."""
+
+
 class TaskConfig(Section):
     """One source of problems: a generator by name, a dataset of reasoning-gym or a prompt file.
+
+    ``verifier`` is a name of ``rewards.VERIFIERS`` or the import path of a function (``rewards/functions.py``); its
+    default is ``math`` for a file, the generator's or dataset's own otherwise.
 
     ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator: short prompts with
     worked solutions; ``kind: reasoning_gym`` takes the ``name`` of any dataset of that library and ``params`` for its
@@ -145,7 +152,7 @@ class TaskConfig(Section):
     path: Path | None = None
     held_out_path: Path | None = None
     held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    verifier: str = "math"
+    verifier: str = Field(default_factory=lambda known: _OWN_VERIFIER.get(known.get("kind"), "reasoning_gym"))
     chat: bool = False
     system_prompt: str | None = None
     instruction: str | None = None

@@ -1,18 +1,21 @@
-"""The verifiers by name. Importing this is cheap; a verifier's library is imported when it is loaded or first used."""
+"""The verifiers, by name or import path. Importing this is cheap: each is imported when it is loaded or first used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.schema import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import library, maths
+from megatron_tlt.rewards.functions import load_function
 from megatron_tlt.rewards.types import Verifier
 
 #: The name that ``Problem.verifier`` and ``tasks[].verifier`` give -> the function.
 VERIFIERS: dict[str, Verifier] = {"reasoning_gym": library.verify, "math": maths.verify}
 
 _GENERATED = "reasoning_gym"
+_OR_PATH = "or a function's import path such as mypackage.rewards.score"
 _SYMBOLS = "\\∅∞π"  # answers may be one of them alone
 _SHOWN_CHARACTERS = 60
 
@@ -20,38 +23,47 @@ _LOADERS = {"reasoning_gym": library.load, "math": maths.load}
 
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier, its library imported. Raises ConfigError for an unknown name."""
+    """The verifier, its library or module imported. Raises ConfigError for an unknown name or a wrong import path."""
     check_verifier(name)
+    if name not in VERIFIERS:
+        return load_function(name, "verifier")
     _LOADERS[name]()
     return VERIFIERS[name]
 
 
 def check_verifier(name: str) -> None:
-    """Raises ConfigError unless ``name`` is a verifier."""
-    if name not in VERIFIERS:
-        raise ConfigError(f"unknown verifier '{name}'; allowed are {', '.join(sorted(VERIFIERS))}")
+    """Raises ConfigError unless ``name`` is a verifier or the import path of a function that can be one."""
+    if name in VERIFIERS:
+        return
+    if not is_import_path(name):
+        raise ConfigError(f"unknown verifier '{name}'; allowed are {', '.join(sorted(VERIFIERS))}, {_OR_PATH}")
+    load_function(name, "verifier")
 
 
 def verifiers_of(tasks: Iterable[TaskConfig]) -> list[str]:
-    """The names of the verifiers that the tasks need, sorted. Raises ConfigError for wrong names, with their keys."""
+    """The verifiers that the tasks need, sorted. Raises ConfigError for wrong ones, with their keys."""
     tasks = list(tasks)
     if lines := verifier_problems(tasks):
         raise ConfigError("\n".join(lines))
-    return sorted({task.verifier if task.kind == "file" else _GENERATED for task in tasks})
+    return sorted({task.verifier for task in tasks})
 
 
 def verifier_problems(tasks: Iterable[TaskConfig]) -> list[str]:
-    """One line per file task whose verifier is unknown, or needs what only generated problems have."""
-    allowed = ", ".join(sorted(VERIFIERS.keys() - {_GENERATED}))
+    """One line per task whose verifier is unknown, cannot be imported, or needs what only generated problems have."""
     lines = []
     for position, task in enumerate(tasks):
-        key = f"tasks[{position}].verifier"
-        if task.kind != "file":
-            continue
-        if task.verifier not in VERIFIERS:
-            lines.append(f"{key}: unknown verifier '{task.verifier}'; allowed for a file: {allowed}")
-        elif task.verifier == _GENERATED:
-            lines.append(f"{key}: '{_GENERATED}' verifies generated problems only; allowed for a file: {allowed}")
+        key, generated = f"tasks[{position}].verifier", task.kind in ("generated", "reasoning_gym")
+        allowed = ", ".join(sorted(VERIFIERS.keys() - (set() if generated else {_GENERATED})))
+        where = f"allowed for kind {task.kind}: {allowed}, {_OR_PATH}"
+        if task.verifier == _GENERATED and not generated:
+            lines.append(f"{key}: '{_GENERATED}' verifies generated problems only; {where}")
+        elif is_import_path(task.verifier):
+            try:
+                load_function(task.verifier, key)
+            except ConfigError as error:
+                lines.append(str(error))
+        elif task.verifier not in VERIFIERS:
+            lines.append(f"{key}: unknown verifier '{task.verifier}'; {where}")
     return lines
 
 

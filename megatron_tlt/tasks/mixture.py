@@ -156,14 +156,17 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         rows = split_rows(task.path, task.held_out_path, task.held_out_fraction, split, params)
         path = task.held_out_path if split == "held_out" and task.held_out_path is not None else task.path
         return FileSource(label, task.verifier, split, rows, seed, path, limit, wording)
+    generator = _generator(task, key)
+    return GeneratedSource(label, task.verifier, generator, split, task.held_out_fraction, seed, limit, wording)
+
+
+def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset:
     if task.kind == "reasoning_gym":
-        dataset = LibraryDataset(task.name, task.params, key)
-        return GeneratedSource(label, dataset, split, task.held_out_fraction, seed, limit, wording)
+        return LibraryDataset(task.name, task.params, key)
     if task.name not in GENERATORS:
         raise ConfigError(f"{key}.name: unknown generator '{task.name}'; allowed are {', '.join(sorted(GENERATORS))}")
-    generator = GENERATORS[task.name]
-    checked = _checked(generator.params_type, task.params, key)
-    return GeneratedSource(label, generator(checked), split, task.held_out_fraction, seed, limit, wording)
+    kind = GENERATORS[task.name]
+    return kind(_checked(kind.params_type, task.params, key))
 
 
 def _checked(kind: type[P], params: dict[str, Any], key: str) -> P:

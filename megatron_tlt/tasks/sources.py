@@ -42,6 +42,7 @@ class GeneratedSource:
     def __init__(
         self,
         label: str,
+        verifier: str,
         generator: Generator | LibraryDataset,
         split: Split,
         held_out_fraction: float,
@@ -51,6 +52,7 @@ class GeneratedSource:
     ) -> None:
         self.label = label
         self.left_out = 0
+        self._verifier = verifier
         self._wording = wording
         self._generator = generator
         self._split = split
@@ -90,7 +92,7 @@ class GeneratedSource:
             source=self.label,
             prompt=draft.worked.prompt,
             answer=draft.worked.answer,
-            verifier="reasoning_gym",
+            verifier=self._verifier,
             metadata=draft.metadata,
             solution=draft.worked.solution,
             recurs=self._split == "held_out",  # evaluations ask for the same ones

@@ -10,8 +10,8 @@ from typing import Any
 class Problem:
     """One prompt with everything its verifier needs.
 
-    ``uid`` is unique over train and held-out sets and stable from run to run. ``verifier`` names an entry of
-    ``rewards.VERIFIERS``; ``metadata`` is what that verifier wants besides ``answer`` (JSON-serialisable).
+    ``uid`` is unique over train and held-out sets and stable from run to run. ``verifier`` is a name of
+    ``rewards.VERIFIERS`` or a function's import path; ``metadata`` is what it wants besides ``answer``, as JSON has it.
     ``solution`` is a worked, step-by-step response ending in the answer, where the task can write one: supervised
     warm-up trains on it. ``recurs`` is False where a run never asks for the problem again.
     """

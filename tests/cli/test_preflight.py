@@ -22,6 +22,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data import load_tokenizer, train_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.tiny import write_tiny_model
+from tests.helpers.user_code import add_module
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -125,6 +126,19 @@ def test_every_command_refuses_what_cannot_run(
     assert "tasks[0].verifier: 'reasoning_gym' verifies generated problems only" in error
     assert "not checked: weights, tokenizer, prompts' lengths in tokens, because model.path: no folder" in error
     assert not (tmp_path / "run").exists(), "no rank and no folder before all is well"
+
+
+def test_users_verifiers_are_imported_before_ranks_start(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import torch\n\ndef score(problem, response):\n    return torch.ones(1).item()\n"
+    add_module(tmp_path, "tlt_user_preflight", source, monkeypatch)
+    load_checked(write(GOOD, task={"verifier": "tlt_user_preflight.score"}))
+    (line,) = violations(write(GOOD, task={"verifier": "tlt_user_preflight.scores"}))
+    assert line.endswith(
+        "mine.yaml: tasks[0].verifier: found 'tlt_user_preflight.scores'; no function 'scores' in tlt_user_preflight; "
+        "did you mean score?"
+    )
 
 
 def test_the_doctor_says_the_same(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

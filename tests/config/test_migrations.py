@@ -53,6 +53,10 @@ CASES = {
         lambda values: values["drafter"]["buffer"].update(disk_bytes=0, memory_bytes=1000),
         [*DRAFTER],
     ),
+    "verifier of generated tasks, not read then": (
+        lambda values: [task.update(verifier="math") for task in values["tasks"]],
+        [],
+    ),
     "recipe's micro-batch": (
         lambda values: values["model"]["recipe"]["supervised"].update(max_tokens_per_micro_batch=10),
         [],
@@ -81,7 +85,21 @@ def test_values_that_had_another_effect_are_read_as_what_they_did(tmp_path: Path
     assert migrate(today, "f") == {"actor": {"megatron": {"fp16": True}}}
 
 
-@pytest.mark.parametrize("values", [{}, {"actor": None, "model": {"recipe": None}}, {"rollout": 3, "evaluation": []}])
+def test_a_files_verifier_is_what_it_was(tmp_path: Path) -> None:
+    file = {"kind": "file", "name": "f", "path": "f.jsonl"}
+    path = old_file(tmp_path, lambda values: values.update(tasks=[{**file, "verifier": "math"}, {"name": "gcd"}]))
+    assert [task.verifier for task in load_resolved(path).tasks] == ["math", "reasoning_gym"]
+    assert (
+        compare_resolved(path, load_config(write(tmp_path, tasks=[file, {"name": "gcd"}]), check_libraries=False)) == []
+    )
+    own = [{**file, "verifier": "mypackage.score"}, {"name": "gcd", "verifier": "math"}]
+    changed = compare_resolved(path, load_config(write(tmp_path, tasks=own), check_libraries=False))
+    assert changed == ["tasks.0.verifier: 'math' -> 'mypackage.score'", "tasks.1.verifier: 'reasoning_gym' -> 'math'"]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"actor": None, "model": {"recipe": None}}, {"rollout": 3, "evaluation": []}, {"tasks": [3]}]
+)
 def test_what_is_not_there_is_not_migrated(values: dict[str, Any]) -> None:
     assert migrate(values, "f") == values
 

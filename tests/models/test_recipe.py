@@ -44,6 +44,12 @@ def test_solutions_that_end_in_another_format_are_of_another_model() -> None:
     assert "solutions" in recipe_description(boxed) and "solutions" not in recipe_description(plain)
 
 
+def test_folders_of_earlier_releases_are_found_again_whatever_verifies() -> None:
+    assert recipe_folder(config()).name == "210be9169328"
+    tasks = [{"name": "gcd", "verifier": "math"}]
+    assert recipe_folder(TltConfig.model_validate({"model": {"recipe": {}}, "tasks": tasks})).name == "210be9169328"
+
+
 def with_base(base: Path, **recipe: Any) -> TltConfig:
     (base / "config.json").write_text('{"max_position_embeddings": 64}')
     (base / "model.safetensors").write_bytes(b"first")

@@ -87,5 +87,7 @@ def test_gsm8k_reference_solutions_are_right_and_perturbed_ones_wrong() -> None:
 def test_verifiers_of_names_the_key_of_an_unknown_one(tmp_path: Path) -> None:
     file = TaskConfig(kind="file", name="f", path=tmp_path / "f.jsonl")
     assert verifiers_of([TaskConfig(name="gcd"), file]) == ["math", "reasoning_gym"]
-    with pytest.raises(ConfigError, match=r"tasks\[1\]\.verifier: unknown verifier 'maths'; allowed for a file: math"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\[1\]\.verifier: unknown verifier 'maths'; allowed for kind file: math"
+    ):
         verifiers_of([file, file.model_copy(update={"verifier": "maths"})])
