@@ -89,7 +89,8 @@ def main() -> None:
     """Prints the findings; they are the last line of stdout."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the command's to report
     config = TltConfig.model_validate_json(sys.stdin.read())
-    if not any(is_import_path(task.verifier) for task in config.tasks):  # users' modules may need it
+    if not any(task.kind == "python" or is_import_path(task.verifier) for task in config.tasks):
+        # users' modules may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # not installed, as far as transformers can see
     print(check_with_model(config, Path(sys.argv[1]), whole=WHOLE in sys.argv[2:]).as_json())
 

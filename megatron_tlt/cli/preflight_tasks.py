@@ -55,10 +55,17 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
         except ConfigError as error:
             found.add(error)
             continue
-        if limit is not None and split == "train":
-            for position, source in enumerate(mixture.sources):
-                if isinstance(source, GeneratedSource):
-                    found += _longest_generated(f"tasks[{position}]", source, limit)
+        for position, (task, source) in enumerate(zip(config.tasks, mixture.sources, strict=True)):
+            if not isinstance(source, GeneratedSource):
+                continue
+            key = f"tasks[{position}]"
+            try:
+                if task.kind == "python":
+                    found.add(list(_drawn(config, key, task, source)))
+                if limit is not None and split == "train":
+                    found += _longest_generated(key, source, limit)
+            except ConfigError as error:
+                found.add(error)
     if limit is not None:
         found.notes += limit.notes
     found.add(verifier_problems(config.tasks))
@@ -83,6 +90,23 @@ def _longest_generated(key: str, source: GeneratedSource, limit: PromptLimit) ->
         drawn = f"{over} of {len(problems)} such draws"
         return Findings(notes=[f"{where}; rollout.filter_overlong_prompts leaves out {drawn}"])
     return Findings()
+
+
+def _drawn(config: TltConfig, key: str, task: TaskConfig, source: GeneratedSource) -> Iterator[str]:
+    """What draws of a user's task lack for its verifier and for the model's recipe.
+
+    Raises:
+        ConfigError: a draw fails, or none falls into the split.
+    """
+    problems = [source.problem(0), *source.probe()]
+    reasons = [reason for problem in problems if (reason := answer_problem(task.verifier, problem.answer))]
+    if reasons:
+        yield f"{key}.name: '{task.name}', {len(reasons)} of {len(problems)} draws: {reasons[0]}"
+    if config.model.recipe is not None and any(problem.solution is None for problem in problems):
+        yield (
+            f"{key}.name: '{task.name}' drew a problem without 'solution', which the supervised warm-up of "
+            "model.recipe learns from; allowed: a task whose problems all have one"
+        )
 
 
 def _rows(config: TltConfig, key: str, task: TaskConfig, *, has_tokenizer: bool) -> Iterator[str]:

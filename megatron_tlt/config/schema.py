@@ -126,26 +126,28 @@ class ModelConfig(Section):
         return self
 
 
-_OWN_VERIFIER = {"file": "math"}
+_OWN_VERIFIER = {"file": "math", "python": "math"}
 """Of the kinds of tasks whose problems are not reasoning-gym's."""
 
 
 class TaskConfig(Section):
-    """One source of problems: a generator by name, a dataset of reasoning-gym or a prompt file.
+    """One source of problems: a generator, a dataset of reasoning-gym, a prompt file, or a function by import path.
 
     ``verifier`` is a name of ``rewards.VERIFIERS`` or the import path of a function (``rewards/functions.py``); its
-    default is ``math`` for a file, the generator's or dataset's own otherwise.
+    default is the generator's or dataset's own, and ``math`` for other kinds.
 
     ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator: short prompts with
     worked solutions; ``kind: reasoning_gym`` takes the ``name`` of any dataset of that library and ``params`` for its
-    config, and rewards with its score; ``kind: file`` takes ``path`` (JSONL or parquet) and ``verifier``.
+    config, and rewards with its score; ``kind: file`` takes ``path`` (JSONL or parquet);
+    ``kind: python`` takes as ``name`` the import path of a function or class that draws problems, and its ``params``
+    (``tasks/python_task.py``).
 
     ``chat`` puts plain prompts through the model's chat template, after ``system_prompt``. ``answer_format`` says where
     the verifier looks for the answer (the last ``<answer>`` tag, the last box, the last line) and adds a sentence that
     asks for it, in whose place ``instruction`` stands where it is given.
     """
 
-    kind: Literal["generated", "reasoning_gym", "file"] = "generated"
+    kind: Literal["generated", "reasoning_gym", "file", "python"] = "generated"
     name: str
     weight: Annotated[float, Field(gt=0)] = 1.0
     params: dict[str, Any] = Field(default_factory=dict)

@@ -19,6 +19,7 @@ from megatron_tlt.tasks.letter_counting import LetterCounting
 from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.number_sorting import NumberSorting
+from megatron_tlt.tasks.python_task import PythonTask
 from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sizes import Params
 from megatron_tlt.tasks.sources import FileSource, GeneratedSource, Source, Split, split_rows
@@ -160,7 +161,9 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
     return GeneratedSource(label, task.verifier, generator, split, task.held_out_fraction, seed, limit, wording)
 
 
-def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset:
+def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset | PythonTask:
+    if task.kind == "python":
+        return PythonTask(task.name, task.params, key)
     if task.kind == "reasoning_gym":
         return LibraryDataset(task.name, task.params, key)
     if task.name not in GENERATORS:

@@ -12,6 +12,7 @@ from megatron_tlt.tasks.files import FileParams, Row, read_rows
 from megatron_tlt.tasks.generator import Draft, Generator
 from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
+from megatron_tlt.tasks.python_task import PythonTask
 from megatron_tlt.tasks.seeding import is_held_out, stable_int
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.tasks.wording import Wording
@@ -43,7 +44,7 @@ class GeneratedSource:
         self,
         label: str,
         verifier: str,
-        generator: Generator | LibraryDataset,
+        generator: Generator | LibraryDataset | PythonTask,
         split: Split,
         held_out_fraction: float,
         seed: int,

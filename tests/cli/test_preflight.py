@@ -141,6 +141,18 @@ def test_users_verifiers_are_imported_before_ranks_start(
     )
 
 
+def test_prompts_of_users_tasks_are_counted(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import torch\n\ndef ones(rng, most=9):\n    return {'prompt': '1' * rng.randint(1, most), 'answer': 1}\n"
+    add_module(tmp_path, "tlt_user_preflight_tasks", source, monkeypatch)
+    task: dict[str, Any] = {"kind": "python", "name": "tlt_user_preflight_tasks.ones", "held_out_fraction": 0.5}
+    load_checked(write(GOOD, tasks=[task]))
+    (line,) = violations(write(GOOD, tasks=[task | {"params": {"most": 30}}]))
+    assert "tasks[0].name: 'tlt_user_preflight_tasks.ones', where prompts have up to " in line
+    assert "allowed by rollout.max_prompt_tokens: 16" in line
+
+
 def test_the_doctor_says_the_same(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(write(GOOD, tasks=[{"name": "chain_summ"}])), "--node"]) == 1
     assert "FAIL: config: " in (error := capsys.readouterr().err)
