@@ -31,7 +31,8 @@ from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 
 AfterForward = Callable[..., Any]
-METRIC_NAMES = ("loss", "tokens", "entropy", "clip_fraction", "kl")
+RESERVED_METRICS = ("tokens", "grad_norm", "lr")
+"""Names of what an update reports itself; a loss may not use them."""
 
 
 def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
@@ -271,23 +272,23 @@ class Policy:
         """One optimizer step on ``samples`` (the same list on every rank).
 
         Returns:
-            Means over response tokens of the loss's metrics, with ``grad_norm`` before clipping and ``lr``.
+            Means over response tokens of the loss's metrics, whatever their names; ``tokens``, their number;
+            ``grad_norm`` before clipping and ``lr``. The same on every rank.
 
         Raises:
-            RunError: the gradient is not finite; the policy must not be used further.
+            RunError: the gradient is not finite, or a metric is no number; the policy must not be used further.
         """
         batches = self.micro_batches(samples)
-        sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=self._device)
-
+        sums = {"tokens": torch.zeros((), dtype=torch.float64, device=self._device)}
         context_rank = parallel_state.get_context_parallel_rank()
         scale = self._loss_scale(batches, loss)
 
         def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(logits, batch, temperature)
             total, metrics = loss(log_probs, entropy, batch.loss_inputs)
-            for i, name in enumerate(METRIC_NAMES):
-                if name in metrics:
-                    sums[i] += metrics[name].double()
+            sums["tokens"] += batch.loss_inputs.mask_BT.sum().double()
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + self._metric(name, value)
             # Context-parallel ranks compute the same loss of the same samples: one of them counts.
             tokens = torch.tensor(self._held_tokens(batch), dtype=torch.int, device=self._device)
             return total * scale, tokens * (context_rank == 0), {}
@@ -301,13 +302,29 @@ class Policy:
         if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
             raise RunError(f"gradient norm {grad_norm}; a finite one is needed; the last checkpoint is whole")
         self.scheduler.step(1)
-        if parallel_state.get_tensor_model_parallel_rank() or context_rank:
-            sums.zero_()
-        dist.all_reduce(sums)
-        named = dict(zip(METRIC_NAMES, sums.tolist(), strict=True))
+        counts = not (parallel_state.get_tensor_model_parallel_rank() or context_rank)
+        named = self._sums_of_all_ranks(sums if counts else {})
         tokens = named.pop("tokens")
         means = {name: value / max(tokens, 1.0) for name, value in named.items()}
         return {**means, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
+
+    def _metric(self, name: str, value: Any) -> torch.Tensor:
+        """A micro-batch's sum, as the loss returned it, in float64."""
+        found = torch.as_tensor(value).detach()
+        if found.numel() != 1 or name in RESERVED_METRICS:
+            raise RunError(
+                f"metric {name!r} of the loss: found shape {tuple(found.shape)}; allowed: one number, a sum over "
+                f"response tokens, under another name than {', '.join(RESERVED_METRICS)}"
+            )
+        return found.reshape(()).to(self._device, torch.float64)
+
+    def _sums_of_all_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Each name that any rank has with its sum over all ranks: a loss is not computed on each of them."""
+        names = list(dict.fromkeys(name for found in all_gather_data(list(sums), list[str]) for name in found))
+        absent = torch.zeros((), dtype=torch.float64, device=self._device)
+        values = torch.stack([sums.get(name, absent) for name in names])
+        dist.all_reduce(values)
+        return dict(zip(names, values.tolist(), strict=True))
 
     def held_spans(self) -> Iterator[tuple[Span, torch.Tensor]]:
         """What this rank holds of every Hugging Face tensor, with views of it; called by all ranks together."""

@@ -48,7 +48,11 @@ class Loss(Protocol):
     def __call__(
         self, log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, Metrics]:
-        """The sum, a scalar, and sums over response tokens to be logged."""
+        """The sum, a scalar, and what is to be logged: numbers by any name, each a sum over the response tokens.
+
+        ``log_probs_BT`` and ``entropy_BT`` (nats) are those of the policy that is trained. An update logs each number
+        divided by the response tokens of all micro-batches and ranks.
+        """
         ...
 
 
@@ -62,7 +66,7 @@ class NegativeLogLikelihood:
         self, log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, Metrics]:
         loss = -torch.where(inputs.inside_BT, log_probs_BT, 0.0).sum()
-        return loss, {"loss": loss.detach(), "tokens": inputs.mask_BT.sum()}
+        return loss, {"loss": loss.detach()}
 
 
 negative_log_likelihood = NegativeLogLikelihood()
@@ -101,6 +105,7 @@ class ClippedPolicyLoss:
         unclipped_gain, clipped_gain = ratio * inputs.advantages_BT, clipped * inputs.advantages_BT
         token_loss = -torch.minimum(unclipped_gain, clipped_gain) * inputs.token_weights_BT
         metrics: Metrics = {"clip_fraction": (clipped_gain < unclipped_gain).float().sum()}
+        metrics["kl"] = token_loss.new_zeros(())
         if config.kl_coefficient:
             kl = k3_estimate(log_probs_BT, inputs.reference_log_probs_BT)
             token_loss = token_loss + config.kl_coefficient * kl
@@ -109,7 +114,7 @@ class ClippedPolicyLoss:
             token_loss = token_loss - config.entropy_coefficient * entropy_BT
         tokens_B = inputs.mask_BT.sum(dim=1)
         loss = token_loss.sum()
-        metrics.update(loss=loss.detach(), entropy=entropy_BT.detach().sum(), tokens=tokens_B.sum())
+        metrics.update(loss=loss.detach(), entropy=entropy_BT.detach().sum())
         if config.loss_aggregation == "sequence_mean":
             loss = (token_loss.sum(dim=1) / tokens_B.clamp(min=1)).sum()
         return loss, metrics
