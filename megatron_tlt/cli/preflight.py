@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import megatron_tlt
+from megatron_tlt.algorithms.registry import algorithm_problems
 from megatron_tlt.cli.preflight_machine import has_gpu, processor_flags, slow_bfloat16
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
 from megatron_tlt.config.loader import load_config
@@ -65,6 +66,7 @@ def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, l
 
 
 def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -> list[str]:
+    found.add(algorithm_problems(config.algorithm))
     found += _tasks_and_model(config, starts)
     flags = processor_flags() if starts and not has_gpu() else None
     if flags is not None and (note := slow_bfloat16(config, flags)):

@@ -331,6 +331,17 @@ def _temperatures(config: TltConfig) -> Iterator[str]:
             yield f"{section}.temperature: found {found:g}; allowed: {allowed} (vLLM samples at no lower one)"
 
 
+def _dr_grpo(config: TltConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.name != "dr_grpo":
+        return
+    if algorithm.normalize_by_std:
+        yield "algorithm.normalize_by_std: found true; dr_grpo never divides by it; allowed: false, or absent"
+    if algorithm.loss_aggregation != "token_mean":
+        found = algorithm.loss_aggregation
+        yield f"algorithm.loss_aggregation: found {found}; dr_grpo weighs tokens alike; allowed: token_mean"
+
+
 def _router(config: TltConfig) -> Iterator[str]:
     """Auxiliary losses of a mixture of experts whose batches Megatron-Core would take for others than they are."""
     where, given = "actor.megatron.moe_router_load_balancing_type", config.actor.megatron
@@ -368,6 +379,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         _spot,
         _adaptive,
         _temperatures,
+        _dr_grpo,
         _router,
         _optimizer,
         _adam_only,

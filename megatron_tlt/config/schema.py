@@ -235,13 +235,18 @@ class MismatchConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Group-relative policy optimization and its choices."""
+    """How responses are rewarded and what an update minimizes.
 
-    name: Literal["grpo"] = "grpo"
+    ``name`` is one of ``algorithms.registry.ALGORITHMS`` or the import path of a subclass of ``algorithms.algorithm``'s
+    ``Algorithm``, which takes ``arguments``. ``normalize_by_std`` is true, but for ``dr_grpo``.
+    """
+
+    name: str = "grpo"
+    arguments: dict[str, Any] = Field(default_factory=dict)
     group_size: Annotated[int, Field(ge=2)] = 8
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
-    normalize_by_std: bool = True
+    normalize_by_std: bool = Field(default_factory=lambda known: known.get("name") != "dr_grpo")
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     kl_coefficient: NonNegativeFloat = 0.0
     entropy_coefficient: NonNegativeFloat = 0.0

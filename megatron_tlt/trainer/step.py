@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.algorithms.advantages import group_relative_advantages, mixed_groups
-from megatron_tlt.algorithms.losses import ClippedPolicyLoss
+from megatron_tlt.algorithms.advantages import mixed_groups
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, measure_mismatch, truncated_importance_weights
+from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.observe.samples import TRAIN, SampleRow
@@ -95,7 +95,8 @@ class TrainingStep:
         self._speculating = speculating
         self._bubble = bubble
         self._samples = samples
-        self._loss = ClippedPolicyLoss(config.algorithm)
+        self._algorithm = build_algorithm(config.algorithm)
+        self._loss = self._algorithm.loss()
 
     def run(
         self,
@@ -217,7 +218,7 @@ class TrainingStep:
         self.take_device_back()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
         rewards = [s.reward.value for s in scored]
-        advantages = group_relative_advantages(rewards, config.algorithm.group_size, config.algorithm.normalize_by_std)
+        advantages = self._algorithm.assign_credit(rewards)
         samples = [
             TrainingSample(
                 s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids), advantage
@@ -286,9 +287,8 @@ class TrainingStep:
                 order = np.arange(len(samples))
             for part in np.array_split(order, config.trainer.mini_batches):
                 rows.append(self._policy.update([samples[i] for i in part], self._loss, self._temperature))
-        for name in rows[0]:
-            if name != "tokens":
-                result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows]))
+        for name in dict.fromkeys(name for row in rows for name in row if name != "tokens"):
+            result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows if name in row]))
 
     def _train_drafter(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
         if self._drafting is None:

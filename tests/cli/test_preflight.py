@@ -141,6 +141,19 @@ def test_users_verifiers_are_imported_before_ranks_start(
     )
 
 
+def test_users_algorithms_are_imported_before_ranks_start(write: Callable[..., Path]) -> None:
+    path = write(GOOD)
+    load_checked(path, ["algorithm.name=megatron_tlt.algorithms.dr_grpo.DrGrpo"])
+    expected = {
+        "algorithm.name=gpro": "algorithm.name: found 'gpro'; allowed: dr_grpo, grpo, or a class's import path",
+        "algorithm.name=torch.nn.Linear": "algorithm.name: found 'torch.nn.Linear'; not a subclass of megatron_tlt.a",
+        "algorithm.arguments={beta: 1}": "algorithm.arguments.beta: grpo does not take it; allowed: no arguments",
+    }
+    for override, said in expected.items():
+        (line,) = violations(path, override)
+        assert line.startswith(f"{path}: {said}")
+
+
 def test_prompts_of_users_tasks_are_counted(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

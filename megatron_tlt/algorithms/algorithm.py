@@ -1,0 +1,49 @@
+"""What an algorithm decides: credit for each response, and the loss of an update."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from megatron_tlt.algorithms.losses import Loss
+from megatron_tlt.config.schema import AlgorithmConfig
+from megatron_tlt.errors import RunError
+
+
+class Algorithm(ABC):
+    """Base of the algorithms, one file each; ``algorithm.name`` selects one by name or by import path.
+
+    A subclass may take arguments after ``config``: those of ``algorithm.arguments``.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def advantages(self, rewards: Sequence[float]) -> Sequence[float]:
+        """One advantage per response; ``config.group_size`` consecutive rewards, all finite, answer one problem."""
+
+    @abstractmethod
+    def loss(self) -> Loss:
+        """What the updates of a run minimize. Its metrics reach ``metrics.jsonl`` as ``actor/<name>``."""
+
+    def assign_credit(self, rewards: Sequence[float]) -> list[float]:
+        """:meth:`advantages`, checked.
+
+        Raises:
+            RunError: a reward or an advantage is not finite, or there is not one advantage per response.
+        """
+        _check_finite("reward", rewards)
+        advantages = [float(value) for value in self.advantages(rewards)]
+        if len(advantages) != len(rewards):
+            found = f"{len(advantages)} advantages for {len(rewards)} responses"
+            raise RunError(f"algorithm.name: {self.config.name} gave {found}; allowed: one each")
+        _check_finite("advantage", advantages)
+        return advantages
+
+
+def _check_finite(what: str, values: Sequence[float]) -> None:
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            raise RunError(f"response {index}: {what} {value}; a finite one is needed")

@@ -1,0 +1,23 @@
+"""GRPO: a response's advantage is its reward relative to the group that answered the same problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tlt.algorithms.advantages import group_relative_advantages
+from megatron_tlt.algorithms.algorithm import Algorithm
+from megatron_tlt.algorithms.losses import ClippedPolicyLoss, Loss
+
+
+class Grpo(Algorithm):
+    """Group-relative policy optimization (DeepSeekMath 2402.03300, section 4.1).
+
+    Credit: the reward minus the group's mean, divided by its standard deviation with ``normalize_by_std``; the same
+    for every token of the response. Loss: the clipped surrogate, with its KL and entropy terms.
+    """
+
+    def advantages(self, rewards: Sequence[float]) -> Sequence[float]:
+        return group_relative_advantages(rewards, self.config.group_size, self.config.normalize_by_std)
+
+    def loss(self) -> Loss:
+        return ClippedPolicyLoss(self.config)
