@@ -22,13 +22,16 @@ from megatron_tlt.speculation.token_drafter import FinishedResponse
 from tests.helpers.drafters import RandomChooser
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.launch import run_torchrun
+from tests.helpers.statistics import chi_squared_p_value
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2
 
 from .conftest import NGRAM, NUM_DRAFTS, ROLLOUT, SPECULATION, VOCAB, strategies_of
-from .test_lossless import greedy_requests, total_draft
+from .test_lossless import exact_marginals, greedy_requests, sampled_counts, total_draft
 from .workers.layouts import PROMPTS
 
 if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
+
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
 WORKER = Path(__file__).parent / "workers" / "strategies.py"
@@ -316,10 +319,12 @@ def test_preempted_requests_go_on_as_before(
     method: str,
     tmp_path: Path,
     model_folder: Path,
+    reference: Qwen2ForCausalLM,
     plain_engine: VllmEngine,
     many: list[Request],
     expected: list[tuple[int, ...]],
 ) -> None:
+    """Greedy responses are the same; samples, whose drafts the probabilistic head draws, have the exact marginals."""
     from megatron_tlt.config.speculation import SpeculationConfig
     from megatron_tlt.rollout.vllm_engine import VllmEngine
 
@@ -343,6 +348,14 @@ def test_preempted_requests_go_on_as_before(
         assert [response.token_ids for response in responses] == expected[:60]
         assert len(preempted) > 5
         assert small.skipped.filled > 0
+        preempted.clear()
+        full_block = tuple(range(32 - NUM_DRAFTS))  # with its drafts; the second token needs a block more
+        sampled = [Request(f"s{i}", full_block, SamplingSpec(max_tokens=3), seed=i) for i in range(6400)]
+        small.set_strategy(Strategy(head.name, NUM_DRAFTS))
+        counts = sampled_counts(small.generate(sampled))
+        assert len(preempted) > 100
+        for observed, exact in zip(counts, exact_marginals(reference, full_block, 1.0, 1.0, -1), strict=True):
+            assert chi_squared_p_value(observed, exact) > 1e-4
     finally:
         small.shutdown()
 
