@@ -84,30 +84,37 @@ def natural(request: Request, longest: int) -> Request:
 def measure(
     target: Target, name: str, rollouts: Sequence[Sequence[Request]], uniform: bool, given: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A row per arm and repeat, and the lengths of each repeat's responses; tuners know nothing in repeat 0.
+    """A row per arm and repeat, and the lengths of each rollout's responses; tuners know nothing in repeat 0.
+
+    A repeat is ``given["rollouts"]`` rollouts, one after another.
 
     Lengths are those of an untimed rollout without drafts, which ends by itself, or their mean where all are to be
     ``uniform``. Every arm decodes as many tokens of each request, with the same seeds.
     """
     rows, decoded = [], []
-    arms = list(target.arms)
+    arms, each = list(target.arms), given["rollouts"]
     for repeat in range(max(given["repeats"], given["pairs"]) + 1):
-        requests = rollouts[repeat]
-        responses = target.learn_off([natural(request, given["longest"]) for request in requests])
-        lengths = [len(response.token_ids) for response in responses]
-        if uniform:
-            lengths = [round(sum(lengths) / len(lengths))] * len(lengths)
-        decoded.append(lengths)
+        measured = rollouts[repeat * each :][:each]
+        lengths = []
+        for requests in measured:
+            responses = target.learn_off([natural(request, given["longest"]) for request in requests])
+            own = [len(response.token_ids) for response in responses]
+            lengths.append([round(sum(own) / len(own))] * len(own) if uniform else own)
+        decoded += lengths
         timed_arms = arms if repeat <= given["repeats"] else [arm for arm in arms if arm in PAIR]
         turn = repeat % len(timed_arms)
         for arm in timed_arms[turn:] + timed_arms[:turn]:
             asked = [
-                replace(of_length(request, length), problem_key=f"{arm}/{request.problem_key}")
-                for request, length in zip(requests, lengths, strict=True)
+                [
+                    replace(of_length(request, length), problem_key=f"{arm}/{request.problem_key}")
+                    for request, length in zip(requests, own, strict=True)
+                ]
+                for requests, own in zip(measured, lengths, strict=True)
             ]
-            rows.append(timed(target, name, arm, [asked], repeat))
+            rows.append(timed(target, name, arm, asked, repeat))
         target.end_epoch()
-        print(f"{name}, repeat {repeat}: {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
+        longest = max(map(max, lengths))
+        print(f"{name}, repeat {repeat}: {sum(map(sum, lengths))} tokens, the longest {longest}", flush=True)
     return rows, decoded
 
 
@@ -140,7 +147,8 @@ def main(given_json: str, _: str, out: str) -> None:
         {**given, "lengths": None, "tuners": ("beg_mab",), "states_bytes": states_bytes},
     )
     record = Path(given["record"])
-    group, count = config.algorithm.group_size, 1 + max(given["repeats"], given["pairs"])
+    group = config.algorithm.group_size
+    count = given["rollouts"] * (1 + max(given["repeats"], given["pairs"]))
     cases = [(batch, False) for batch in given["batches"]] + [(batch, True) for batch in given["uniform"]]
     for batch, uniform in cases:
         name = case_name(batch, uniform)
