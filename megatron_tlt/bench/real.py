@@ -17,7 +17,6 @@ from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.benchmark import BenchmarkResult, median_of_ratios, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
@@ -89,15 +88,23 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
         "run",
     }
     values = {key: getattr(arguments, key) for key in sorted(own)} | {"config": str(arguments.config)}
-    norm = SafetensorsFolder(folder).read("model.norm.weight")  # any training changes it
-    policy = (folder / "config.json").read_bytes() + norm.float().numpy().tobytes()
-    values["policy"] = hashlib.sha256(policy).hexdigest()[:16]
+    values["policy"] = _digest(folder)
     values["drafter"] = None if config.drafter is None else config.drafter.model_dump(mode="json")
     for section in ("speculation", "rollout"):
         values[section] = getattr(config, section).model_dump(mode="json")
     values["run_seed"] = config.run.seed
     values["tasks"] = [task.model_dump(mode="json") for task in config.tasks]
     return values
+
+
+def _digest(folder: Path) -> str:
+    """Of all weights: in bfloat16 a small step leaves most of them as they were."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            while piece := opened.read(1 << 24):
+                digest.update(piece)
+    return digest.hexdigest()[:16]
 
 
 def _head_folder(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> Path:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_tlt.bench import real
 from megatron_tlt.bench.rollout import ABLE
@@ -111,6 +113,17 @@ def test_measurements_under_other_settings_are_refused(tmp_path: Path) -> None:
     assert list(real._done(record, {"seed": 1})) == ["batch 4"]
     with pytest.raises(ConfigError, match=r"F\.runs\.jsonl: measured under other settings"):
         real._done(record, {"seed": 2})
+
+
+def test_policies_that_differ_in_one_weight_have_heads_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"model.norm.weight": torch.ones(8), "model.layers.0.mlp.up_proj.weight": torch.ones(8, 8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    before = real._digest(tmp_path)
+    assert real._digest(tmp_path) == before
+    weights["model.layers.0.mlp.up_proj.weight"][3, 3] = 2.0
+    save_file(weights, tmp_path / "model.safetensors")
+    assert real._digest(tmp_path) != before
 
 
 def step(strategy: Strategy, running: int, num_tokens: int) -> StepRecord:
