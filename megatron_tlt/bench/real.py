@@ -51,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uniform", type=int, nargs="*", default=[8], help="again with responses of one length each")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved, after one in which tuners know nothing")
     parser.add_argument("--pairs", type=int, default=10, help="interleaved repeats of off and the tuner")
-    parser.add_argument(
-        "--requests", type=int, default=64, help="held-out problems; each rollout has problems of its own"
-    )
+    parser.add_argument("--rollouts", type=int, default=4, help="in one measurement, one after another")
+    parser.add_argument("--requests", type=int, default=256, help="held-out problems; each rollout has its own")
     parser.add_argument(
         "--rounds", type=int, default=8, help=f"RL steps of each arm, in turns, {_SETTLE} uncounted; 0: none"
     )
