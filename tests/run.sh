@@ -39,6 +39,7 @@ check() { # name, command ...
 
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
+check "codespell" codespell
 check "mypy" mypy
 check "shellcheck" shellcheck -x launch/*.sh slurm/*.sh slurm/*.sbatch tests/*.sh tools/*.sh tools/bench/*.sh .ci/run
 if ((${#arguments[@]})); then

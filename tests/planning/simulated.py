@@ -62,7 +62,7 @@ def step_by_step(
 ) -> float:
     """Seconds until one engine is done: the product's gate before each step, its oracle tuner under the gate.
 
-    Every request gains its expected tokens in every step. First come, first served; nothing is pre-empted.
+    Every request gains its expected tokens in every step. First come, first served; nothing is preempted.
     """
     gate = ElasticGate(int(speculation.threshold), speculation.patience, speculation.hysteresis)
     gains = dict(zip(speculation.arms, speculation.tokens, strict=True))

@@ -73,7 +73,7 @@ class EngineModel:
         return verified + draft.depth * self._draft_pass(b * draft.top_k, c)
 
     def prefill(self, tokens: ArrayLike) -> Array:
-        """Prompts, or a pre-empted request's tokens again: bound by compute."""
+        """Prompts, or a preempted request's tokens again: bound by compute."""
         return 2.0 * self.model.multiplied * np.asarray(tokens, dtype=np.float64) * self._per_flop
 
     def kv_tokens(self, memory_fraction: float) -> float:

@@ -1,6 +1,6 @@
 """A rollout of many engines at once, from one event to the next.
 
-Between two events (a response ends, one is admitted or pre-empted, the gate opens) an engine's batch stays, so the time
+Between two events (a response ends, one is admitted or preempted, the gate opens) an engine's batch stays, so the time
 to the next one is known in closed form. All engines take their own next event together, as rows of arrays: the cost is
 one pass over the requests for each event of the engine that has most.
 
