@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from megatron_tlt.errors import RunError
@@ -59,6 +60,10 @@ def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, st
     }
 
 
+_SAID_LINES = 20
+"""Of what processes printed, so many lines stand in the error of those that were given up."""
+
+
 def run_processes(
     what: str,
     module: str,
@@ -73,7 +78,7 @@ def run_processes(
     standard error is a terminal.
 
     Raises:
-        RunError: it failed or ran past ``timeout_s``; says ``what``, with the end of its log.
+        RunError: it failed, or ran past ``timeout_s``; says ``what``, with the end of its log or of what it printed.
     """
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as log,
@@ -88,7 +93,9 @@ def run_processes(
         overdue = threading.Timer(timeout_s, process.kill)
         overdue.start()
         assert process.stdout is not None
+        said: deque[str] = deque(maxlen=_SAID_LINES)
         for line in process.stdout:
+            said.append(line.rstrip())
             if sys.stderr.isatty():
                 print(f"{what}: {line.rstrip()}", file=sys.stderr, flush=True)
         status = process.wait()
@@ -97,7 +104,7 @@ def run_processes(
         log.seek(0)
         lines = log.read().splitlines()
     if not in_time:
-        raise RunError(f"{what}: still running after {timeout_s:g} s")
+        raise RunError("\n".join([f"{what}: still running after {timeout_s:g} s; the last that it said:", *said]))
     if status:
         # torchrun's own report comes last and says less than the ranks' tracebacks before it
         ranks = [line for line in lines if line.startswith("[rank")]

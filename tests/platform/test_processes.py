@@ -1,11 +1,15 @@
-"""What the processes of a launch find in their environment."""
+"""What the processes of a launch find in their environment, and what is left of those that are given up."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from megatron_tlt.platform.processes import launch_environment
+import pytest
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform import processes
+from megatron_tlt.platform.processes import launch_environment, run_processes
 
 PRODUCTS = """
 import torch
@@ -30,3 +34,12 @@ def test_memory_does_not_grow_with_the_number_of_shapes() -> None:
         [sys.executable, "-c", PRODUCTS], env=launch_environment(1), capture_output=True, text=True, check=True
     )
     assert float(grown.stdout) < 40
+
+
+def test_processes_that_are_given_up_leave_what_they_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "import time\nfor i in range(30): print(f'step {i}', flush=True)\ntime.sleep(60)"
+    monkeypatch.setattr(processes, "torchrun_command", lambda *_: [sys.executable, "-c", said])
+    with pytest.raises(
+        RunError, match=r"(?s)^slow: still running after 3 s; the last that it said:\nstep 10\n.*step 29$"
+    ):
+        run_processes("slow", "a.module", [], 1, 3.0)
