@@ -123,6 +123,8 @@ class _Served:
     kind: Kind
     prompts: list[list[int]]
     depth: int
+    stop_ids: tuple[int, ...] = ()
+    """End a response in both engines; without any, each has all its tokens."""
 
     @property
     def longest_prompt(self) -> int:
@@ -140,7 +142,7 @@ def _inside(served: _Served) -> dict[str, Any]:
     rollout = RolloutConfig(max_prompt_tokens=served.longest_prompt, max_response_tokens=RESPONSE, vllm=options)
     speculation = SpeculationConfig(drafter=served.kind, path=served.drafter, num_speculative_tokens=served.depth)
     engine = VllmEngine(served.target, rollout, speculation, seed=0)
-    greedy = SamplingSpec(temperature=0.0, max_tokens=RESPONSE)
+    greedy = SamplingSpec(temperature=0.0, max_tokens=RESPONSE, stop_token_ids=served.stop_ids)
     responses = engine.generate([Request(str(i), tuple(ids), greedy, i) for i, ids in enumerate(served.prompts)])
     engine.shutdown()
     stats = sum((response.draft for response in responses), DraftStats())
@@ -166,6 +168,7 @@ def _outside(served: _Served, timeout_s: float) -> dict[str, Any]:
             "prompts.json",
             RESPONSE,
             served.max_model_len,
+            json.dumps(served.stop_ids),
             "out.json",
         ]
         # what this process has set for its own engine is nothing that a user of stock vLLM would have
@@ -223,7 +226,8 @@ def _own_case(arguments: argparse.Namespace) -> tuple[_Served, dict[str, Any]]:
     problems = build_sources(config.tasks, "held_out", config.run.seed).held_out(arguments.prompts)
     asked = one_request_each(problems, tokenizer, SamplingSpec(), "export")
     prompts = [list(request.prompt_token_ids) for request in asked]
-    return _Served(arguments.model, arguments.drafter, arguments.kinds[0], prompts, arguments.depth), {}
+    kind, stop_ids = arguments.kinds[0], tokenizer.stop_ids
+    return _Served(arguments.model, arguments.drafter, kind, prompts, arguments.depth, stop_ids), {}
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:

@@ -1,6 +1,6 @@
 """A target with a drafter in plain vLLM, as anybody would serve them: nothing of this project is imported.
 
-stock_vllm.py TARGET DRAFTER METHOD K PROMPTS.json MAX_TOKENS MAX_MODEL_LEN OUT.json
+stock_vllm.py TARGET DRAFTER METHOD K PROMPTS.json MAX_TOKENS MAX_MODEL_LEN STOP_IDS OUT.json
 """
 
 import json
@@ -10,7 +10,15 @@ from pathlib import Path
 
 
 def main(
-    target: str, drafter: str, method: str, depth: str, prompts: str, max_tokens: str, max_model_len: str, out: str
+    target: str,
+    drafter: str,
+    method: str,
+    depth: str,
+    prompts: str,
+    max_tokens: str,
+    max_model_len: str,
+    stop_ids: str,
+    out: str,
 ) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that every import of the engine is one of this process
     from vllm import LLM, SamplingParams
@@ -28,7 +36,10 @@ def main(
         disable_log_stats=False,
         speculative_config={"method": method, "model": drafter, "num_speculative_tokens": int(depth)},
     )
-    sampling = SamplingParams(temperature=0.0, max_tokens=int(max_tokens), ignore_eos=True, detokenize=False)
+    stops = json.loads(stop_ids)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=int(max_tokens), ignore_eos=not stops, stop_token_ids=stops, detokenize=False
+    )
     given = [{"prompt_token_ids": ids} for ids in json.loads(Path(prompts).read_text())]
     outputs = llm.generate(given, sampling, use_tqdm=False)
     counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
