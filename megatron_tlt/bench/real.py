@@ -98,11 +98,10 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
 
 def _digest(folder: Path) -> str:
     """Of all weights: in bfloat16 a small step leaves most of them as they were."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    digest = hashlib.sha256()
+    for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
         with file.open("rb") as opened:
-            while piece := opened.read(1 << 24):
-                digest.update(piece)
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()[:16]
 
 
@@ -134,6 +133,10 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     settings = _settings(arguments, config, folder)
     record = Path(f"{arguments.json}.runs.jsonl" if arguments.json else "real.runs.jsonl").resolve()
     done = _done(record, settings)
+    if STEPS in done and done[STEPS]["of"] != _steps_settings(arguments, config):
+        raise ConfigError(
+            f"{record}: RL steps measured under other settings; allowed: the same, or another --json file"
+        )
     given = vars(arguments) | {
         "config": str(arguments.config),
         "model": str(folder),
@@ -146,11 +149,6 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     began = time.monotonic()
     if not done.keys() >= set(_names(arguments.batches, arguments.uniform)):
         measure_in_worker("real policy", "real", plain, arguments.timeout)
-    stale = STEPS in done and done[STEPS]["of"] != _steps_settings(arguments, config)
-    if stale:
-        raise ConfigError(
-            f"{record}: RL steps measured under other settings; allowed: the same, or another --json file"
-        )
     if arguments.rounds and STEPS not in done and time.monotonic() - began < 60 * arguments.minutes:
         _measure_steps(arguments, config, folder, record, _head_folder(arguments, settings) / "drafter")
     done = _done(record, settings)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import barrier, rank, world_size
+from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, world_size
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.trainer.loop import Run
 from megatron_tlt.trainer.step import StepResult
 
@@ -30,6 +35,20 @@ def ranks_are_pinned() -> bool:
     """Whether each rank has a core that no other has; collective. Of now: an engine may have moved its rank."""
     cores = all_gather_data(sorted(os.sched_getaffinity(0)), list[int])
     return len({tuple(own) for own in cores if len(own) == 1}) == world_size()
+
+
+def measure_pinned(given_json: str, out: str, measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What a rank of such a worker does: rank 0 writes what ``measure`` found, and whether ranks were pinned."""
+    die_with_parent(signal.SIGKILL)
+    given = json.loads(given_json)
+    pin_to_core(int(os.environ["LOCAL_WORLD_SIZE"]))
+    prepare()
+    initialize_distributed(600)
+    found = measure(given)
+    pinned = ranks_are_pinned()
+    if rank() == 0:
+        atomic_write_text(Path(out), json.dumps({**found, "pinned": pinned}))
+    barrier()
 
 
 @contextmanager

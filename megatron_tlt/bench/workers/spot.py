@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ from megatron_tlt.bench.chain_model import chain_responses, write_chain_model
 from megatron_tlt.bench.recorded_lengths import RecordedLengths
 from megatron_tlt.bench.rollout_cases import of_length
 from megatron_tlt.bench.workers.quickstart import warm_head
-from megatron_tlt.bench.workers.rl_steps import pin_to_core, ranks_are_pinned, serving, steps_in_turns, tell
+from megatron_tlt.bench.workers.rl_steps import measure_pinned, serving, steps_in_turns, tell
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -27,9 +25,7 @@ from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.drafter import DataBuffer, DrafterTrainer, Pair, WarmupPlan, first_drafter, train_session
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, world_size
-from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.platform.processes import die_with_parent
+from megatron_tlt.platform.device import barrier, rank, world_size
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each, training_sampling
@@ -238,16 +234,7 @@ class Bench:
 
 
 def main(given_json: str, work: str, out: str) -> None:
-    die_with_parent(signal.SIGKILL)
-    given = json.loads(given_json)
-    pin_to_core(int(os.environ["LOCAL_WORLD_SIZE"]))
-    prepare()
-    initialize_distributed(600)
-    found = Bench(given, Path(work)).run()
-    pinned = ranks_are_pinned()
-    if rank() == 0:
-        atomic_write_text(Path(out), json.dumps({**found, "pinned": pinned}))
-    barrier()
+    measure_pinned(given_json, out, lambda given: Bench(given, Path(work)).run())
 
 
 if __name__ == "__main__":
