@@ -254,9 +254,8 @@ class DrafterTrainer:
         if not self._update():
             return self._fail("non_finite_update")
         metrics = self._metrics(totals, norm)
-        # an unrolled drafter may explode in its later drafts alone
-        worst = max(metrics[f"loss_depth_{depth}"] for depth in range(1, self.config.steps + 1))
-        alarm = self._guard.check(session, worst)
+        drafts = [metrics[f"loss_depth_{depth}"] for depth in range(1, self.config.steps + 1)]
+        alarm = self._guard.check(session, drafts)
         return StepResult("trained", metrics) if alarm is None else self._fail(alarm, metrics)
 
     def _accumulate(self, packs: Sequence[tuple[Pack, list[Entry]]], should_stop: Callable[[], bool]) -> torch.Tensor:

@@ -171,7 +171,7 @@ def test_the_drafter_goes_on_too(faulty: Faulty) -> None:
     trained = {row["step"] for row in rows_of(faulty.folder) if row["spot/steps"]}
     _, _, held_in, forged_in = faulty.faults
     assert {held_in + 1, forged_in + 1} <= trained, "a fault ended drafter training for good"
-    assert all(row["drafter/failed"] == 0 for row in rows_of(faulty.folder))
+    assert all(row["drafter/failed"] == 0 for row in rows_of(faulty.folder)), faulty.runs.log("faulty")
 
 
 def test_a_coordinator_that_is_held_up_holds_up_nobody(faulty: Faulty) -> None:
