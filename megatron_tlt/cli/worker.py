@@ -57,6 +57,10 @@ def write_error(error: BaseException, exit_status: int) -> None:
         temporary.rename(Path(folder, f"rank{rank}.json"))
 
 
+# torchrun looks at its ranks every 0.1 s
+_CAUSE_FIRST_S = 3.0
+
+
 def read_first_error(folder: Path) -> WorkerError | None:
     """The error to show: the first one meant for the user, else the first of all.
 
@@ -115,13 +119,19 @@ def run_guarded(main: Callable[[], None]) -> int:
 
 
 def _end_if_ranks_are_lost(error: Exception) -> None:
-    """Where the line to other nodes broke: says which ranks are missing, and ends the process."""
+    """Where the line to other nodes broke: says which ranks are missing, and ends the process.
+
+    Within a node torchrun says who failed first. A rank that is killed closes its connections before its parent can see
+    that it ended, so a rank whose connection broke ends later than that.
+    """
     if "torch.distributed" not in sys.modules:  # a worker without torch has no such line
         return
     lost = lost_ranks.name_the_lost(error)
     if lost is not None:
         traceback.print_exception(error)
         lost_ranks.end_once(lost, _end_with)
+    if lost_ranks.is_broken_line(error):
+        time.sleep(_CAUSE_FIRST_S)
 
 
 def _end_with(error: RanksLost) -> None:

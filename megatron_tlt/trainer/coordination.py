@@ -55,6 +55,18 @@ def coordinator_host(host: str | None, nodes: int) -> str:
     return address
 
 
+def check_coordinator_host(config: TltConfig) -> None:
+    """Called by all ranks before the model is loaded: what no coordinator could listen at is refused by then.
+
+    Raises:
+        ConfigError: no address to listen at.
+    """
+    if config.spot is not None:
+        with failing_together():
+            if rank() == 0:
+                coordinator_host(config.spot.host, config.launcher.nnodes)
+
+
 class Coordination:
     """Made and closed by all ranks; the secret goes to the ranks over their process group and nowhere else.
 

@@ -37,7 +37,7 @@ from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
-from megatron_tlt.trainer.coordination import Coordination
+from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
 from megatron_tlt.trainer.drafting import Drafting
 from megatron_tlt.trainer.evaluation import Evaluation, EvaluationReport, EvaluationRequest
 from megatron_tlt.trainer.experience import (
@@ -101,6 +101,8 @@ class Run:
         prepare()
         check_versions()
         initialize_distributed(config.launcher.collective_timeout_s)
+        if not read_only:
+            check_coordinator_host(config)
         seed_everything(config.run.seed, config.run.deterministic)
         self._folder = Path(config.run.dir)
         self._timeline = Timeline(rank(), None if read_only else self._folder)

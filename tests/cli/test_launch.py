@@ -100,6 +100,13 @@ def test_a_rank_that_is_killed_makes_all_ranks_start_again(tmp_path: Path) -> No
     assert [(tmp_path / f"starts{rank}").read_text() for rank in range(2)] == ["2", "2"]
 
 
+def test_a_rank_whose_connection_breaks_first_does_not_hide_the_one_that_was_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, "dies-late")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, error
+    assert error.startswith("warning: rank 1 was ended by SIGKILL in step 1; all ranks start again from the beginning")
+
+
 def test_a_node_that_loses_others_starts_again_and_meets_them(tmp_path: Path) -> None:
     process = start(tmp_path, "lost")
     error = process.communicate(timeout=120)[1]

@@ -33,6 +33,22 @@ def die(folder: Path, rank: int, how: str) -> None:
         time.sleep(60)  # ended by torchrun
 
 
+def die_late(folder: Path, rank: int) -> None:
+    """At the first start rank 0's connection to rank 1 breaks two seconds before rank 1 is seen to be killed."""
+    import torch.distributed  # noqa: F401 - as every rank has it that has a connection
+
+    start = folder / f"starts{rank}"
+    first = not start.exists()
+    start.write_text("1" if first else "2")
+    while not (folder / f"starts{1 - rank}").exists():
+        time.sleep(0.05)
+    if first and rank == 0:
+        raise RuntimeError("gloo: Connection closed by peer")
+    if first:
+        time.sleep(2.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(config: TltConfig) -> None:
     rank, folder = os.environ["RANK"], config.run.dir
     (folder / f"pid{rank}").write_text(str(os.getpid()))
@@ -42,6 +58,8 @@ def main(config: TltConfig) -> None:
         while not (folder / "ready0").exists():  # or the launcher would end rank 0 before it says who it is
             time.sleep(0.05)
         raise ConfigError("tensor x: found 1; allowed: 2")
+    elif config.run.name == "dies-late":
+        die_late(folder, int(rank))
     elif config.run.name.startswith("dies"):
         die(folder, int(rank), config.run.name)
     elif config.run.name == "lost":

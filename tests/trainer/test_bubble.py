@@ -14,16 +14,18 @@ import torch
 
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.loader import load_config
 from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights, TrainerState, drafter_from_target
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE
 from megatron_tlt.platform.offload import StorageOffload
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
-from megatron_tlt.trainer.coordination import coordinator_host
+from megatron_tlt.trainer.coordination import check_coordinator_host, coordinator_host
 from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from tests.drafter.conftest import load_target, random_entry, write_target
+from tests.helpers.launch import REPOSITORY
 from tests.trainer.threads import LIMIT_S, Meeting, ThreadGroup, Threads, copied, until
 
 
@@ -395,5 +397,10 @@ def test_the_coordinator_listens_where_all_ranks_reach_it(monkeypatch: pytest.Mo
         ConfigError, match=r"spot.host: not given, and MASTER_ADDR, 'localhost', is 127.0.0.1 on rank 0"
     ):
         coordinator_host(None, 8)
+    quickstart = REPOSITORY / "launch" / "quickstart-cpu.yaml"
+    nodes = load_config(quickstart, ["launcher.nnodes=2", "launcher.nproc_per_node=1"])
+    with pytest.raises(ConfigError, match=r"spot\.host: not given"):
+        check_coordinator_host(nodes)
     monkeypatch.setenv("MASTER_ADDR", "10.4.5.6")
+    check_coordinator_host(nodes)
     assert coordinator_host(None, 8) == "10.4.5.6"
