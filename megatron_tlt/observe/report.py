@@ -216,6 +216,7 @@ def make_cards(run: RunData) -> list[Card]:
             "by position in the draft, and by thirds of the response lengths",
             speculation.plot_drafts(run),
         ),
+        ("Suffix history", "responses kept, and how well drafts from them are accepted", speculation.plot_history(run)),
         ("Rollout against actor", "the two log-probabilities of each sampled token", plots.plot_mismatch(run)),
         (
             "Last rollout's strategies",

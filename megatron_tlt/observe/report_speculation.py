@@ -117,6 +117,24 @@ def _plot_over_versions(axes: Axes, run: RunData, name: str, trained: bool, colo
         axes.plot(*zip(*shown, strict=True), marker=".", color=color, label=label)
 
 
+def plot_history(run: RunData) -> str | None:
+    """The suffix trees' history of responses over steps, in memory, and how well the drafts made of it are accepted."""
+    steps, held = run.series("speculation/suffix_mib")
+    if not steps:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure()
+        above, below = figure.subplots(2, 1, sharex=True)
+        above.fill_between(steps, held, color=GREEN, alpha=0.35, lw=0)
+        above.set_ylabel("history (MiB)")
+        above.set_ylim(bottom=0)
+        below.plot(*run.series("speculation/acceptance_length_suffix"), color=BLUE, marker=".")
+        below.axhline(1.0, color=INK["muted"], lw=1.0, ls=":")
+        below.set_ylabel("tokens per draft\nand verification")
+        steps_axis(below)
+        return to_svg(figure, "history")
+
+
 def plot_strategies(stretches: Sequence[Stretch]) -> str | None:
     """One rollout: the running batch over time before the strategy in force, and tokens per request and step."""
     if not stretches:

@@ -66,6 +66,8 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
                 "speculation/acceptance_length": acceptance.mean(),
                 "speculation/drafter_version": step * 20,
                 "speculation/rollout_s": times["rollout"],
+                "speculation/suffix_mib": 0.25 * step,
+                "speculation/acceptance_length_suffix": 1.5,
                 "speculation/gain_coverage": 1.0,
                 **(
                     {"speculation/plain_rollout_s": times["rollout"] * 1.4, "speculation/gain": 1.4} if step > 2 else {}

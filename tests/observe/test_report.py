@@ -65,7 +65,7 @@ def test_page_is_self_contained_and_well_formed(page: str) -> None:
 
 def test_page_has_every_plot_with_its_own_ids(page: str) -> None:
     plots = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(plots) == 12
+    assert len(plots) == 13
     every: list[str] = []
     for svg in plots:
         ElementTree.fromstring(svg)
