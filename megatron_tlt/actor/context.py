@@ -34,7 +34,7 @@ class _Gather(torch.autograd.Function):
     """All ranks' values, side by side; what a rank's loss says about other ranks' values is theirs to say."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.rank = dist.get_rank(group)
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, values.contiguous(), group=group)

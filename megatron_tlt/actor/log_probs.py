@@ -30,7 +30,7 @@ class _VocabParallelScores(torch.autograd.Function):
     """Differentiable in the logits; keeps only them and two numbers per token, and recomputes the rest chunk-wise."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits_NV: torch.Tensor,
         labels_N: torch.Tensor,

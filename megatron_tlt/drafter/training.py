@@ -308,7 +308,7 @@ class DrafterTrainer:
 
     def _update(self) -> bool:
         """Steps the optimizer; False, with the parameters of before, where what comes out is not finite."""
-        parameters = list(self._named.values())
+        parameters: list[torch.Tensor] = list(self._named.values())
         before = [parameter.detach().clone() for parameter in parameters]
         warmup = self.config.warmup_steps
         rate = self.config.lr * (min(1.0, (self.version + 1) / warmup) if warmup else 1.0)

@@ -47,7 +47,7 @@ def read_sizes(file: Path, where: str) -> Any:
     sizes = SimpleNamespace(**values)
     if family.experts:
         sizes.num_local_experts = values.get("num_experts") or values["num_local_experts"]
-    family_of(sizes, where)  # type: ignore[arg-type]
+    family_of(sizes, where)
     return sizes
 
 

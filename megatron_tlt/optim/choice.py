@@ -64,7 +64,7 @@ class OptimizerChoice:
 
 def _build(cls: type[Optimizer], arguments: dict[str, Any], parameters: Any, lr: float, decay: float) -> Optimizer:
     known, anything = _constructor(cls)
-    scheduled = {"lr": lr, "weight_decay": decay}
+    scheduled: dict[str, Any] = {"lr": lr, "weight_decay": decay}
     return cls(parameters, **{k: v for k, v in scheduled.items() if anything or k in known}, **arguments)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import RanksLost
 from megatron_tlt.platform.nodes import node_name
+from megatron_tlt.platform.store import new_connection
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -82,7 +83,7 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
 
     def beat() -> None:
         with suppress(RuntimeError):  # the store's node has gone: the next collective says so
-            connected = store.clone()  # a connection of its own: a wait in the other one must not hold this up
+            connected = new_connection(store)  # a wait in the other connection must not delay this thread
             connected.set(f"where/{rank}", _node())
             while not stop.wait(_EVERY_S):
                 connected.add(f"pulse/{rank}", 1)
@@ -105,7 +106,7 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
 
 def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
     """Leaves in ``found`` which ranks do not count, and tells all others; waits until they have heard of it."""
-    connected = store.clone()
+    connected = new_connection(store)
     others = [rank for rank in range(world) if rank != own]
 
     def counts() -> list[int]:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.platform.rank_group import GroupFailed
+from megatron_tlt.platform.store import new_connection
 
 _POLL_S = 2e-4
 _MEETING_POLL_S = 2e-3  # a question to the store's process each time
@@ -74,18 +76,19 @@ class SubsetGroup:
         index, timeout = list(ranks).index(own), timedelta(seconds=timeout_s)
 
         def connect() -> dist.ProcessGroup:
-            # a connection of its own: a wait for a key keeps all others of the same one waiting
-            connected = store.clone()
+            connected = new_connection(store)
+            # Any: a backend has the collectives of a ProcessGroup, but torch's stub omits them.
             if current_device().is_cuda:
                 options = dist.ProcessGroupNCCL.Options()
                 # its watchdog would end the process: the deadline is kept here
                 options._timeout = 10 * timeout
-                nccl = dist.ProcessGroupNCCL(connected, index, len(ranks), options)
+                nccl: Any = dist.ProcessGroupNCCL(connected, index, len(ranks), options)
                 # the first collective connects, and waits for all members: that too is to happen beside
                 torch.cuda.set_device(current_device().torch_device)
                 nccl.allreduce(torch.zeros(1, device=current_device().torch_device)).wait()
                 return nccl
-            return dist.ProcessGroupGloo(connected, index, len(ranks), timeout)
+            gloo: Any = dist.ProcessGroupGloo(connected, index, len(ranks), timeout)
+            return gloo
 
         made = _beside(connect, name, should_abandon, timeout_s)
         return cls(tuple(ranks), own, made, should_abandon, timeout_s)
@@ -145,7 +148,7 @@ def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool
             why = f"not all {count} members came within {timeout_s} s" if late else "its session is over"
             come = store.add("members", _GONE)
             if come // _GONE == 1:
-                store.set("verdict", b"met" if come % _GONE == count else b"gone")
+                store.set("verdict", "met" if come % _GONE == count else "gone")
             break
         time.sleep(_MEETING_POLL_S)
         come = store.add("members", 0)

@@ -114,7 +114,7 @@ def harden_kernel_scan() -> None:
     """
     from vllm.triton_utils import dispatcher
 
-    dispatcher.vars = _plain_vars  # type: ignore[attr-defined]  # shadows the builtin in that module alone
+    dispatcher.vars = _plain_vars  # shadows the builtin in that module alone
 
 
 def _plain_vars(value: Any) -> Mapping[str, Any]:

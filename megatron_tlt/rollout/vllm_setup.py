@@ -186,7 +186,7 @@ def readable_weights() -> Iterator[None]:
         yield
         return
 
-    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def keep_weight(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     upstream = utils.dispatch_cpu_unquantized_gemm
