@@ -1,4 +1,8 @@
-"""Options, markers and the environment that all tests share."""
+"""Options, markers and the environment that all tests share.
+
+Tests run in two tiers. `bash tests/run.sh` runs the contributor's tier: every test that is neither `distributed` nor
+`slow`, and every test marked `representative`. `bash tests/run.sh --all` runs all tests.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _MARKERS = (
-    "slow: takes more than a minute; deselect with -m 'not slow'",
-    "distributed: starts several processes with torchrun",
+    "slow: takes long; only `tests/run.sh --all` runs it",
+    "distributed: starts several processes; only `tests/run.sh --all` runs it, unless it is marked representative",
+    "representative(kind): stands for its kind; the contributor's tier runs it although it is distributed or slow",
     "cpu_cure: losslessness at temperature > 0; on CPU builds it must fail without megatron_tlt.rollout.vllm_cure",
 )
 
@@ -27,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="take the cure of vLLM's CPU rejection sampler out, run only the tests that need it, expect them to fail",
     )
+    parser.addoption(
+        "--count-left-out",
+        type=Path,
+        metavar="FILE",
+        help="write into FILE how many of the collected tests are not in the contributor's tier",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,8 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TLT_WITHOUT_CPU_CURE"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: plain, then those that start processes, then slow ones (stable within each)."""
+    if file := config.getoption("--count-left-out"):
+        file.write_text(f"{sum(not _in_contributors_tier(item) for item in items)}\n")
     items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, _starts_processes(item)))
     if not config.getoption("--without-cpu-cure"):
         return
@@ -50,6 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _starts_processes(item: pytest.Item) -> bool:
     return item.get_closest_marker("distributed") is not None
+
+
+def _in_contributors_tier(item: pytest.Item) -> bool:
+    marked = {marker.name for marker in item.iter_markers()}
+    return "representative" in marked or not marked & {"distributed", "slow"}
 
 
 @contextlib.contextmanager

@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
 # Sets up .venv with the tools for tests, then runs the linters, the formatter's check, the type checker and the tests.
 #
-#   bash tests/run.sh [--setup-only] [arguments of pytest ...]
+#   bash tests/run.sh                           the contributor's tier of the tests: about 10 minutes on two cores
+#   bash tests/run.sh --all                     all tests, as in continuous integration
+#   bash tests/run.sh [arguments of pytest ...] the tests that the arguments select
+#   bash tests/run.sh --setup-only              no check
+#
+# tests/conftest.py defines the tiers.
 set -uo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -12,9 +17,15 @@ source "$root/tests/system_packages.sh"
 
 arguments=()
 setup_only=false
+tier=contributor
 for argument in "$@"; do
-    if [[ "$argument" == --setup-only ]]; then setup_only=true; else arguments+=("$argument"); fi
+    case "$argument" in
+        --setup-only) setup_only=true ;;
+        --all) tier=all ;;
+        *) arguments+=("$argument") ;;
+    esac
 done
+if ((${#arguments[@]})); then tier=arguments; fi
 
 setup_env dev || exit $?
 system_packages
@@ -23,8 +34,9 @@ if $setup_only; then exit 0; fi
 cd "$root" || exit 2
 export OMP_NUM_THREADS=1 PATH="$root/.venv/bin:$PATH"
 failed=()
+checks_started=$SECONDS
 
-# Each check runs whatever the others said, so that one run shows everything there is to mend.
+# Each check runs whatever the others said, so that one run shows everything there is to fix.
 check() { # name, command ...
     local name="$1" started=$SECONDS
     shift
@@ -42,14 +54,29 @@ check "ruff format" ruff format --check .
 check "codespell" codespell
 check "mypy" mypy
 check "shellcheck" shellcheck -x launch/*.sh slurm/*.sh slurm/*.sbatch tests/*.sh tools/*.sh tools/bench/*.sh .ci/run
-if ((${#arguments[@]})); then
-    check "pytest" python -m pytest "${arguments[@]}"
-else
-    # Two at a time where a test is one process; those that start several have the machine to themselves.
-    check "pytest, one process each" python -m pytest -n 2 --dist loadfile -m "not distributed"
-    check "pytest, several processes each" python -m pytest -m distributed
-fi
+# Two tests at a time where a test is one process. A test that starts several processes runs alone.
+case $tier in
+    arguments)
+        check "pytest" python -m pytest "${arguments[@]}"
+        ran="Tests: those that the arguments select."
+        ;;
+    all)
+        check "pytest, one process each" python -m pytest -n 2 --dist loadfile -m "not distributed"
+        check "pytest, several processes each" python -m pytest -m distributed
+        ran="Tests: all."
+        ;;
+    contributor)
+        count="$(mktemp)"
+        check "pytest, one process each" python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
+        check "pytest, one test of each kind that is distributed or slow" \
+            python -m pytest -m representative --count-left-out "$count"
+        left_out="$(cat "$count")"
+        rm -f "$count"
+        ran="Tests: the contributor's tier. ${left_out:-An unknown number of} more tests run with --all."
+        ;;
+esac
 
+printf '%s Time: %d s after the set-up.\n' "$ran" $((SECONDS - checks_started))
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"
     exit 1

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.actor.conftest import rows_of
 from tests.helpers.tiny_models import response_log_probs
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.representative("actor layouts")]
 WORKER = Path(__file__).parent / "workers" / "layouts.py"
 
 

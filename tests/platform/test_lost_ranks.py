@@ -30,6 +30,7 @@ def test_only_errors_about_lines_between_ranks_are_taken_for_such() -> None:
     assert not is_broken_line(ValueError("connection closed"))
 
 
+@pytest.mark.representative("lost rank")
 @pytest.mark.distributed
 def test_a_rank_that_stands_still_is_named_by_all_others(tmp_path: Path) -> None:
     port = free_port()

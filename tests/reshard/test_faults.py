@@ -32,6 +32,7 @@ def test_a_missing_mapping_and_a_flipped_bit_are_named_on_all_ranks(tmp_path: Pa
     assert len(said(log, "GENERATED missing")) == 2
 
 
+@pytest.mark.representative("fault during a reshard")
 @pytest.mark.distributed
 def test_a_rank_killed_in_mid_transfer_leaves_no_engine_in_use(tmp_path: Path) -> None:
     model = build_qwen2(tmp_path / "model", num_kv_heads=2)

@@ -40,7 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("engine_tp", [1, 2])  # vLLM's groups stay as they are in a process
+# Two runs, because a process cannot change vLLM's groups.
+@pytest.mark.parametrize("engine_tp", [1, pytest.param(2, marks=pytest.mark.representative("reshard"))])
 def test_engines_hold_and_say_what_the_trained_actor_would(tmp_path: Path, engine_tp: int) -> None:
     cases = {name: case for name, case in CASES.items() if case["engine_tp"] == engine_tp}
     for name, (model, options) in MODELS.items():

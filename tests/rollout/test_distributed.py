@@ -68,6 +68,7 @@ def test_independent_engines(folders: list[Path], references: list[Qwen2ForCausa
     assert first["shards"].keys() == references[0].state_dict().keys() - {"lm_head.weight"}  # tied
 
 
+@pytest.mark.representative("engine layout")
 def test_one_engine_over_two_ranks(folders: list[Path], references: list[Qwen2ForCausalLM], tmp_path: Path) -> None:
     first, second = run(folders, tmp_path, tp=2)
     assert first["before"] == second["before"]

@@ -360,6 +360,7 @@ def test_preempted_requests_go_on_as_before(
         small.shutdown()
 
 
+@pytest.mark.representative("losslessness across ranks")
 @pytest.mark.distributed
 def test_ranks_of_one_engine_take_the_first_ones_choices(tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}

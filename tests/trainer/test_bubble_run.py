@@ -42,6 +42,7 @@ def newest_checkpoint(run: Path) -> int:
         return 0
 
 
+@pytest.mark.representative("spot training")
 def test_bubbles_train_the_drafter_and_a_killed_run_goes_on_from_them(runs: Runs) -> None:
     run = runs.folder / "bubble"
     process = runs.start("bubble", *OVERRIDES, fresh=False)

@@ -62,6 +62,7 @@ def wait_for_rows(runs: Runs, name: str, count: int, process: object, checkpoint
         time.sleep(0.05)
 
 
+@pytest.mark.representative("end-to-end run")
 def test_summary_says_what_ran_and_that_the_engines_held_the_weights(uninterrupted: Path) -> None:
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert summary["world_size"] == 2 and summary["steps"] == 4
@@ -78,6 +79,7 @@ def test_summary_says_what_ran_and_that_the_engines_held_the_weights(uninterrupt
         assert (uninterrupted / file).is_file(), file
 
 
+@pytest.mark.representative("end-to-end run")
 def test_timeline_is_a_valid_trace_with_a_row_per_rank(uninterrupted: Path) -> None:
     trace = read_trace(uninterrupted / "timeline.json")
     assert trace_problems(trace) == []
@@ -86,6 +88,7 @@ def test_timeline_is_a_valid_trace_with_a_row_per_rank(uninterrupted: Path) -> N
     assert {"rollout", "idle", "reward", "log_probs", "update", "reshard"} <= {event["name"] for event in spans}
 
 
+@pytest.mark.representative("end-to-end run")
 def test_what_the_policy_says_can_be_read(uninterrupted: Path) -> None:
     found = samples(uninterrupted)
     steps = [row for row in found if row["origin"] == "train"]
@@ -110,6 +113,7 @@ def test_what_the_policy_says_can_be_read(uninterrupted: Path) -> None:
     assert all(html.escape(row["response"], quote=False) in page for row in found if row["step"] == 4)
 
 
+@pytest.mark.representative("end-to-end run")
 def test_metrics_by_task_are_shares_of_those_of_all(uninterrupted: Path) -> None:
     for row in rows(uninterrupted)[1:]:
         tasks = {name.split("/")[1] for name in row if name.startswith("task/") and name.endswith("/responses")}
@@ -134,6 +138,7 @@ def test_metrics_by_task_are_shares_of_those_of_all(uninterrupted: Path) -> None
     assert summary["tokens_seen"] == seen[-1]
 
 
+@pytest.mark.representative("killed run")
 def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_same_bits(
     runs: Runs, uninterrupted: Path
 ) -> None:
@@ -208,6 +213,7 @@ def test_a_checkpoint_converts_to_the_trained_model_and_back_to_what_a_run_start
     assert summary["rollout"]["logprob_mismatch"]["max_abs"] < 1e-3
 
 
+@pytest.mark.representative("end-to-end run")
 def test_cache_of_recipes_holds_finished_models_only(uninterrupted: Path, runs: Runs) -> None:
     for model in (runs.folder / "models").iterdir():
         assert (model / "recipe.json").is_file() and verify_manifest(model) == [], model
