@@ -18,11 +18,11 @@ import numpy as np
 
 from megatron_tlt.bench.coordinator_histories import FAULTS, run_history
 from megatron_tlt.bench.coordinator_scale import play_rollout
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.spot.messages import Seal, new_secret
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.service import CoordinatorService
 
 HEARTBEAT_S = 0.25
@@ -107,14 +107,14 @@ def _scale(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
 class _Clients:
     """The real clients, in their processes."""
 
-    def __init__(self, stack: ExitStack, endpoint: str, secret: bytes, config: CoordinatorConfig, args: Any) -> None:
+    def __init__(self, stack: ExitStack, endpoint: str, secret: bytes, config: SpotConfig, args: Any) -> None:
         self.poll_s: list[float] = []
         self._processes = []
         for index in range(args.processes):
             options = {
                 "endpoint": endpoint,
                 "run_id": "bench",
-                "config": vars(config),
+                "config": config.model_dump(),
                 "ranks": list(range(index, args.clients, args.processes)),
             }
             process = stack.enter_context(_process("megatron_tlt.bench.workers.coordinator", options))
@@ -167,7 +167,15 @@ def _reactions(seen: Sequence[dict[str, Any]], min_replicas: int) -> tuple[list[
 def _real(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
     """All networks, then the clients' polls; each network has a service and clients of its own."""
     count = arguments.clients
-    config = CoordinatorConfig(min_replicas=count // 2, heartbeat_s=HEARTBEAT_S, lost_after_s=10, silent_after_s=10)
+    least = count // 2
+    config = SpotConfig(
+        min_replicas=least,
+        min_entries=1,
+        heartbeat_s=HEARTBEAT_S,
+        lost_after_s=10,
+        silent_after_s=10,
+        session_timeout_s=60,
+    )
     polls: list[float] = []
     missed = 0
     p99: dict[str, float] = {}
@@ -194,7 +202,7 @@ def _real(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
                 seen = clients.rollout(rl_step, {i: start + rng.random() * SPREAD_S for i in range(count)})
                 if rl_step == 0:
                     continue  # while connections are made
-                to_session, to_end, missing = _reactions(seen, config.min_replicas)
+                to_session, to_end, missing = _reactions(seen, least)
                 sessions, ends, wrong = sessions + to_session, ends + to_end, wrong + missing
             counts = service.counts
             if service.failure is not None:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_tlt.bench.coordinator_rules import History, Rules, SimulatedRank
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Advice, Directive, Place, Report, SessionOrder
 
 LATENCY_S = 0.005
@@ -67,17 +67,18 @@ class Simulation:
         width = rng.choice((1, 1, 2))
         count = rng.randint(2, 5 if width == 1 else 3)
         self._replicas = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
-        self.config = CoordinatorConfig(
-            min_replicas=rng.randint(1, 2),
-            min_entries=rng.choice((0, 3, 8)),
-            steps_ahead=rng.randint(1, 3),
+        min_replicas, min_entries, steps_ahead = rng.randint(1, 2), rng.choice((None, 3, 8)), rng.randint(1, 3)
+        self.config = SpotConfig(
+            min_replicas=min_replicas,
+            min_entries=min_entries,
             heartbeat_s=1.0,
             lost_after_s=3.5,
             session_timeout_s=2.0,
+            grace_s=0.5,
             preempt_timeout_s=1.0,
             silent_after_s=4.0,
         )
-        self.coordinator = Coordinator(self._replicas, self.config, 0.0)
+        self.coordinator = Coordinator(self._replicas, self.config, 0.0, steps_ahead=steps_ahead)
         self.ranks = [
             SimulatedRank(number, index, Follower(number, self.config.silent_after_s, 0.0), rng.randint(1, 4))
             for index, ranks in enumerate(self._replicas)

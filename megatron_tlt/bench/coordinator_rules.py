@@ -138,14 +138,14 @@ class Rules:
 
     def _began(self, session: Session) -> None:
         entries = sum(self._ranks[number].entries for number in session.order.members)
-        if len(session.replicas) < self._config.min_replicas or entries < self._config.min_entries:
+        if len(session.replicas) < self._coordinator.min_replicas or entries < self._coordinator.min_entries:
             self.violated(f"{session.order.name} began with {len(session.replicas)} replicas and {entries} entries")
 
     def _regrouped(self, session: Session, members: frozenset[int]) -> None:
         order = session.order
         if len(members) != len(order.members) or order.leader not in members:
             self.violated(f"{order.name}: members {order.members}, leader {order.leader}")
-        if len(session.replicas) < self._config.min_replicas:
+        if len(session.replicas) < self._coordinator.min_replicas:
             self.violated(f"{order.name} has {len(session.replicas)} replicas")
         for number in members - self._members:
             rank = self._ranks[number]
@@ -169,8 +169,8 @@ class Rules:
             return
         idle = [index for index in self._replicas if self._idle(index)]
         ranks = [rank for rank in self._ranks if rank.replica in idle]
-        enough = len(idle) >= self._config.min_replicas
-        if enough and sum(rank.entries for rank in ranks) >= self._config.min_entries:
+        enough = len(idle) >= self._coordinator.min_replicas
+        if enough and sum(rank.entries for rank in ranks) >= self._coordinator.min_entries:
             for rank in ranks:
                 if rank.number not in self._members:
                     self.violated(f"rank {rank.number} was left out though it has long been idle")

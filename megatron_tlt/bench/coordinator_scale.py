@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_tlt.bench.coordinator_histories import Faults
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Advice, Directive, Report
 
 HEARTBEAT_S = 5
@@ -58,11 +58,13 @@ class _Rollout:
     def __init__(self, replicas: int, faults: Faults, seed: int) -> None:
         self._random = random.Random(seed)
         self.now = 0
-        config = CoordinatorConfig(
+        config = SpotConfig(
             min_replicas=replicas // 10,
+            min_entries=1,
             heartbeat_s=HEARTBEAT_S,
             lost_after_s=8 * HEARTBEAT_S,
             silent_after_s=8 * HEARTBEAT_S,
+            session_timeout_s=60,
         )
         self.coordinator = Coordinator([(i,) for i in range(replicas)], config, 0.0)
         self.ranks = [Follower(i, config.silent_after_s, 0.0) for i in range(replicas)]

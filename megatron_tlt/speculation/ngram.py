@@ -8,29 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_tlt.config.speculation import NgramConfig
 from megatron_tlt.speculation.ngram_index import NgramIndex
 from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, Tokens, as_tokens, check_tokens
 from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
 
 MIN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class NgramConfig:
-    """min_n, max_n: tokens that have to match; max_draft: the longest draft ever; max_bytes: bound on all memory."""
-
-    min_n: int = 2
-    max_n: int = 4
-    max_draft: int = 32
-    max_bytes: int = 1 << 28
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is out of range."""
-        if not 1 <= self.min_n <= self.max_n <= 64:
-            raise ValueError(f"min_n {self.min_n}, max_n {self.max_n}; allowed: 1 <= min_n <= max_n <= 64")
-        for name, least in (("max_draft", 1), ("max_bytes", MIN_BYTES)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least} and more")
 
 
 @dataclass
@@ -52,15 +35,31 @@ class NgramDrafter:
     none of that length, in the other responses to its problem in this epoch; of several occurrences the latest.
 
     Where memory is short, indexes of problems that nobody decodes go first, then a request does without.
+
+    Args:
+        max_draft: the longest draft ever.
+        max_bytes: bound on all memory.
+
+    Raises:
+        ValueError: what is out of range.
     """
 
-    def __init__(self, config: NgramConfig | None = None) -> None:
-        self.config = config or NgramConfig()
+    def __init__(self, config: NgramConfig | None = None, max_draft: int = 32, max_bytes: int = 1 << 28) -> None:
+        config = config or NgramConfig()
+        self._min_n, self._max_n = config.prompt_lookup_min, config.prompt_lookup_max
+        self._max_draft, self._max_bytes = max_draft, max_bytes
+        if not self._min_n <= self._max_n <= 64:
+            raise ValueError(
+                f"prompt_lookup_min {self._min_n}, prompt_lookup_max {self._max_n}; allowed: min <= max <= 64"
+            )
+        for name, value, least in (("max_draft", max_draft, 1), ("max_bytes", max_bytes, MIN_BYTES)):
+            if value < least:
+                raise ValueError(f"{name} is {value}; allowed: {least} and more")
         self._problems: OrderedDict[str, _Problem] = OrderedDict()  # the least recently used first
         self._requests: dict[str, _Request] = {}
         self._counters: Counter[str] = Counter()
-        self._context = np.empty(self.config.max_n, np.int32)
-        self._draft = np.empty(self.config.max_draft, np.int32)
+        self._context = np.empty(self._max_n, np.int32)
+        self._draft = np.empty(self._max_draft, np.int32)
         self._bytes = 0
 
     def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
@@ -75,7 +74,7 @@ class NgramDrafter:
             request.handle = request.own.start()
         except OutOfMemoryBudget:
             self._counters["own_indexes_dropped"] += 1
-        self._append(request, tokens[-self.config.max_n :], tokens)
+        self._append(request, tokens[-self._max_n :], tokens)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """As ``TokenDrafter.extend``."""
@@ -90,7 +89,7 @@ class NgramDrafter:
         known = request.own.context(request.handle, self._context)
         draft = self._draft[:max_tokens]
         others = request.problem.index if request.problem is not None else None
-        for size in range(min(known, self.config.max_n), self.config.min_n - 1, -1):
+        for size in range(min(known, self._max_n), self._min_n - 1, -1):
             # an n-gram that the request itself has not had before is another response's in the problem's index
             count = request.own.follow(self._context, size, draft)
             if not count and others is not None:
@@ -107,7 +106,7 @@ class NgramDrafter:
 
     def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
         """As ``TokenDrafter.learn``."""
-        end = as_tokens(prompt[-self.config.max_n :])
+        end = as_tokens(prompt[-self._max_n :])
         tokens = check_tokens(np.concatenate([end, as_tokens(response)]))
         request = _Request()
         self._join_problem(request, problem)
@@ -133,7 +132,7 @@ class NgramDrafter:
         return {name: self._counters[name] for name in names}
 
     def _new_index(self) -> NgramIndex:
-        index = NgramIndex(self.config.min_n, self.config.max_n, self.config.max_draft, self._allow)
+        index = NgramIndex(self._min_n, self._max_n, self._max_draft, self._allow)
         if not self._allow(index.nbytes):
             raise OutOfMemoryBudget(f"{index.nbytes} bytes for an index were refused")
         return index
@@ -180,12 +179,12 @@ class NgramDrafter:
 
     def _allow(self, nbytes: int) -> bool:
         for key in list(self._problems):
-            if self._bytes + nbytes <= self.config.max_bytes:
+            if self._bytes + nbytes <= self._max_bytes:
                 break
             if not self._problems[key].users:
                 self._forget(key)
                 self._counters["problems_evicted"] += 1
-        if self._bytes + nbytes > self.config.max_bytes:
+        if self._bytes + nbytes > self._max_bytes:
             return False
         self._bytes += nbytes
         return True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from megatron_tlt.config.speculation import SuffixConfig
 from megatron_tlt.speculation.suffix_file import read_responses, write_responses
 from megatron_tlt.speculation.suffix_history import MIN_WEIGHT, EpochWeights, ResponseTree
 from megatron_tlt.speculation.suffix_store import PROBLEM_BYTES, RESPONSE_BYTES, ResponseStore, StoredResponse
@@ -23,8 +24,6 @@ from megatron_tlt.speculation.suffix_tree import (
 )
 from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
 
-SCOPES = ("problem", "global")
-MIN_BYTES = 1 << 20
 _RELEASE_TO = 0.9
 """Share of the bound down to which trees are given up at once: they come back, and looking for them takes time."""
 _STORED = 0.5
@@ -34,42 +33,6 @@ _INSERTED = {"problem": 1 / 8, "global": 7 / 8}
 _TIGHT = 31 / 32
 """Share of the bound above which requests could find no room of their own."""
 _GLOBAL = ""
-
-
-@dataclass(frozen=True)
-class SuffixConfig:
-    """How responses are kept and drafted from.
-
-    scope: a tree per problem, or one for all of them.
-    max_depth: tokens of match and draft together.
-    window: how many of a problem's past visits (rollouts with responses to it) count besides the running one;
-    epoch_decay: what a visit weighs of the one after it. Visits of other problems change nothing.
-    prompt_tokens: how much of the prompt's end stands before a response, so that its first tokens can be matched.
-    own_tree: whether a request also has a tree of its own prompt and response (DAS compares the two).
-    max_bytes: bound on trees and tokens of all problems and requests, in bytes; at most half of it on past responses.
-    """
-
-    scope: str = "problem"
-    max_depth: int = 32
-    window: int = 16
-    epoch_decay: float = 0.8
-    prompt_tokens: int = 16
-    own_tree: bool = True
-    max_bytes: int = 1 << 30
-    rule: SpeculationRule = field(default_factory=SpeculationRule)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is out of range."""
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope {self.scope!r}; allowed: {', '.join(SCOPES)}")
-        for name, least in (("window", 0), ("prompt_tokens", 0), ("max_bytes", MIN_BYTES)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least} and more")
-        if not (0.0 < self.epoch_decay <= 1.0 and self.epoch_decay**self.window >= MIN_WEIGHT):
-            raise ValueError(
-                f"epoch_decay {self.epoch_decay}, window {self.window}; allowed: a decay above 0, at most 1, "
-                f"with which the window's oldest epoch weighs at least 1/{1 / MIN_WEIGHT:.0f}"
-            )
 
 
 @lru_cache
@@ -97,10 +60,23 @@ class SuffixDrafter:
     Where memory is short, trees of problems that nobody decodes are given up first, the least recently used before
     others; then the oldest responses in the tree that wants to grow; at last a request goes without. The store has its
     own bound (``ResponseStore``), which trees do not change: else engines would keep different responses.
+
+    Args:
+        prompt_tokens: how much of the prompt's end stands before a response, so that its first tokens can be matched.
+
+    Raises:
+        ValueError: the oldest visit of the window would weigh next to nothing.
     """
 
-    def __init__(self, config: SuffixConfig | None = None) -> None:
-        self.config = config or SuffixConfig()
+    def __init__(self, config: SuffixConfig | None = None, prompt_tokens: int = 16) -> None:
+        self.config = config = config or SuffixConfig()
+        self._prompt_tokens = prompt_tokens
+        self._rule = SpeculationRule(config.factor, config.offset, config.min_probability)
+        if config.epoch_decay**config.window < MIN_WEIGHT:
+            raise ValueError(
+                f"epoch_decay {config.epoch_decay}, window {config.window}; allowed: a decay with which the window's "
+                f"oldest epoch weighs at least 1/{1 / MIN_WEIGHT:.0f}"
+            )
         self._weights = EpochWeights(self.config.epoch_decay)
         self._store = ResponseStore(self.config.window, int(_STORED * self.config.max_bytes))
         self._trees: OrderedDict[str, ResponseTree] = OrderedDict()  # the least recently used first
@@ -126,7 +102,7 @@ class SuffixDrafter:
         if self.config.own_tree:
             self._start_own(request)
         if request.handle is not None:
-            self._append(request, tokens[max(0, len(tokens) - self.config.prompt_tokens) :])
+            self._append(request, tokens[max(0, len(tokens) - self._prompt_tokens) :])
         self._append_own(request, tokens)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
@@ -143,7 +119,7 @@ class SuffixDrafter:
         of the own tree make it too sure of itself; what only it knows is the prompt, and there its match is longer.
         """
         request = self._requests[request_id]
-        best, rule = no_proposal(), _bounded(self.config.rule, least_probability)
+        best, rule = no_proposal(), _bounded(self._rule, least_probability)
         if request.handle is not None:
             tree = self._trees[request.key].tree
             assert tree is not None
@@ -308,7 +284,7 @@ class SuffixDrafter:
 
     def _sequence(self, prompt: Sequence[int], response: Sequence[int]) -> Tokens:
         """What stands in a tree for a whole response."""
-        end = as_tokens(prompt[max(0, len(prompt) - self.config.prompt_tokens) :])
+        end = as_tokens(prompt[max(0, len(prompt) - self._prompt_tokens) :])
         return check_tokens(np.concatenate([end, as_tokens(response)]))
 
     def _append(self, request: _Request, tokens: Tokens) -> None:

@@ -5,7 +5,6 @@ from megatron_tlt.spot.client import CoordinatorClient
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
 from megatron_tlt.spot.messages import Seal, new_secret
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.service import CoordinatorService
 from megatron_tlt.spot.types import Advice, Directive, Place, ReplicaState, Report, SessionOrder
 
@@ -13,7 +12,6 @@ __all__ = [
     "Advice",
     "Coordinator",
     "CoordinatorClient",
-    "CoordinatorConfig",
     "CoordinatorService",
     "Directive",
     "Follower",

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import zmq
 
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.follower import Follower
 from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Dropped, Seal
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Advice, Directive, Place, SessionOrder
 
@@ -54,7 +54,7 @@ class CoordinatorClient(Threaded):
         self,
         rank: int,
         endpoint: str,
-        config: CoordinatorConfig,
+        config: SpotConfig,
         seal: Seal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from megatron_tlt.spot.options import CoordinatorConfig
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.session import Session
 from megatron_tlt.spot.types import NO_RL_STEP, Directive, ReplicaState, Report
 
@@ -68,16 +68,25 @@ class Coordinator:
 
     Args:
         replicas: the ranks of each engine.
+        config: without ``min_replicas`` or ``min_entries``, any idle replica starts a session.
         first_sequence: above whatever directives these ranks have heard before.
+        steps_ahead: steps that members may train beyond what all have reported; with 2 they need not wait.
 
     Raises:
         ValueError: no replica, one without ranks, or a rank in two of them.
     """
 
     def __init__(
-        self, replicas: Sequence[Sequence[int]], config: CoordinatorConfig, now: float, first_sequence: int = 0
+        self,
+        replicas: Sequence[Sequence[int]],
+        config: SpotConfig,
+        now: float,
+        first_sequence: int = 0,
+        steps_ahead: int = 2,
     ) -> None:
         self.config = config
+        self.min_replicas, self.min_entries = config.min_replicas or 1, config.min_entries or 0
+        self._steps_ahead = steps_ahead
         self.rl_step = NO_RL_STEP
         self.rollout_over = True
         self.counts: Counter[str] = Counter()
@@ -203,11 +212,7 @@ class Coordinator:
             self._end_session("ended by the rollout's end", now)
             self.rollout_over = True
             self._to_tell.update(self._ranks)
-        elif (
-            self._session is None
-            and len(self._idle) >= self.config.min_replicas
-            and self._entries >= self.config.min_entries
-        ):
+        elif self._session is None and len(self._idle) >= self.min_replicas and self._entries >= self.min_entries:
             self._start_session(now)
 
     def _start_session(self, now: float) -> None:
@@ -216,7 +221,7 @@ class Coordinator:
         self.counts["sessions"] += 1
         leader = self._elect(members)
         grouped = {replica.index: replica.numbers for replica in members}
-        session = Session(self._sessions, self.rl_step, grouped, leader, self.config.steps_ahead, now)
+        session = Session(self._sessions, self.rl_step, grouped, leader, self._steps_ahead, now)
         session.deadline = now + self.config.session_timeout_s
         self._session = session
         self._alarm(session.deadline, _Alarm.STUCK, session.number)
@@ -237,7 +242,7 @@ class Coordinator:
         if session is None or not gone:
             return
         remaining = [replica for replica in self._members(session) if replica not in gone]
-        if len(remaining) < self.config.min_replicas:
+        if len(remaining) < self.min_replicas:
             self._end_session("ended for want of replicas", now)
         else:
             self._regroup(remaining, now, at_once=True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.messages import LARGEST_REPORT, Dropped, Seal
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Directive, Report
 
@@ -45,7 +45,7 @@ class CoordinatorService(Threaded):
     def __init__(
         self,
         replicas: Sequence[Sequence[int]],
-        config: CoordinatorConfig,
+        config: SpotConfig,
         seal: Seal,
         host: str,
         port: int = 0,

@@ -10,26 +10,13 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.config.spot import SpotConfig, session_start
+from megatron_tlt.config.spot import session_start
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.collectives import broadcast_data, failing_together
 from megatron_tlt.platform.device import log_once, rank
-from megatron_tlt.spot import CoordinatorClient, CoordinatorConfig, CoordinatorService, Seal, new_secret
+from megatron_tlt.spot import CoordinatorClient, CoordinatorService, Seal, new_secret
 
 _NOT_BELIEVED = ("misdirected", "replayed", "reports replayed", "reports of unknown ranks")
-
-
-def coordinator_config(spot: SpotConfig, min_replicas: int, min_entries: int) -> CoordinatorConfig:
-    """The coordinator's part of the section; the two numbers are those of :func:`session_start`."""
-    return CoordinatorConfig(
-        min_replicas=min_replicas,
-        min_entries=min_entries,
-        heartbeat_s=spot.heartbeat_s,
-        lost_after_s=spot.lost_after_s,
-        session_timeout_s=spot.session_timeout_s,
-        preempt_timeout_s=spot.preempt_timeout_s,
-        silent_after_s=spot.silent_after_s,
-    )
 
 
 def coordinator_host(host: str | None, nodes: int) -> str:
@@ -78,7 +65,9 @@ class Coordination:
     def __init__(self, config: TltConfig) -> None:
         assert config.spot is not None
         self._open = ExitStack()
-        settings, run_id = coordinator_config(config.spot, *session_start(config)), config.run.name
+        min_replicas, min_entries = session_start(config)
+        settings = config.spot.model_copy(update={"min_replicas": min_replicas, "min_entries": min_entries})
+        run_id = config.run.name
         secret, endpoint = b"", ""
         self._service: CoordinatorService | None = None
         with failing_together():

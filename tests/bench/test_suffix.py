@@ -13,7 +13,7 @@ from megatron_tlt.bench import suffix
 from megatron_tlt.bench.responses import PolicyLaw, RecordedResponse, read_recorded, synthetic_responses
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.speculation.ngram import NgramDrafter
-from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
+from megatron_tlt.speculation.suffix import SuffixDrafter
 
 
 def arguments_of(*values: str) -> argparse.Namespace:
@@ -25,7 +25,7 @@ def arguments_of(*values: str) -> argparse.Namespace:
 def test_a_response_seen_before_is_accepted_whole() -> None:
     tokens = tuple(range(10, 40))
     responses = [RecordedResponse("p", epoch, (1, 2), tokens) for epoch in (1, 2)]
-    accepted = suffix.decode([SuffixDrafter(SuffixConfig(prompt_tokens=2))], responses, 1, 4)
+    accepted = suffix.decode([SuffixDrafter(prompt_tokens=2)], responses, 1, 4)
     # 30 rounds of nothing; then after a match of m tokens at most m drafts: 2, 4, 4, 4, 4, 4 and the last round's 1
     assert accepted == [0.0, (2 + 5 * 4 + 1) / 7]
     assert suffix.decode([NgramDrafter()], responses, 1, 4) == [0.0, 0.0], "it forgets a step"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.config.spot import SpotConfig, session_start
-from megatron_tlt.trainer.coordination import coordinator_config
+from megatron_tlt.config.spot import session_start
 from tests.config.test_loader import violations, write
 
 RIGHT = (
@@ -93,6 +92,4 @@ def test_defaults_scale_with_what_a_step_gives(overrides: list[str], expected: t
     sizes = ("trainer.prompts_per_step=4", "algorithm.group_size=8", "spot.least_steps=0")
     config = load_config(write(tmp_path), (*RIGHT[:-1], *sizes, *overrides), check_libraries=False)
     assert session_start(config) == expected
-    world = config.launcher.world_size
-    started = coordinator_config(config.spot or SpotConfig(), *session_start(config))
-    assert (started.min_replicas, started.min_entries) == expected and started.min_replicas < world
+    assert expected[0] < config.launcher.world_size

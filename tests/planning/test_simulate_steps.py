@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.simulation.calibration import (
     DERIVED,
@@ -31,7 +32,6 @@ from megatron_tlt.planning.simulation.rollout import Speculation
 from megatron_tlt.planning.simulation.scenario import Actor, Gate, Spot, TailBatching
 from megatron_tlt.planning.simulation.steps import PHASES, simulate, speedup, summarize
 from megatron_tlt.spot.coordinator import Coordinator
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Report
 from tests.planning.simulated import scenario
 
@@ -96,7 +96,7 @@ def test_sessions_begin_when_the_products_coordinator_begins_them(
     ends: list[float], entries: int, min_replicas: int, min_entries: int
 ) -> None:
     count = len(ends)
-    config = CoordinatorConfig(min_replicas=min_replicas, min_entries=min_entries, lost_after_s=1e6)
+    config = SpotConfig(min_replicas=min_replicas, min_entries=min_entries, lost_after_s=1e6)
     coordinator = Coordinator([[rank] for rank in range(count)], config, 0.0)
     for rank in range(count):
         coordinator.handle(Report(rank, 0, 0, False, True, 0, 0, None, -1), 0.0)

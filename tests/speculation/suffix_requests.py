@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_store import PROBLEM_BYTES
 from megatron_tlt.speculation.suffix_tree import SpeculationRule
 from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, TokenDrafter
 
+MIN_BYTES = 1 << 20
 EAGER = SpeculationRule(factor=1.0, offset=8.0, min_probability=0.0)
+EAGER_KEYS = asdict(EAGER)
+"""As keys of the suffix drafter's section."""
 
 
 def say(drafter: TokenDrafter, name: str, problem: str, response: list[int], prompt: tuple[int, ...] = (1, 2)) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.ngram import MIN_BYTES, NgramConfig, NgramDrafter
-from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
+from megatron_tlt.config.speculation import NgramConfig, SuffixConfig
+from megatron_tlt.speculation.ngram import MIN_BYTES, NgramDrafter
+from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 
@@ -42,8 +43,8 @@ OPERATIONS = st.lists(
 def test_it_finds_the_latest_of_the_longest(
     operations: list[tuple[Any, ...]], min_n: int, more: int, max_tokens: int
 ) -> None:
-    config = NgramConfig(min_n, min_n + more, max_draft=7)
-    drafter = NgramDrafter(config)
+    max_n = min_n + more
+    drafter = NgramDrafter(NgramConfig(prompt_lookup_min=min_n, prompt_lookup_max=max_n), max_draft=7)
     own: dict[int, list[tuple[int, int]]] = {}
     shared: dict[int, dict[int, list[tuple[int, int]]]] = {0: {}, 1: {}}
     problem_of: dict[int, int] = {}
@@ -53,11 +54,11 @@ def test_it_finds_the_latest_of_the_longest(
             prompt = [(token, time := time + 1) for token in (0, 1, 2, operation[1])]
             drafter.start(str(number), f"problem {operation[1]}", [token for token, _ in prompt])
             own[number], problem_of[number] = list(prompt), operation[1]
-            shared[operation[1]][number] = prompt[-config.max_n :]
+            shared[operation[1]][number] = prompt[-max_n:]
         elif operation[0] == "learn":
             said = [(token, time := time + 1) for token in (0, 1, 2, operation[1], *operation[2])]
             drafter.learn(f"problem {operation[1]}", [token for token, _ in said[:4]], operation[2])
-            shared[operation[1]][number] = said[max(0, 4 - config.max_n) :]
+            shared[operation[1]][number] = said[max(0, 4 - max_n) :]
         elif own:
             chosen = sorted(own)[operation[1] % len(own)]
             if operation[0] == "extend":
@@ -70,7 +71,7 @@ def test_it_finds_the_latest_of_the_longest(
                 del own[chosen]
     for number, text in own.items():
         expected: tuple[list[int], int] = ([], 0)
-        for size in range(min(config.max_n, len(text)), min_n - 1, -1):
+        for size in range(min(max_n, len(text)), min_n - 1, -1):
             gram = [token for token, _ in text[-size:]]
             others = list(shared[problem_of[number]].values())
             tokens = latest([text], gram, max_tokens) or latest(others, gram, max_tokens)
@@ -96,7 +97,7 @@ def test_another_sample_is_drafted_from_until_the_step_ends() -> None:
 
 
 def test_memory_stays_within_its_bound() -> None:
-    drafter, rng = NgramDrafter(NgramConfig(max_bytes=MIN_BYTES)), random.Random(0)
+    drafter, rng = NgramDrafter(max_bytes=MIN_BYTES), random.Random(0)
     for number in range(200):
         for name in ("a", "b"):
             drafter.start(name, f"problem {number}", [rng.randrange(1000) for _ in range(20)])
@@ -118,9 +119,9 @@ def test_memory_stays_within_its_bound() -> None:
 
 DRAFTERS: list[Callable[[], TokenDrafter]] = [
     NgramDrafter,
-    lambda: NgramDrafter(NgramConfig(1, 8, 3)),
+    lambda: NgramDrafter(NgramConfig(prompt_lookup_min=1, prompt_lookup_max=8), 3),
     SuffixDrafter,
-    lambda: SuffixDrafter(SuffixConfig(scope="global", own_tree=False, prompt_tokens=0)),
+    lambda: SuffixDrafter(SuffixConfig(scope="global", own_tree=False), prompt_tokens=0),
     lambda: SuffixDrafter(SuffixConfig(max_bytes=1 << 20)),
 ]
 
@@ -175,7 +176,7 @@ def test_bad_use_is_refused(make: Callable[[], TokenDrafter]) -> None:
             call()
 
 
-@pytest.mark.parametrize("bad", [{"min_n": 0}, {"min_n": 5}, {"max_draft": 0}, {"max_bytes": 5}])
-def test_bad_configs_are_refused(bad: dict[str, int]) -> None:
+@pytest.mark.parametrize("bad", [{"config": NgramConfig(prompt_lookup_min=5)}, {"max_draft": 0}, {"max_bytes": 5}])
+def test_bad_configs_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="allowed"):
-        NgramConfig(**bad)
+        NgramDrafter(**bad)

@@ -9,26 +9,27 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.suffix import MIN_BYTES, SuffixConfig, SuffixDrafter
+from megatron_tlt.config.speculation import SuffixConfig
+from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_history import EpochWeights
 from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal
 from tests.speculation.reference import Reference
-from tests.speculation.suffix_requests import EAGER, draft, held_bytes, say, visit
+from tests.speculation.suffix_requests import EAGER, EAGER_KEYS, MIN_BYTES, draft, held_bytes, say, visit
 
 
 def test_a_response_is_drafted_like_earlier_ones_to_its_prompt_only() -> None:
-    drafter = SuffixDrafter(SuffixConfig(rule=EAGER))
+    drafter = SuffixDrafter(SuffixConfig(**EAGER_KEYS))
     say(drafter, "a", "p", [10, 11, 12, 13, 14])
     assert draft(drafter, "p", []).tokens == [10, 11, 12, 13, 14], "the prompt's end matches"
     assert draft(drafter, "p", [10, 11]).tokens == [12, 13, 14]
     assert draft(drafter, "q", [10, 11]).tokens == []
-    everywhere = SuffixDrafter(SuffixConfig(scope="global", rule=EAGER))
+    everywhere = SuffixDrafter(SuffixConfig(scope="global", **EAGER_KEYS))
     say(everywhere, "a", "p", [10, 11, 12, 13, 14])
     assert draft(everywhere, "q", [10, 11]).tokens == [12, 13, 14]
 
 
 def test_samples_that_decode_now_learn_from_each_other() -> None:
-    drafter = SuffixDrafter(SuffixConfig(rule=EAGER))
+    drafter = SuffixDrafter(SuffixConfig(**EAGER_KEYS))
     for name in ("ahead", "behind"):
         drafter.start(name, "p", [1, 2])
     drafter.extend("ahead", [10, 11, 12, 13])
@@ -39,14 +40,14 @@ def test_samples_that_decode_now_learn_from_each_other() -> None:
 
 def test_a_prompt_is_drafted_from_where_the_request_has_its_own_tree() -> None:
     for own_tree, tokens in ((True, [32, 33]), (False, [])):
-        drafter = SuffixDrafter(SuffixConfig(own_tree=own_tree, prompt_tokens=1, rule=EAGER))
+        drafter = SuffixDrafter(SuffixConfig(own_tree=own_tree, **EAGER_KEYS), prompt_tokens=1)
         drafter.start("a", "p", [30, 31, 32, 33, 2])
         drafter.extend("a", [30, 31])
         assert drafter.propose("a", 2).tokens == tokens
 
 
 def test_newer_epochs_weigh_more_and_old_ones_go() -> None:
-    drafter = SuffixDrafter(SuffixConfig(window=2, epoch_decay=0.5, own_tree=False, rule=EAGER))
+    drafter = SuffixDrafter(SuffixConfig(window=2, epoch_decay=0.5, own_tree=False, **EAGER_KEYS))
     visit(drafter, ("p", [5, 6]))
     say(drafter, "new", "p", [5, 7])
     drafter.start("probe", "p", [])
@@ -105,11 +106,10 @@ def test_proposals_are_those_of_counting_by_hand(
         max_depth=6,
         window=window,
         epoch_decay=decay,
-        prompt_tokens=2,
         own_tree=own_tree,
-        rule=EAGER,
+        **EAGER_KEYS,
     )
-    drafter, weights = SuffixDrafter(config), EpochWeights(decay)
+    drafter, weights = SuffixDrafter(config, prompt_tokens=2), EpochWeights(decay)
     recorded: list[tuple[int, int, list[int]]] = []  # problem, visit, tokens
     running: dict[int, tuple[int, list[int]]] = {}
     elsewhere: list[tuple[int, list[int]]] = []
@@ -229,7 +229,7 @@ def test_what_cannot_fit_goes_without() -> None:
 
 @pytest.mark.parametrize("scope", ["problem", "global"])
 def test_a_tree_given_up_comes_back_the_same(scope: str) -> None:
-    drafter = SuffixDrafter(SuffixConfig(scope=scope, rule=EAGER))
+    drafter = SuffixDrafter(SuffixConfig(scope=scope, **EAGER_KEYS))
     rng = random.Random(1)
     for _ in range(3):
         visit(drafter, *(("p", [rng.randrange(3) for _ in range(100)]) for _ in range(3)))
@@ -259,7 +259,7 @@ def test_a_tree_given_up_comes_back_the_same(scope: str) -> None:
 
 def test_only_what_a_rollout_recorded_stays() -> None:
     """What was given up, or belongs to a problem that never comes again, is drafted from until the rollout ends."""
-    drafter = SuffixDrafter(SuffixConfig(rule=EAGER))
+    drafter = SuffixDrafter(SuffixConfig(**EAGER_KEYS))
     for name, tokens in (("given up", [10, 11, 12]), ("whole", [20, 21, 22])):
         say(drafter, name, "p", tokens)
     drafter.learn("p", [1, 2], [30, 31, 32])
@@ -274,7 +274,7 @@ def test_only_what_a_rollout_recorded_stays() -> None:
 def test_a_response_that_an_engine_decoded_itself_counts_once() -> None:
     """It and the other engine's have equal weight: the proposal is as uncertain as it would be on a third engine."""
     responses = [FinishedResponse("p", (1, 2), tokens) for tokens in ((5, 6), (5, 7), (5, 7))]
-    drafters = [SuffixDrafter(SuffixConfig(own_tree=False, rule=EAGER)) for _ in range(3)]
+    drafters = [SuffixDrafter(SuffixConfig(own_tree=False, **EAGER_KEYS)) for _ in range(3)]
     for drafter, own in zip(drafters, (responses[:1], responses[1:], []), strict=True):
         for i, (problem, prompt, tokens) in enumerate(own):
             say(drafter, str(i), problem, list(tokens), tuple(prompt))
@@ -286,20 +286,20 @@ def test_a_response_that_an_engine_decoded_itself_counts_once() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"scope": "world"}, "scope 'world'; allowed: problem, global"),
-        ({"window": -1}, "window is -1"),
-        ({"max_bytes": 10}, "max_bytes is 10"),
+        ({"scope": "world"}, "'problem' or 'global'"),
+        ({"window": -1}, "greater than or equal to 0"),
+        ({"max_bytes": 10}, "greater than or equal to 1048576"),
         ({"epoch_decay": 0.5, "window": 13}, "at least 1/4096"),
-        ({"epoch_decay": 0.0}, "above 0"),
+        ({"epoch_decay": 0.0}, "greater than 0"),
     ],
 )
 def test_bad_configs_are_refused(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SuffixConfig(**bad)
+        SuffixDrafter(SuffixConfig(**bad))
 
 
 def test_a_draft_ends_before_what_is_less_likely_than_asked_for() -> None:
-    drafter = SuffixDrafter(SuffixConfig(own_tree=False, rule=EAGER))
+    drafter = SuffixDrafter(SuffixConfig(own_tree=False, **EAGER_KEYS))
     for name, last in (("a", 7), ("b", 7), ("c", 8), ("d", 9)):
         say(drafter, name, "p", [5, 6, last, 4])
     drafter.start("probe", "p", [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.config.speculation import SuffixConfig
 from megatron_tlt.errors import RunError
-from megatron_tlt.speculation.suffix import SuffixConfig, SuffixDrafter
+from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.token_drafter import FinishedResponse
-from tests.speculation.suffix_requests import EAGER, draft, held_bytes, visit
+from tests.speculation.suffix_requests import EAGER_KEYS, draft, held_bytes, visit
 
 
 def filled(seed: int = 0) -> SuffixDrafter:
-    drafter, rng = SuffixDrafter(SuffixConfig(window=4, rule=EAGER)), random.Random(seed)
+    drafter, rng = SuffixDrafter(SuffixConfig(window=4, **EAGER_KEYS)), random.Random(seed)
     for rollout in range(3):
         problems = [f"problem {i}" for i in range(3) if i <= rollout for _ in range(2)]
         visit(drafter, *((problem, [rng.randrange(4) for _ in range(30)]) for problem in problems))
@@ -52,7 +52,7 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_a_file_is_loaded_under_another_window_and_scope(tmp_path: Path) -> None:
     drafter = filled()
     drafter.save(tmp_path / "suffix.bin")
-    narrow = SuffixDrafter(replace(drafter.config, window=1, scope="global"))
+    narrow = SuffixDrafter(drafter.config.model_copy(update={"window": 1, "scope": "global"}))
     narrow.load(tmp_path / "suffix.bin")
     assert [(problem, visit) for problem, visit, _ in contents(narrow)] == [
         (f"problem {i}", 3 - i) for i in range(3) for _ in range(2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_tlt.speculation.suffix import MIN_BYTES, SuffixConfig, SuffixDrafter
+from megatron_tlt.config.speculation import SuffixConfig
+from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_store import PROBLEM_BYTES, RESPONSE_BYTES, ResponseStore
 from megatron_tlt.speculation.token_drafter import FinishedResponse
+from tests.speculation.suffix_requests import MIN_BYTES
 
 
 def visit(store: ResponseStore, problem: str, *, tokens: int = 10) -> None:

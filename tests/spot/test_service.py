@@ -16,11 +16,11 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot import (
     Advice,
     CoordinatorClient,
-    CoordinatorConfig,
     CoordinatorService,
     Directive,
     Report,
@@ -29,7 +29,7 @@ from megatron_tlt.spot import (
 )
 
 HOST = "127.0.0.1"
-CONFIG = CoordinatorConfig(heartbeat_s=0.1, lost_after_s=2.0, silent_after_s=1.0)
+CONFIG = SpotConfig(min_replicas=2, min_entries=1, heartbeat_s=0.1, lost_after_s=2.0, silent_after_s=1.0)
 LIMIT_S = 30.0
 
 
@@ -59,7 +59,7 @@ class HeldClock:
 class Run:
     """A service, its clients, and what a stranger may try."""
 
-    def __init__(self, stack: ExitStack, ranks: int, config: CoordinatorConfig = CONFIG) -> None:
+    def __init__(self, stack: ExitStack, ranks: int, config: SpotConfig = CONFIG) -> None:
         self.clock = HeldClock()
         self.secret = new_secret()
         self.seal = Seal(self.secret, "run")
@@ -235,8 +235,9 @@ def test_a_service_held_up_for_five_seconds_blocks_nobody_and_loses_nobody(stack
 
 _CLIENT = """
 import sys, threading
-from megatron_tlt.spot import CoordinatorClient, CoordinatorConfig, Seal
-config = CoordinatorConfig(heartbeat_s=0.1, lost_after_s=2.0, silent_after_s=1.0)
+from megatron_tlt.spot import CoordinatorClient, Seal
+from megatron_tlt.config.spot import SpotConfig
+config = SpotConfig(heartbeat_s=0.1, lost_after_s=2.0, silent_after_s=1.0)
 client = CoordinatorClient(2, sys.argv[1], config, Seal(sys.stdin.buffer.read(32), "run"))
 client.rollout_started(0)
 threading.Event().wait(60)
@@ -283,7 +284,7 @@ def test_heartbeats_go_on_while_the_rank_computes(stack: ExitStack) -> None:
 
 
 def test_poll_takes_microseconds(stack: ExitStack) -> None:
-    run = Run(stack, 1, CoordinatorConfig(min_replicas=1))
+    run = Run(stack, 1, SpotConfig(min_replicas=1, min_entries=1, silent_after_s=10))
     run.connect(0)
     client = run.clients[0]
     client.rollout_started(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.options import CoordinatorConfig
 from megatron_tlt.spot.types import Advice, Directive, ReplicaState, Report, SessionOrder
 
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -17,17 +17,20 @@ SINGLES = [(0,), (1,), (2,), (3,)]
 class World:
     """``deaf`` ranks hear nothing; ``dead`` ones say nothing either."""
 
-    def __init__(self, replicas: Sequence[Sequence[int]] = SINGLES, **options: Any) -> None:
+    def __init__(self, replicas: Sequence[Sequence[int]] = SINGLES, steps_ahead: int = 2, **options: Any) -> None:
         settings = {
+            "min_replicas": 2,
+            "min_entries": 1,
             "heartbeat_s": 1.0,
             "lost_after_s": 4.0,
             "session_timeout_s": 30.0,
             "silent_after_s": 6.0,
+            "grace_s": 0.5,
             **options,
         }
-        self.config = CoordinatorConfig(**settings)
+        self.config = SpotConfig(**settings)
         self.now = 0.0
-        self.coordinator = Coordinator(replicas, self.config, self.now)
+        self.coordinator = Coordinator(replicas, self.config, self.now, steps_ahead=steps_ahead)
         self.ranks = {rank: Follower(rank, self.config.silent_after_s, 0.0) for ranks in replicas for rank in ranks}
         self.deaf: set[int] = set()
         self.dead: set[int] = set()

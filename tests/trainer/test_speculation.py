@@ -107,7 +107,7 @@ def test_a_section_says_how_suffixes_are_kept_and_drafted_from() -> None:
     assert list(found) == ["suffix"]
     own = found["suffix"].config  # type: ignore[attr-defined]
     assert (own.scope, own.own_tree, own.window) == ("global", False, 4)
-    assert (own.rule.factor, own.rule.offset, own.rule.min_probability) == (0.5, 2.0, 0.3)
+    assert (own.factor, own.offset, own.min_probability) == (0.5, 2.0, 0.3)
     with pytest.raises(ValueError, match=r"factor is 0\.5 and offset 0\.0; allowed: a sum of 1 and more"):
         TltConfig.model_validate({"model": {"path": "m"}, "tasks": [TASK], "speculation": {"suffix": {"factor": 0.5}}})
 
