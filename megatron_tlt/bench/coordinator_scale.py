@@ -54,7 +54,7 @@ class _Channel:
         return arriving
 
 
-class _Rollout:
+class _SimulatedRollout:
     def __init__(self, replicas: int, faults: Faults, seed: int) -> None:
         self._random = random.Random(seed)
         self.now = 0
@@ -126,4 +126,4 @@ class _Rollout:
 
 def play_rollout(replicas: int, faults: Faults, seed: int, seconds: int = 40) -> Load:
     """A rollout of ``seconds`` (simulated), in which replicas of one rank are released one after another and train."""
-    return _Rollout(replicas, faults, seed).run(seconds)
+    return _SimulatedRollout(replicas, faults, seed).run(seconds)

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class _Arm:
+class _GridArm:
     """One point of the grid: its trainer, the seconds it had, and what came of them."""
 
     name: dict[str, Any]
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
             for name, drafter in grid:
                 if drafter.kind == kind:
                     model = drafter_from_target(folder, kind, 1, draft_vocab_size=drafter.draft_vocab_size)
-                    arms.append(_Arm(name, DrafterTrainer(model, drafter, arguments.seed)))
+                    arms.append(_GridArm(name, DrafterTrainer(model, drafter, arguments.seed)))
             states = TargetStates(folder, taps_of(arms[0].trainer.model.config), torch.device("cpu"))
             entries = _entries(pairs, states, kind, progress)
             held_out = entries[HELD_OUT - 1 :: HELD_OUT]

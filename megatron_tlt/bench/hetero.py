@@ -17,13 +17,13 @@ from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.cost import CostModel
 from megatron_tlt.planning.hetero.exhaustive import Exhaustive
-from megatron_tlt.planning.hetero.search import Found, random_search, search
+from megatron_tlt.planning.hetero.search import HeteroSearchResult, random_search, search
 from megatron_tlt.planning.hetero.uniform import uniform_plan
 from megatron_tlt.planning.hetero.workflow import Workflow
 
 LIMIT = 1.02
 _MODELS = ("Qwen2.5-7B", "Qwen2.5-14B")
-_METHODS: dict[str, Callable[[CostModel, int, int], Found]] = {
+_METHODS: dict[str, Callable[[CostModel, int, int], HeteroSearchResult]] = {
     "search": search,
     "random": random_search,
     "without swaps": functools.partial(search, swaps=False),
@@ -115,7 +115,7 @@ def _small(result: BenchmarkResult, pool: Executor, first: int, wanted: int, eva
     result.target("small_worst_over_optimum", max(ratios), "<=", LIMIT)
 
 
-def _found(method: str, cluster: Cluster, workflow: Workflow, evaluations: int, seed: int) -> Found:
+def _found(method: str, cluster: Cluster, workflow: Workflow, evaluations: int, seed: int) -> HeteroSearchResult:
     return _METHODS[method](CostModel(cluster, workflow), evaluations, seed)
 
 
@@ -128,7 +128,7 @@ def _mixed(
     arguments: argparse.Namespace,
 ) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {}
-    best: dict[str, Found] = {}
+    best: dict[str, HeteroSearchResult] = {}
     for name in _METHODS:
         one = functools.partial(_found, name, cluster, workflow, arguments.evaluations)
         runs = list(pool.map(one, range(arguments.seeds)))
@@ -150,7 +150,7 @@ def _mixed(
     return seconds
 
 
-def _words(found: Found, workflow: Workflow) -> str:
+def _words(found: HeteroSearchResult, workflow: Workflow) -> str:
     """Such as ``rollout TP4xDP4 + drafter DP8 of 24 | actor PP4xDP5 of 40``."""
     plan = found.plan
     groups = []

@@ -16,7 +16,7 @@ from megatron_tlt.observe.environment import describe_environment
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """A layout: its processes, fields of Megatron's configuration, and of its gradient buckets."""
 
     processes: int
@@ -36,25 +36,25 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
-LAYOUTS: dict[str, Case] = {
-    "DP2": Case(2),
-    "DP2+overlap": Case(2, ddp=OVERLAP),
-    "TP2": Case(2, TP2),
-    "TP2+SP": Case(2, TP2 | SP),
-    "PP2": Case(2, PP2),
-    "PP2xVP2": Case(2, PP2 | VP2),
-    "CP2": Case(2, CP2),
-    "CP2, padded": Case(2, CP2, packing=False),
-    "full recompute": Case(1, FULL_RECOMPUTE),
-    "TP2, selective recompute": Case(2, TP2 | SELECTIVE_RECOMPUTE),
-    "TP2xPP2": Case(4, TP2 | PP2),
-    "TP2xCP2+SP": Case(4, TP2 | CP2 | SP),
-    "PP2xVP2xDP2+overlap": Case(4, PP2 | VP2, OVERLAP),
-    "TP2xPP2xDP2": Case(8, TP2 | PP2),
-    "EP2": Case(2, EP2, moe=True),
-    "EP2xETP1xTP2": Case(2, EP2 | TP2 | SP | {"expert_tensor_parallel_size": 1}, moe=True),
-    "EP2xTP2": Case(4, EP2 | TP2 | SP, moe=True),
-    "EP2xTP2xPP2": Case(8, EP2 | TP2 | SP | PP2, moe=True),
+LAYOUTS: dict[str, LayoutCase] = {
+    "DP2": LayoutCase(2),
+    "DP2+overlap": LayoutCase(2, ddp=OVERLAP),
+    "TP2": LayoutCase(2, TP2),
+    "TP2+SP": LayoutCase(2, TP2 | SP),
+    "PP2": LayoutCase(2, PP2),
+    "PP2xVP2": LayoutCase(2, PP2 | VP2),
+    "CP2": LayoutCase(2, CP2),
+    "CP2, padded": LayoutCase(2, CP2, packing=False),
+    "full recompute": LayoutCase(1, FULL_RECOMPUTE),
+    "TP2, selective recompute": LayoutCase(2, TP2 | SELECTIVE_RECOMPUTE),
+    "TP2xPP2": LayoutCase(4, TP2 | PP2),
+    "TP2xCP2+SP": LayoutCase(4, TP2 | CP2 | SP),
+    "PP2xVP2xDP2+overlap": LayoutCase(4, PP2 | VP2, OVERLAP),
+    "TP2xPP2xDP2": LayoutCase(8, TP2 | PP2),
+    "EP2": LayoutCase(2, EP2, moe=True),
+    "EP2xETP1xTP2": LayoutCase(2, EP2 | TP2 | SP | {"expert_tensor_parallel_size": 1}, moe=True),
+    "EP2xTP2": LayoutCase(4, EP2 | TP2 | SP, moe=True),
+    "EP2xTP2xPP2": LayoutCase(8, EP2 | TP2 | SP | PP2, moe=True),
 }
 """Dense ones against a dense model in one process, the others against a mixture of experts in one process."""
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one layout")
 
 
-def _run(name: str, case: Case, model: Path, steps: int, timeout_s: float, out: Path) -> dict[str, list[float]]:
+def _run(name: str, case: LayoutCase, model: Path, steps: int, timeout_s: float, out: Path) -> dict[str, list[float]]:
     options = json.dumps({"megatron": case.megatron, "ddp": case.ddp, "packing": case.packing})
     run_worker(f"layout {name}", "layout", [str(model), options, str(steps), str(out)], case.processes, timeout_s)
     found: dict[str, list[float]] = json.loads(out.read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
             model = Path(folder, "moe" if case.moe else "dense")
             if case.moe not in references:
                 write_tiny_model("qwen3-moe" if case.moe else "qwen2-tied", model, num_hidden_layers=4)
-                alone = Case(1, moe=case.moe)
+                alone = LayoutCase(1, moe=case.moe)
                 references[case.moe] = _run("one process", alone, model, arguments.steps, arguments.timeout, out)
             found = _run(name, case, model, arguments.steps, arguments.timeout, out)
             loss = _difference(found["loss"], references[case.moe]["loss"])

@@ -71,7 +71,7 @@ QUICKSTART = Shape(
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """A layout of ``processes`` over a shape."""
 
     shape: Shape
@@ -81,20 +81,20 @@ class Case:
 
 TP4, TP8 = ({"tensor_model_parallel_size": size} for size in (4, 8))
 PP4, PP8 = ({"pipeline_model_parallel_size": size} for size in (4, 8))
-CASES: dict[str, Case] = {
-    "quickstart, DP2": Case(QUICKSTART, processes=2),
-    "DP8": Case(LARGE),
-    "TP2xDP4": Case(LARGE, TP2),
-    "TP4xDP2+SP": Case(LARGE, TP4 | SP),
-    "TP8+SP": Case(LARGE, TP8 | SP),
-    "PP2xDP4": Case(LARGE, PP2),
-    "PP4xDP2": Case(LARGE, PP4),
-    "PP8": Case(LARGE, PP8),
-    "TP2xPP2xDP2": Case(LARGE, TP2 | PP2),
-    "TP2xPP2xVP2xDP2": Case(LARGE, TP2 | PP2 | VP2),
-    "CP2xDP4": Case(LARGE, CP2),
-    "TP2xDP4, full recompute": Case(LARGE, TP2 | FULL_RECOMPUTE),
-    "PP4xDP2, full recompute": Case(LARGE, PP4 | FULL_RECOMPUTE),
+CASES: dict[str, PlanCase] = {
+    "quickstart, DP2": PlanCase(QUICKSTART, processes=2),
+    "DP8": PlanCase(LARGE),
+    "TP2xDP4": PlanCase(LARGE, TP2),
+    "TP4xDP2+SP": PlanCase(LARGE, TP4 | SP),
+    "TP8+SP": PlanCase(LARGE, TP8 | SP),
+    "PP2xDP4": PlanCase(LARGE, PP2),
+    "PP4xDP2": PlanCase(LARGE, PP4),
+    "PP8": PlanCase(LARGE, PP8),
+    "TP2xPP2xDP2": PlanCase(LARGE, TP2 | PP2),
+    "TP2xPP2xVP2xDP2": PlanCase(LARGE, TP2 | PP2 | VP2),
+    "CP2xDP4": PlanCase(LARGE, CP2),
+    "TP2xDP4, full recompute": PlanCase(LARGE, TP2 | FULL_RECOMPUTE),
+    "PP4xDP2, full recompute": PlanCase(LARGE, PP4 | FULL_RECOMPUTE),
 }
 
 
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one case")
 
 
-def job_of_case(case: Case) -> Job:
+def job_of_case(case: PlanCase) -> Job:
     """What the planner is told of a case."""
     shape, given = case.shape, case.megatron
     model = ModelSize.of(family_config("qwen2", tie_word_embeddings=True, **shape.sizes))
@@ -132,7 +132,7 @@ def predicted_bytes(job: Job) -> list[float]:
     return [own[rank // each] for rank in range(job.world)]
 
 
-def predicted_seconds(case: Case, job: Job, machine: Machine) -> float:
+def predicted_seconds(case: PlanCase, job: Job, machine: Machine) -> float:
     shape = case.shape
     return update_seconds(job, machine, Workload(shape.sequences, shape.tokens, shape.tokens))
 
@@ -183,7 +183,7 @@ def _measured(
     return found
 
 
-def _row(name: str, case: Case, machine: Machine, peaks: list[int], seconds: list[float]) -> dict[str, Any]:
+def _row(name: str, case: PlanCase, machine: Machine, peaks: list[int], seconds: list[float]) -> dict[str, Any]:
     job = job_of_case(case)
     predicted = predicted_bytes(job)
     off = [abs(a - b) / b for a, b in zip(predicted, peaks, strict=True)]

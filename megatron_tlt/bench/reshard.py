@@ -59,7 +59,7 @@ def _sizes(tp: int, pp: int = 1, ep: int = 1) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Case:
+class ReshardCase:
     """An actor's layout and the engines' tensor parallelism."""
 
     name: str
@@ -69,11 +69,11 @@ class Case:
 
 
 CASES = (
-    Case("TP2xPP2 to TP1 x 4", 1, _sizes(2, 2)),
-    Case("TP2xPP2 to TP2 x 2", 2, _sizes(2, 2)),
-    Case("TP2xPP2 to TP4", 4, _sizes(2, 2)),
-    Case("TP4 to TP1 x 4", 1, _sizes(4)),
-    Case("MoE EP2xTP2 to TP2 x 2", 2, _sizes(2, ep=2), "moe"),
+    ReshardCase("TP2xPP2 to TP1 x 4", 1, _sizes(2, 2)),
+    ReshardCase("TP2xPP2 to TP2 x 2", 2, _sizes(2, 2)),
+    ReshardCase("TP2xPP2 to TP4", 4, _sizes(2, 2)),
+    ReshardCase("TP4 to TP1 x 4", 1, _sizes(4)),
+    ReshardCase("MoE EP2xTP2 to TP2 x 2", 2, _sizes(2, ep=2), "moe"),
 )
 
 
@@ -101,7 +101,7 @@ def write_model(folder: Path, name: str) -> WeightMap:
     return weights
 
 
-def _measure(case: Case, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(case: ReshardCase, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         "folder": str(folder),
         "megatron": {**case.megatron, "bf16": True},

@@ -30,7 +30,7 @@ STYLES = ("{}", "so {}", "= {}", "{} ok")
 
 
 @dataclass(frozen=True)
-class RecordedResponse:
+class TraceResponse:
     """One sample of one problem in one epoch (from 1)."""
 
     problem: str
@@ -74,9 +74,7 @@ class PolicyLaw:
         return random.Random(stable_int("style", uid, line)).choice(STYLES)
 
 
-def synthetic_responses(
-    law: PolicyLaw, problems: int, samples: int, epochs: int, seed: int = 0
-) -> list[RecordedResponse]:
+def synthetic_responses(law: PolicyLaw, problems: int, samples: int, epochs: int, seed: int = 0) -> list[TraceResponse]:
     """``samples`` responses to each problem in each epoch, tokenized by a small tokenizer of characters."""
     sources = build_sources([TaskConfig.model_validate(task) for task in TASKS], "train", seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -88,11 +86,11 @@ def synthetic_responses(
             prompt = tuple(tokenizer.encode(problem.prompt))
             for sample in range(samples):
                 tokens = (*tokenizer.encode(law.sample(problem, epoch, sample)), tokenizer.eos_id)
-                responses.append(RecordedResponse(problem.uid, epoch, prompt, tokens))
+                responses.append(TraceResponse(problem.uid, epoch, prompt, tokens))
     return responses
 
 
-def read_recorded(path: Path) -> list[RecordedResponse]:
+def read_recorded(path: Path) -> list[TraceResponse]:
     """JSON lines with ``problem``, ``epoch`` (from 1), ``token_ids`` and, where known, ``prompt_ids``.
 
     Raises:
@@ -105,10 +103,10 @@ def read_recorded(path: Path) -> list[RecordedResponse]:
     return [_recorded(f"{path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def _recorded(where: str, line: str) -> RecordedResponse:
+def _recorded(where: str, line: str) -> TraceResponse:
     try:
         row: dict[str, Any] = json.loads(line)
-        return RecordedResponse(
+        return TraceResponse(
             str(row["problem"]), int(row["epoch"]), _ids(row.get("prompt_ids", ())), _ids(row["token_ids"])
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -14,7 +14,7 @@ from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, n
 
 
 @dataclass(frozen=True)
-class Case:
+class RolloutCase:
     """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once."""
 
     batch: int
@@ -73,18 +73,18 @@ def pareto_lengths(count: int, shortest: int, longest: int, tail: float, seed: i
     return [min(longest, int(shortest * draw.paretovariate(tail))) for _ in range(count)]
 
 
-def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -> list[Case]:
+def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -> list[RolloutCase]:
     """The whole pool, and for each batch size up to ``rollouts`` disjoint rollouts of so many of its requests.
 
     Each rollout has the pool's law of lengths: requests in equal steps through it from one of the longest on, so that
     a small one is a rollout's tail, and not a dozen tokens.
     """
     ordered = sorted(pool, key=lambda request: -request.sampling.max_tokens)
-    cases = [Case(0, (tuple(pool),))]
+    cases = [RolloutCase(0, (tuple(pool),))]
     for batch in batches:
         stride = len(ordered) // batch
         starts = range(min(rollouts, stride))
-        cases.append(Case(batch, tuple(tuple(ordered[start::stride][:batch]) for start in starts)))
+        cases.append(RolloutCase(batch, tuple(tuple(ordered[start::stride][:batch]) for start in starts)))
     return cases
 
 

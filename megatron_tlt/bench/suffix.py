@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.arctic import ArcticDrafter, SuffixDecodingCache
-from megatron_tlt.bench.responses import PolicyLaw, RecordedResponse, read_recorded, synthetic_responses
+from megatron_tlt.bench.responses import PolicyLaw, TraceResponse, read_recorded, synthetic_responses
 from megatron_tlt.bench.suffix_speed import bounded_memory, speed
 from megatron_tlt.config.speculation import SuffixConfig
 from megatron_tlt.errors import ConfigError
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def decode(
-    drafters: Sequence[TokenDrafter], responses: Sequence[RecordedResponse], concurrent: int, drafts: int
+    drafters: Sequence[TokenDrafter], responses: Sequence[TraceResponse], concurrent: int, drafts: int
 ) -> list[float]:
     """Decodes recorded responses greedily against drafts; gives the drafts accepted per round in each epoch.
 
@@ -70,7 +70,7 @@ def decode(
 
 
 def _decode_share(
-    drafter: TokenDrafter, responses: Sequence[RecordedResponse], concurrent: int, drafts: int
+    drafter: TokenDrafter, responses: Sequence[TraceResponse], concurrent: int, drafts: int
 ) -> tuple[int, int]:
     """One engine's rollout: accepted drafts and rounds.
 
@@ -78,7 +78,7 @@ def _decode_share(
     follows. So many requests decode at once, in the order given; one that ends makes room for the next.
     """
     waiting = list(responses)[::-1]
-    decoding: dict[str, tuple[RecordedResponse, int]] = {}
+    decoding: dict[str, tuple[TraceResponse, int]] = {}
     rounds = accepted = number = 0
     while waiting or decoding:
         while waiting and len(decoding) < concurrent:
@@ -101,11 +101,11 @@ def _decode_share(
     return accepted, rounds
 
 
-def reordered(responses: Sequence[RecordedResponse], seed: int = 0) -> list[RecordedResponse]:
+def reordered(responses: Sequence[TraceResponse], seed: int = 0) -> list[TraceResponse]:
     """Each epoch's problems in an order of its own, as a file's rows come; so another engine decodes them."""
     shuffled = []
     for epoch, group in groupby(responses, lambda response: response.epoch):
-        by_problem: dict[str, list[RecordedResponse]] = {}
+        by_problem: dict[str, list[TraceResponse]] = {}
         for response in group:
             by_problem.setdefault(response.problem, []).append(response)
         problems = list(by_problem)
@@ -114,7 +114,7 @@ def reordered(responses: Sequence[RecordedResponse], seed: int = 0) -> list[Reco
     return shuffled
 
 
-def _engines(result: BenchmarkResult, responses: Sequence[RecordedResponse], arguments: argparse.Namespace) -> None:
+def _engines(result: BenchmarkResult, responses: Sequence[TraceResponse], arguments: argparse.Namespace) -> None:
     """The same problems over several engines: what one decoded, the others draft from in the next epoch."""
     shuffled = reordered(responses)
     found = {}
@@ -143,7 +143,7 @@ def _drafters(depth: int) -> dict[str, Callable[[], TokenDrafter]]:
     return drafters
 
 
-def _laws(arguments: argparse.Namespace) -> dict[str, list[RecordedResponse]]:
+def _laws(arguments: argparse.Namespace) -> dict[str, list[TraceResponse]]:
     """Responses by epoch to problems that come back, and to ones that never do."""
     if arguments.responses is None:
         sizes = (arguments.problems, arguments.samples, arguments.epochs)
@@ -180,9 +180,7 @@ def _row(part: str, case: str, accepted: Sequence[float]) -> dict[str, Any]:
     return {"part": part, "case": case, "accepted_per_round": by_epoch}
 
 
-def _acceptance(
-    result: BenchmarkResult, laws: dict[str, list[RecordedResponse]], arguments: argparse.Namespace
-) -> None:
+def _acceptance(result: BenchmarkResult, laws: dict[str, list[TraceResponse]], arguments: argparse.Namespace) -> None:
     found: dict[tuple[str, str], list[float]] = {}
     for law, responses in laws.items():
         for name, make in _drafters(arguments.depth).items():

@@ -46,7 +46,7 @@ class FileSum:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """What a manifest says of one file."""
 
     size: int
@@ -91,16 +91,16 @@ def write_manifest(folder: Path | str, sums: Sums = sha256_sums) -> Path:
     return path
 
 
-def _entries(folder: Path, listed: Sequence[Path], sums: Sums) -> dict[str, Entry]:
+def _entries(folder: Path, listed: Sequence[Path], sums: Sums) -> dict[str, ManifestEntry]:
     entries = {}
     for file, found in zip(listed, sums(listed), strict=True):
         if found.sha256 is None:
             raise RunError(f"{file}: cannot be read: {found.problem}")
-        entries[file.relative_to(folder).as_posix()] = Entry(file.stat().st_size, found.sha256)
+        entries[file.relative_to(folder).as_posix()] = ManifestEntry(file.stat().st_size, found.sha256)
     return entries
 
 
-def _write(path: Path, entries: Mapping[str, Entry]) -> None:
+def _write(path: Path, entries: Mapping[str, ManifestEntry]) -> None:
     files = {name: {"bytes": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
     atomic_write_text(path, json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
 
@@ -117,7 +117,7 @@ def rewriting(folder: Path) -> Iterator[Path]:
     Raises:
         RunError: the folder cannot be written.
     """
-    staged, old = folder / _STAGED, dict[str, Entry]()
+    staged, old = folder / _STAGED, dict[str, ManifestEntry]()
     with write_errors(folder / MANIFEST):
         _finish_rewriting(folder)
         shutil.rmtree(staged, ignore_errors=True)
@@ -156,7 +156,7 @@ def _finish_rewriting(folder: Path) -> None:
     shutil.rmtree(staged, ignore_errors=True)
 
 
-def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Entry]:
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, ManifestEntry]:
     """The files of ``folder`` by their names relative to it, whatever older release wrote its manifest ``name``.
 
     Raises:
@@ -166,7 +166,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Entry]:
     path = folder / name
     try:
         manifest = _migrated(path, json.loads(path.read_text(encoding="utf-8")))
-        entries = {str(name): Entry(int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
+        entries = {str(name): ManifestEntry(int(e["bytes"]), str(e["sha256"])) for name, e in manifest["files"].items()}
     except FileNotFoundError:
         raise ManifestError(f"{path}: missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -237,7 +237,7 @@ def _problems(folder: Path, manifest: str, hashes: bool, sums: Sums, select: Cal
         problems += [f"{folder / name}: not in {MANIFEST}" for name in sorted(there - set(entries)) if select(name)]
         if not entries:
             problems.append(f"{folder / MANIFEST}: names none of the weights' files")
-    listed: list[tuple[Path, Entry]] = []
+    listed: list[tuple[Path, ManifestEntry]] = []
     for name, entry in entries.items():
         file = folder / name
         problem = _wrong_at_a_glance(file, PurePosixPath(name), entry)
@@ -250,7 +250,7 @@ def _problems(folder: Path, manifest: str, hashes: bool, sums: Sums, select: Cal
     return problems
 
 
-def _wrong_at_a_glance(file: Path, name: PurePosixPath, entry: Entry) -> str | None:
+def _wrong_at_a_glance(file: Path, name: PurePosixPath, entry: ManifestEntry) -> str | None:
     if name.is_absolute() or ".." in name.parts:
         return f"{MANIFEST} names a file outside its folder: {name}"
     try:
@@ -262,7 +262,7 @@ def _wrong_at_a_glance(file: Path, name: PurePosixPath, entry: Entry) -> str | N
     return None if size == entry.size else f"{file}: {size} bytes, the manifest says {entry.size}"
 
 
-def _wrong_sums(listed: Sequence[tuple[Path, Entry]], found: Sequence[FileSum]) -> Iterator[str]:
+def _wrong_sums(listed: Sequence[tuple[Path, ManifestEntry]], found: Sequence[FileSum]) -> Iterator[str]:
     for (file, entry), now in zip(listed, found, strict=True):
         if now.sha256 is None:
             yield f"{file}: cannot be read: {now.problem}"

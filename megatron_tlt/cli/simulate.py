@@ -18,10 +18,10 @@ from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.observe.jsonl import finite
 from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
 from megatron_tlt.planning.model_size import ModelSize
-from megatron_tlt.planning.simulation.acceptance import Draft, chain
+from megatron_tlt.planning.simulation.acceptance import DraftShape, chain
 from megatron_tlt.planning.simulation.constants import Constants, documented, of_kind, shipped
 from megatron_tlt.planning.simulation.from_config import scenario_of
-from megatron_tlt.planning.simulation.lengths import Lengths, LongTail, Recorded, fit_long_tail, read_lengths
+from megatron_tlt.planning.simulation.lengths import LengthDistribution, LongTail, Recorded, fit_long_tail, read_lengths
 from megatron_tlt.planning.simulation.policies import POLICIES
 from megatron_tlt.planning.simulation.scenario import Scenario
 from megatron_tlt.planning.simulation.steps import PHASES, Outcome, simulate, summarize
@@ -129,7 +129,7 @@ def _nodes(arguments: argparse.Namespace, config: TltConfig) -> list[int]:
     return counts
 
 
-def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Constants) -> Lengths:
+def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Constants) -> LengthDistribution:
     if arguments.lengths is None:
         if arguments.fit:
             raise ConfigError("--fit: found no --lengths; allowed: only with recorded lengths")
@@ -138,7 +138,7 @@ def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Consta
     return fit_long_tail(recorded.tokens, config.rollout.max_response_tokens) if arguments.fit else recorded
 
 
-def _arms(config: TltConfig) -> tuple[list[Draft], str | None]:
+def _arms(config: TltConfig) -> tuple[list[DraftShape], str | None]:
     """What speculation may do, the static strategy first; and what had to be supposed."""
     from megatron_tlt.rollout.adaptive import default_strategies, strategies_of
 

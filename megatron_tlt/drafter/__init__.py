@@ -9,9 +9,9 @@ from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.drafter.model import DraftModel, SharedWeights
 from megatron_tlt.drafter.pairs import Pair, read_pairs, write_pairs
 from megatron_tlt.drafter.session import SessionResult, train_session
-from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.state import DrafterState
 from megatron_tlt.drafter.target_states import TargetStates
-from megatron_tlt.drafter.training import FAILURES, DrafterTrainer, StepResult
+from megatron_tlt.drafter.training import FAILURES, DrafterStepResult, DrafterTrainer
 from megatron_tlt.drafter.warmup import WarmupPlan, WarmupReport, warm_up
 
 __all__ = [
@@ -19,15 +19,15 @@ __all__ = [
     "Acceptance",
     "DataBuffer",
     "DraftModel",
+    "DrafterState",
+    "DrafterStepResult",
     "DrafterTrainer",
     "Entry",
     "Pair",
     "SessionResult",
     "SharedWeights",
-    "StepResult",
     "TargetStates",
     "TargetTop",
-    "TrainerState",
     "WarmupPlan",
     "WarmupReport",
     "drafter_from_target",

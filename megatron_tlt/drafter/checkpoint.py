@@ -27,7 +27,7 @@ from megatron_tlt.drafter.folder import (
     write_config,
 )
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, as_dtype
-from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.state import DrafterState
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.platform.files import atomic_file
@@ -35,13 +35,13 @@ from megatron_tlt.platform.files import atomic_file
 KIND = "megatron_tlt.drafter.v1"
 
 
-def payload_of(state: TrainerState, extra: Mapping[str, Any]) -> Payload:
+def payload_of(state: DrafterState, extra: Mapping[str, Any]) -> Payload:
     """What a checkpoint of a state holds, with the live tensors; ``extra`` is plain data of the caller's."""
     header = {"version": state.version, "numbers": state.numbers, "extra": dict(extra)}
     return Payload(KIND, header, state.tensors())
 
 
-def state_of(payload: Payload) -> tuple[TrainerState, dict[str, Any]]:
+def state_of(payload: Payload) -> tuple[DrafterState, dict[str, Any]]:
     """The way back from :func:`payload_of`.
 
     Raises:
@@ -49,12 +49,12 @@ def state_of(payload: Payload) -> tuple[TrainerState, dict[str, Any]]:
     """
     header = payload.header
     try:
-        return TrainerState.from_tensors(header["version"], dict(payload.tensors), header["numbers"]), header["extra"]
+        return DrafterState.from_tensors(header["version"], dict(payload.tensors), header["numbers"]), header["extra"]
     except KeyError as error:
         raise ConfigError(f"its header has no {error}; a drafter's training state has it") from error
 
 
-def write_checkpoint(folder: Path, model: DraftModel, state: TrainerState, extra: Mapping[str, Any]) -> None:
+def write_checkpoint(folder: Path, model: DraftModel, state: DrafterState, extra: Mapping[str, Any]) -> None:
     """Writes a checkpoint over the one that is there, if any; ``extra`` is plain data of the caller's.
 
     Raises:
@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, model: DraftModel, state: TrainerState, extra
         write_payload(temporary, replace(payload, tensors=on_host))
 
 
-def read_checkpoint(folder: Path) -> tuple[TrainerState, dict[str, Any]]:
+def read_checkpoint(folder: Path) -> tuple[DrafterState, dict[str, Any]]:
     """The state in a checkpoint and what its writer put beside it. The caller has verified the file.
 
     Raises:

@@ -15,7 +15,7 @@ Number = int | float | bool
 
 
 @dataclass(frozen=True)
-class TrainerState:
+class DrafterState:
     """The drafter's tensors, the optimizer's state, and the version that they are.
 
     ``parameters`` by name, the table of a draft vocabulary (``d2t``) among them; ``optimizer`` by ``NAME/ENTRY``
@@ -34,7 +34,7 @@ class TrainerState:
         return named | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
 
     @classmethod
-    def from_tensors(cls, version: int, tensors: dict[str, torch.Tensor], numbers: dict[str, Number]) -> TrainerState:
+    def from_tensors(cls, version: int, tensors: dict[str, torch.Tensor], numbers: dict[str, Number]) -> DrafterState:
         """The way back from :meth:`tensors`."""
 
         def below(folder: str) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def capture_optimizer(
     return tensors, numbers
 
 
-def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter], state: TrainerState) -> None:
+def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter], state: DrafterState) -> None:
     """Puts a captured state into an optimizer of the same class over parameters of the same names."""
     slots: dict[int, dict[str, torch.Tensor | Number]] = {}
     index = {name: i for i, name in enumerate(named)}
@@ -83,7 +83,7 @@ def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter]
     optimizer.load_state_dict({"state": slots, "param_groups": [group]})
 
 
-def broadcast_state(state: TrainerState, source: int, device: torch.device, group: RankGroup) -> TrainerState:
+def broadcast_state(state: DrafterState, source: int, device: torch.device, group: RankGroup) -> DrafterState:
     """Global rank ``source``'s state on every rank of ``group``; a rank may have missed any number of sessions.
 
     What is received are copies, on the source too: a collective that was given up never touches the live tensors.
@@ -112,4 +112,4 @@ def broadcast_state(state: TrainerState, source: int, device: torch.device, grou
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
         group.broadcast([tensor], source)
         received[name] = tensor
-    return TrainerState.from_tensors(header["version"], received, header["numbers"])
+    return DrafterState.from_tensors(header["version"], received, header["numbers"])

@@ -16,7 +16,7 @@ from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss, log_sums
 from megatron_tlt.drafter.model import DraftModel
 from megatron_tlt.drafter.packing import Pack, build_packs, uniform_noise
 from megatron_tlt.drafter.start import calibrate_start
-from megatron_tlt.drafter.state import TrainerState, broadcast_state, capture_optimizer, restore_optimizer
+from megatron_tlt.drafter.state import DrafterState, broadcast_state, capture_optimizer, restore_optimizer
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.optim.choice import OptimizerKeys, plain_optimizer
 from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
@@ -45,7 +45,7 @@ _DEPTH_SUMS = ("loss", "accepted", "drafts")
 
 
 @dataclass(frozen=True)
-class StepResult:
+class DrafterStepResult:
     """How a step ended, and its metrics over all ranks (losses per draft; empty where nothing was trained).
 
     ``loss_depth_j`` is the distribution loss of the j-th draft in a row, ``acceptance_depth_j`` the probability that a
@@ -111,14 +111,14 @@ class DrafterTrainer:
         return self.model.state_dict()
 
     @property
-    def state(self) -> TrainerState:
+    def state(self) -> DrafterState:
         """The trainable tensors and the optimizer's state, live: copy what has to stay.
 
         Raises:
             ConfigError: the optimizer keeps what is neither tensor nor number.
         """
         tensors, numbers = capture_optimizer(self._optimizer, self._named)
-        return TrainerState(self.version, self._tensors, tensors, numbers)
+        return DrafterState(self.version, self._tensors, tensors, numbers)
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -149,7 +149,7 @@ class DrafterTrainer:
         """Frees their memory until the next step."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: DrafterState) -> None:
         """Goes on from a state, bit for bit.
 
         Raises:
@@ -178,7 +178,7 @@ class DrafterTrainer:
 
     def train_step(
         self, entries: Iterable[Entry], should_stop: Callable[[], bool] = lambda: False, session: int = 0
-    ) -> StepResult:
+    ) -> DrafterStepResult:
         """One optimizer step on the entries of all ranks; a rank may have none.
 
         The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What
@@ -226,7 +226,7 @@ class DrafterTrainer:
         """
         return build_packs(entries, self.config.max_tokens_per_micro_batch, self.config.loss, self.model.entry_size)
 
-    def _reduce_and_update(self, sums: torch.Tensor, error: Exception | None, session: int) -> StepResult:
+    def _reduce_and_update(self, sums: torch.Tensor, error: Exception | None, session: int) -> DrafterStepResult:
         """The part of a step that all ranks of the group take in lockstep."""
         self._reduce([sums])  # before the gradients: a step that is dropped does not move these
         totals = dict(zip(self._sum_names, sums.tolist(), strict=True))
@@ -235,9 +235,9 @@ class DrafterTrainer:
         if totals["failed_ranks"]:
             raise GroupFailed("drafter training failed on another rank of its group, whose own error says why")
         if totals["stopped_ranks"]:
-            return StepResult("stopped", {})
+            return DrafterStepResult("stopped", {})
         if not totals["tokens"]:
-            return StepResult("no_tokens", {})
+            return DrafterStepResult("no_tokens", {})
         if not math.isfinite(totals["loss"]):
             return self._fail("non_finite_loss")
         for parameter in self._named.values():
@@ -256,7 +256,7 @@ class DrafterTrainer:
         metrics = self._metrics(totals, norm)
         drafts = [metrics[f"loss_depth_{depth}"] for depth in range(1, self.config.steps + 1)]
         alarm = self._guard.check(session, drafts)
-        return StepResult("trained", metrics) if alarm is None else self._fail(alarm, metrics)
+        return DrafterStepResult("trained", metrics) if alarm is None else self._fail(alarm, metrics)
 
     def _accumulate(self, packs: Sequence[tuple[Pack, list[Entry]]], should_stop: Callable[[], bool]) -> torch.Tensor:
         """Adds the gradients of this rank's entries up; the sums that are logged."""
@@ -301,10 +301,10 @@ class DrafterTrainer:
             "version": float(self.version),
         }
 
-    def _fail(self, outcome: Failure, metrics: dict[str, float] | None = None) -> StepResult:
+    def _fail(self, outcome: Failure, metrics: dict[str, float] | None = None) -> DrafterStepResult:
         self._optimizer.zero_grad(set_to_none=True)
         self._failure = outcome
-        return StepResult(outcome, metrics or {})
+        return DrafterStepResult(outcome, metrics or {})
 
     def _update(self) -> bool:
         """Steps the optimizer; False, with the parameters of before, where what comes out is not finite."""

@@ -14,7 +14,7 @@ from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
 from megatron_tlt.planning.job import Job, Recompute
 from megatron_tlt.planning.machine import Machine, constants
 from megatron_tlt.planning.memory import MemoryPlan
-from megatron_tlt.planning.rollout_time import Lengths, rollout_seconds
+from megatron_tlt.planning.rollout_time import ResponseLengths, rollout_seconds
 from megatron_tlt.reshard.actor_layout import stage_layers
 
 # Each number that is kept of a layer is written and read once forward, and twice as often backward.
@@ -46,7 +46,7 @@ class Workload:
     attended: float
 
     @classmethod
-    def of(cls, job: Job, lengths: Lengths) -> Workload:
+    def of(cls, job: Job, lengths: ResponseLengths) -> Workload:
         found = [job.prompt_tokens + length for length in lengths.quantiles(min(job.responses, 512))]
         mean = sum(found) / len(found)
         return cls(job.responses, mean, sum(n * n for n in found) / len(found) / mean)
@@ -216,7 +216,7 @@ def step_time(job: Job, machine: Machine, memory: MemoryPlan, mean_response: flo
         mean_response: tokens.
         reshard: seconds, where a plan of it says them; else an engine's weights over the slower link.
     """
-    lengths = Lengths.of(job, mean_response)
+    lengths = ResponseLengths.of(job, mean_response)
     work = Workload.of(job, lengths)
     engine = engine_memory(job, None)
     if reshard is None:

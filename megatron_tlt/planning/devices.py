@@ -15,7 +15,7 @@ DEFAULT_DEVICE = "H100-80GB"
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """Figures of one device; see ``devices.yaml`` for the units that people write."""
 
     name: str
@@ -29,11 +29,11 @@ class Device:
 
 
 @cache
-def known_devices() -> dict[str, Device]:
+def known_devices() -> dict[str, DeviceSpec]:
     """By name; those of ``devices.yaml``."""
     text = resources.files("megatron_tlt.planning").joinpath("devices.yaml").read_text()
     return {
-        name: Device(
+        name: DeviceSpec(
             name,
             memory_bytes=row["memory"] * 1e9,
             flops=row["tflops"] * 1e12,
@@ -44,7 +44,7 @@ def known_devices() -> dict[str, Device]:
     }
 
 
-def device(name: str) -> Device:
+def device(name: str) -> DeviceSpec:
     """A known device.
 
     Raises:

@@ -24,7 +24,7 @@ from megatron_tlt.planning.cost import StepTime, Workload, offload_seconds, pass
 from megatron_tlt.planning.job import Job, Recompute
 from megatron_tlt.planning.machine import Machine
 from megatron_tlt.planning.memory import MemoryPlan
-from megatron_tlt.planning.rollout_time import Lengths
+from megatron_tlt.planning.rollout_time import ResponseLengths
 
 RECOMPUTES = (
     Recompute(),
@@ -36,7 +36,7 @@ _CONTEXTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedLayout:
     """A choice that fits, with what it takes."""
 
     job: Job
@@ -52,7 +52,7 @@ class Found:
 class SearchResult:
     """The best choices, the fastest first, and how much was looked at."""
 
-    best: list[Found]
+    best: list[RankedLayout]
     choices: int = 0
     """Pairs of an actor's and an engine's part that were priced, of all that the space has."""
     layouts: int = 0
@@ -140,8 +140,8 @@ class _Search:
     ) -> None:
         self._job, self._machine, self._plan, self._mean = job, machine, plan, mean_response
         self._keep, self._prune = keep, prune
-        self._work = Workload.of(job, Lengths.of(job, mean_response))
-        self._found: list[tuple[float, int, Found]] = []  # a heap, the slowest first
+        self._work = Workload.of(job, ResponseLengths.of(job, mean_response))
+        self._found: list[tuple[float, int, RankedLayout]] = []  # a heap, the slowest first
         self._order = count()
         self._result = SearchResult([])
 
@@ -201,7 +201,7 @@ class _Search:
         if not memory.fits:
             return False
         seconds = replace(decoding, log_probs=actor[0], update=actor[1], offload=actor[2])
-        entry = (-seconds.total, next(self._order), Found(whole, seconds, memory.margin))
+        entry = (-seconds.total, next(self._order), RankedLayout(whole, seconds, memory.margin))
         if len(self._found) < self._keep:
             heapq.heappush(self._found, entry)
         else:

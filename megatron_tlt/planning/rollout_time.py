@@ -16,7 +16,7 @@ _LONGEST_STRIDE = 256
 
 
 @dataclass(frozen=True)
-class Lengths:
+class ResponseLengths:
     """Response lengths of a step by a log-normal law cut off at the longest allowed; tokens."""
 
     mean: float
@@ -24,7 +24,7 @@ class Lengths:
     spread: float
 
     @classmethod
-    def of(cls, job: Job, mean: float) -> Lengths:
+    def of(cls, job: Job, mean: float) -> ResponseLengths:
         return cls(mean, job.response_tokens, constants()["workload"]["spread"])
 
     def quantiles(self, count: int) -> list[float]:
@@ -33,7 +33,7 @@ class Lengths:
 
 
 @cache
-def _quantiles(lengths: Lengths, count: int) -> tuple[float, ...]:
+def _quantiles(lengths: ResponseLengths, count: int) -> tuple[float, ...]:
     law = NormalDist(0.0, lengths.spread)
     shape = [exp(law.inv_cdf((i + 0.5) / count)) for i in range(count)]
     low, high = 0.0, float(lengths.longest) * 100
@@ -63,7 +63,9 @@ def decode_step_seconds(
     return seconds * machine.sharing(job.world) + machine.decode_overhead
 
 
-def rollout_seconds(job: Job, machine: Machine, engine: EngineMemory, cache_tokens: float, lengths: Lengths) -> float:
+def rollout_seconds(
+    job: Job, machine: Machine, engine: EngineMemory, cache_tokens: float, lengths: ResponseLengths
+) -> float:
     """An engine decodes its share of a step's responses; those that do not fit wait for a place.
 
     All engines get shares of like lengths, so this is the longest engine's time; speculation is left out.

@@ -66,7 +66,7 @@ class Bucket:
 
 
 @dataclass
-class Round:
+class ExchangeRound:
     """One rank's buckets of a round, by peer."""
 
     sends: dict[int, Bucket] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def aligned(size: int) -> int:
 
 def make_rounds(
     plan: ReshardPlan, rank: int, staging_bytes: int, trailer_bytes: int, contiguous: Collection[str] = ()
-) -> list[Round]:
+) -> list[ExchangeRound]:
     """The rounds of one rank, in order, all ranks' being made from the same plan.
 
     Senders take turns, so that all links are busy from the first round to the last. Large transfers are cut.
@@ -101,7 +101,7 @@ def make_rounds(
     """
     bound = staging_bytes // (_ROUNDS_IN_FLIGHT * _DIRECTIONS)
     used = tuple([_Fill(bound) for _ in range(plan.world)] for _ in range(_DIRECTIONS))
-    rounds: dict[int, Round] = defaultdict(Round)
+    rounds: dict[int, ExchangeRound] = defaultdict(ExchangeRound)
     for transfer in _in_turns(plan):
         send, receive = used[0][transfer.source], used[1][transfer.target]
         entry = plan.forms[transfer.tensor].entry_bytes
@@ -124,7 +124,7 @@ def make_rounds(
                 mine = rounds[number]
                 sending = rank == transfer.source
                 peer = transfer.target if sending else transfer.source
-                bucket = Round.bucket(mine.sends if sending else mine.receives, peer)
+                bucket = ExchangeRound.bucket(mine.sends if sending else mine.receives, peer)
                 size = length * entry
                 in_place = size >= IN_PLACE_BYTES and transfer.tensor in contiguous
                 bucket.add(transfer._replace(start=at, length=length), size, in_place)
@@ -137,7 +137,7 @@ def local_transfers(plan: ReshardPlan, rank: int) -> list[Transfer]:
     return [transfer for transfer in plan.transfers if transfer.is_local and transfer.target == rank]
 
 
-def largest_buckets(rounds: Iterable[Round], trailer_bytes: int) -> tuple[int, int]:
+def largest_buckets(rounds: Iterable[ExchangeRound], trailer_bytes: int) -> tuple[int, int]:
     """The most bytes that a rank's rounds stage to send, and to receive, in a single one."""
     sends, receives = 0, 0
     for one in rounds:
@@ -199,6 +199,6 @@ def _in_turns(plan: ReshardPlan) -> Iterable[Transfer]:
             heappop(turns)
 
 
-def staging_bytes_of(rounds: Sequence[Round], trailer_bytes: int) -> int:
+def staging_bytes_of(rounds: Sequence[ExchangeRound], trailer_bytes: int) -> int:
     """What the buffers of a rank's rounds take: two of each direction, as large as the largest round."""
     return _ROUNDS_IN_FLIGHT * sum(largest_buckets(rounds, trailer_bytes))

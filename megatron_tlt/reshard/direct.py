@@ -14,7 +14,7 @@ import torch
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data, failing_together
 from megatron_tlt.platform.device import current_device, node_index, rank
-from megatron_tlt.reshard.buckets import Bucket, Round, aligned, local_transfers, make_rounds, staging_bytes_of
+from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, aligned, local_transfers, make_rounds, staging_bytes_of
 from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, checksum
 from megatron_tlt.reshard.conversion import convert, converted, wire_dtype
 from megatron_tlt.reshard.exchange import BucketExchange
@@ -90,7 +90,7 @@ class _Prepared:
     held: tuple[Span, ...]
     needed: tuple[Span, ...]
     wire: dict[str, torch.dtype]
-    rounds: list[Round]
+    rounds: list[ExchangeRound]
     local: list[Transfer]
 
 

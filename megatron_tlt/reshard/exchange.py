@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import rank
-from megatron_tlt.reshard.buckets import Bucket, Round, largest_buckets
+from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, largest_buckets
 
 
 class Mover(Protocol):
@@ -59,7 +59,7 @@ class BucketExchange:
         device: where the weights are.
     """
 
-    def __init__(self, rounds: Sequence[Round], trailer_bytes: int, device: torch.device) -> None:
+    def __init__(self, rounds: Sequence[ExchangeRound], trailer_bytes: int, device: torch.device) -> None:
         self._rounds = rounds
         self._trailer = trailer_bytes
         self._device = device

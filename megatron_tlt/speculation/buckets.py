@@ -10,7 +10,7 @@ from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TunerBucket:
     """The ``arms`` of all batches up to ``upper`` requests that no smaller bucket takes."""
 
     upper: int
@@ -36,7 +36,7 @@ def map_buckets(
     bounds: Sequence[int] | None = None,
     neighbours: int | None = 0,
     always: bool = True,
-) -> tuple[Bucket, ...]:
+) -> tuple[TunerBucket, ...]:
     """Groups of like tokens to verify onto buckets of batch sizes, most tokens to the smallest batches (TLT, BEG-MAB).
 
     Args:
@@ -73,7 +73,7 @@ def map_buckets(
             arms |= _always(strategies, groups[own[0]])
         elif not arms:
             arms = {OFF}
-        buckets.append(Bucket(upper, tuple(sorted(arms))))
+        buckets.append(TunerBucket(upper, tuple(sorted(arms))))
     return tuple(buckets)
 
 
@@ -84,7 +84,7 @@ def _always(strategies: Sequence[Strategy], group: tuple[Strategy, ...]) -> set[
     return {OFF, *nearest}
 
 
-def bucket_of(buckets: Sequence[Bucket], batch: int) -> int | None:
+def bucket_of(buckets: Sequence[TunerBucket], batch: int) -> int | None:
     """The index of the bucket that takes a batch; None where the batch is larger than any bucket."""
     return next((i for i, bucket in enumerate(buckets) if batch <= bucket.upper), None)
 

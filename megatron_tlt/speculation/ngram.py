@@ -23,7 +23,7 @@ class _Problem:
 
 
 @dataclass
-class _Request:
+class _NgramRequest:
     problem: _Problem | None = None
     shared: int | None = None  # handle in the problem's index
     own: NgramIndex | None = None
@@ -56,7 +56,7 @@ class NgramDrafter:
             if value < least:
                 raise ValueError(f"{name} is {value}; allowed: {least} and more")
         self._problems: OrderedDict[str, _Problem] = OrderedDict()  # the least recently used first
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _NgramRequest] = {}
         self._counters: Counter[str] = Counter()
         self._context = np.empty(self._max_n, np.int32)
         self._draft = np.empty(self._max_draft, np.int32)
@@ -67,7 +67,7 @@ class NgramDrafter:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has been started already")
         tokens = check_tokens(as_tokens(prompt))
-        request = self._requests[request_id] = _Request()
+        request = self._requests[request_id] = _NgramRequest()
         self._join_problem(request, problem)
         try:
             request.own = self._new_index()
@@ -108,7 +108,7 @@ class NgramDrafter:
         """As ``TokenDrafter.learn``."""
         end = as_tokens(prompt[-self._max_n :])
         tokens = check_tokens(np.concatenate([end, as_tokens(response)]))
-        request = _Request()
+        request = _NgramRequest()
         self._join_problem(request, problem)
         self._append(request, tokens, tokens)
         self._leave(request)
@@ -137,7 +137,7 @@ class NgramDrafter:
             raise OutOfMemoryBudget(f"{index.nbytes} bytes for an index were refused")
         return index
 
-    def _append(self, request: _Request, shared: Tokens, own: Tokens) -> None:
+    def _append(self, request: _NgramRequest, shared: Tokens, own: Tokens) -> None:
         try:
             if request.problem is not None and request.shared is not None:
                 request.problem.index.append(request.shared, shared)
@@ -151,7 +151,7 @@ class NgramDrafter:
             self._drop_own(request)
             self._counters["own_indexes_dropped"] += 1
 
-    def _join_problem(self, request: _Request, problem: str) -> None:
+    def _join_problem(self, request: _NgramRequest, problem: str) -> None:
         try:
             if problem not in self._problems:
                 self._problems[problem] = _Problem(self._new_index())
@@ -162,17 +162,17 @@ class NgramDrafter:
         except OutOfMemoryBudget:
             self._counters["requests_not_recorded"] += 1
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: _NgramRequest) -> None:
         self._leave_problem(request)
         if request.problem is not None:
             request.problem.users -= 1
 
-    def _leave_problem(self, request: _Request) -> None:
+    def _leave_problem(self, request: _NgramRequest) -> None:
         if request.problem is not None and request.shared is not None:
             request.problem.index.finish(request.shared)
             request.shared = None
 
-    def _drop_own(self, request: _Request) -> None:
+    def _drop_own(self, request: _NgramRequest) -> None:
         if request.own is not None:
             self._bytes -= request.own.nbytes
             request.own = None

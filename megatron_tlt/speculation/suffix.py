@@ -42,7 +42,7 @@ def _bounded(rule: SpeculationRule, least_probability: float) -> SpeculationRule
 
 
 @dataclass
-class _Request:
+class _SuffixRequest:
     key: str
     handle: int | None = None  # in the tree of that key
     own: SuffixTree | None = None
@@ -80,7 +80,7 @@ class SuffixDrafter:
         self._weights = EpochWeights(self.config.epoch_decay)
         self._store = ResponseStore(self.config.window, int(_STORED * self.config.max_bytes))
         self._trees: OrderedDict[str, ResponseTree] = OrderedDict()  # the least recently used first
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _SuffixRequest] = {}
         self._tree_bytes = 0  # of ``_trees`` and of requests' own
         self._counters: Counter[str] = Counter()
 
@@ -92,7 +92,7 @@ class SuffixDrafter:
         key = self._key(problem)
         tree = self._tree(key)
         tree.users += 1
-        request = self._requests[request_id] = _Request(key)
+        request = self._requests[request_id] = _SuffixRequest(key)
         try:
             tree.update(lambda: self._newest_first(key), self._limit(tree))
             request.handle = tree.start(self._running_epoch(problem))
@@ -287,7 +287,7 @@ class SuffixDrafter:
         end = as_tokens(prompt[max(0, len(prompt) - self._prompt_tokens) :])
         return check_tokens(np.concatenate([end, as_tokens(response)]))
 
-    def _append(self, request: _Request, tokens: Tokens) -> None:
+    def _append(self, request: _SuffixRequest, tokens: Tokens) -> None:
         if request.handle is None:
             return
         tree = self._trees[request.key]
@@ -300,7 +300,7 @@ class SuffixDrafter:
             request.handle = None
             self._counters["requests_not_recorded"] += 1
 
-    def _start_own(self, request: _Request) -> None:
+    def _start_own(self, request: _SuffixRequest) -> None:
         own = SuffixTree(self.config.max_depth, lambda nbytes: self._allow_own(request, nbytes))
         try:
             if not self._allow_own(request, own.nbytes):
@@ -311,7 +311,7 @@ class SuffixDrafter:
             self._counters["own_trees_dropped"] += 1
         self._account_own(request)
 
-    def _append_own(self, request: _Request, tokens: Tokens) -> None:
+    def _append_own(self, request: _SuffixRequest, tokens: Tokens) -> None:
         if request.own is None:
             return
         try:
@@ -320,7 +320,7 @@ class SuffixDrafter:
             self._drop_own(request)
             self._counters["own_trees_dropped"] += 1
 
-    def _drop_own(self, request: _Request) -> None:
+    def _drop_own(self, request: _SuffixRequest) -> None:
         request.own = None
         self._account_own(request)
 
@@ -329,7 +329,7 @@ class SuffixDrafter:
         self._tree_bytes += now - tree.accounted
         tree.accounted = now
 
-    def _account_own(self, request: _Request) -> None:
+    def _account_own(self, request: _SuffixRequest) -> None:
         now = request.own.nbytes if request.own is not None else 0
         self._tree_bytes += now - request.own_bytes
         request.own_bytes = now
@@ -344,7 +344,7 @@ class SuffixDrafter:
         self._tree_bytes += nbytes
         return True
 
-    def _allow_own(self, request: _Request, nbytes: int) -> bool:
+    def _allow_own(self, request: _SuffixRequest, nbytes: int) -> bool:
         if not self._make_room(None, nbytes):
             return False
         request.own_bytes += nbytes

@@ -243,14 +243,14 @@ class SelectiveCheckpointer:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedCheckpoint:
     """A checkpoint that was read, and its folder."""
 
     folder: Path
     payload: Payload
 
 
-def newest(folder: Path, kind: str) -> Found | None:
+def newest(folder: Path, kind: str) -> LoadedCheckpoint | None:
     """The newest checkpoint in ``folder`` whose every byte is as it was written; None where there is none.
 
     A damaged one is passed over, with a warning, for the one before it. Another process may be writing meanwhile: when
@@ -260,13 +260,13 @@ def newest(folder: Path, kind: str) -> Found | None:
         ConfigError: what is there is of another kind than ``kind``.
         RunError: the file system refuses.
     """
-    found: Found | None = None
+    found: LoadedCheckpoint | None = None
     warnings: list[str] = []
     for _ in range(_READ_ATTEMPTS):
         before = _listing(folder)
         try:
             path, warnings = find_latest_whole(folder)
-            found = Found(path, read_payload(path / STATE, kind)) if path is not None else found
+            found = LoadedCheckpoint(path, read_payload(path / STATE, kind)) if path is not None else found
             if path is not None and not warnings:
                 return found
         except (OSError, ConfigError) as error:

@@ -31,7 +31,7 @@ class Worked:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DrawnProblem:
     """A drawn problem: our words and what ``rewards``' reasoning_gym verifier needs."""
 
     worked: Worked
@@ -59,15 +59,15 @@ class Generator(ABC):
     def write(self, entry: dict[str, Any]) -> Worked:
         """Words the library's ``entry`` compactly and works it out step by step."""
 
-    def draw(self, key: int, size: int | None = None) -> Draft:
+    def draw(self, key: int, size: int | None = None) -> DrawnProblem:
         """The problem of ``key`` (any non-negative integer), of the size that ``key`` draws or of ``size``."""
         if size is None:
             size = self.params.sizes.sample(random.Random(stable_int("size", key)))
         # The library seeds an entry with seed + index: a hashed index is a hashed seed.
         entry = self._dataset(size)[stable_int("entry", key)]
-        return Draft(self.write(entry), self._metadata(entry))
+        return DrawnProblem(self.write(entry), self._metadata(entry))
 
-    def probe(self, count: int) -> list[Draft]:
+    def probe(self, count: int) -> list[DrawnProblem]:
         """Draws of the largest size, of either split: their prompts are about the longest that the task has."""
         return [self.draw(stable_int("largest", i), self.params.sizes.max) for i in range(count)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.tasks.generator import Draft, Worked
+from megatron_tlt.tasks.generator import DrawnProblem, Worked
 from megatron_tlt.tasks.marker import ANSWER_MARKER, worked_solution
 from megatron_tlt.tasks.seeding import stable_int
 
@@ -51,14 +51,14 @@ class LibraryDataset:
                 "cannot be learned from; allowed: another dataset"
             )
 
-    def draw(self, key: int) -> Draft:
+    def draw(self, key: int) -> DrawnProblem:
         """The problem of ``key``, any non-negative integer; with a worked solution where the dataset writes one."""
         entry = self._entry(key)
         worked = Worked(entry["question"], str(entry["answer"] or ""), _solution(entry))
         params = json.dumps(self._params, sort_keys=True)
-        return Draft(worked, {"dataset": self.name, "params": params, "entry": self._kept(entry)})
+        return DrawnProblem(worked, {"dataset": self.name, "params": params, "entry": self._kept(entry)})
 
-    def probe(self, count: int) -> list[Draft]:
+    def probe(self, count: int) -> list[DrawnProblem]:
         """Some draws, for checks."""
         return [self.draw(stable_int("probe", i)) for i in range(count)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_tlt.config.import_path import is_import_path, load_object, one_line
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.tasks.generator import Draft, Worked
+from megatron_tlt.tasks.generator import DrawnProblem, Worked
 from megatron_tlt.tasks.marker import ANSWER_MARKER
 from megatron_tlt.tasks.seeding import stable_int
 
@@ -60,7 +60,7 @@ class PythonTask:
                 "random from its rng and keeps nothing between calls"
             )
 
-    def draw(self, key: int) -> Draft:
+    def draw(self, key: int) -> DrawnProblem:
         """The problem of ``key``, any non-negative integer.
 
         Raises:
@@ -86,9 +86,9 @@ class PythonTask:
             raise self._wrong(
                 f"the solution {solution!r}", f"text whose last line is '{ANSWER_MARKER} answer', or None"
             )
-        return Draft(Worked(prompt, str(answer), solution), self._metadata(found.get("metadata")))
+        return DrawnProblem(Worked(prompt, str(answer), solution), self._metadata(found.get("metadata")))
 
-    def probe(self, count: int) -> list[Draft]:
+    def probe(self, count: int) -> list[DrawnProblem]:
         """Some draws, for checks."""
         return [self.draw(stable_int("probe", i)) for i in range(count)]
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.files import FileParams, Row, read_rows
-from megatron_tlt.tasks.generator import Draft, Generator
+from megatron_tlt.tasks.generator import DrawnProblem, Generator
 from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.python_task import PythonTask
@@ -87,7 +87,7 @@ class GeneratedSource:
         """What :meth:`probe` drew, as an error names it."""
         return self._generator.probed
 
-    def _problem(self, draft: Draft, index: str) -> Problem:
+    def _problem(self, draft: DrawnProblem, index: str) -> Problem:
         problem = Problem(
             uid=f"{self.label}/{self._split}/{self._seed}/{index}",
             source=self.label,

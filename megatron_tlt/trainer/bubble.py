@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_tlt.config.spot import SpotConfig
-from megatron_tlt.drafter import FAILURES, DataBuffer, DrafterTrainer, Entry, TrainerState
+from megatron_tlt.drafter import FAILURES, DataBuffer, DrafterState, DrafterTrainer, Entry
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE, Timeline
 from megatron_tlt.platform.device import current_device
@@ -130,7 +130,7 @@ class Bubble:
         timeline: Timeline,
         *,
         global_batch: int,
-        last_good: Callable[[], TrainerState],
+        last_good: Callable[[], DrafterState],
         take_device: Callable[[], None],
         newest: EngineData | None = None,
         form: FormGroup = SubsetGroup.form,

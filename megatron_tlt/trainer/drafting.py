@@ -18,11 +18,11 @@ from megatron_tlt.config.spot import session_start
 from megatron_tlt.drafter import (
     FAILURES,
     DataBuffer,
+    DrafterState,
     DrafterTrainer,
     Entry,
     SessionResult,
     SharedWeights,
-    TrainerState,
     first_drafter,
     load_drafter,
     read_checkpoint,
@@ -384,13 +384,13 @@ class Drafting:
         self._trainer.group = None
 
 
-def _copied(state: TrainerState) -> TrainerState:
+def _copied(state: DrafterState) -> DrafterState:
     """On the host: the device is needed for other things, and the copy only if a session goes wrong."""
     tensors = {}
     for name, tensor in state.tensors().items():
         tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         tensors[name].copy_(tensor)
-    return TrainerState.from_tensors(state.version, tensors, dict(state.numbers))
+    return DrafterState.from_tensors(state.version, tensors, dict(state.numbers))
 
 
 def _engine_dtype(config: TltConfig) -> torch.dtype:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.drafter import DrafterTrainer
 from megatron_tlt.drafter.checkpoint import KIND, payload_of, state_of
-from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.state import DrafterState
 from megatron_tlt.errors import TltError
 from megatron_tlt.spot import SelectiveCheckpointer, newest
 
@@ -67,7 +67,7 @@ class SpotCheckpoints:
         latest = self._latest_version()
         if latest is None or latest <= self._trainer.version:
             return False
-        read: list[TrainerState] = []
+        read: list[DrafterState] = []
 
         def look() -> None:
             try:

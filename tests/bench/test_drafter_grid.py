@@ -41,7 +41,7 @@ def test_an_arm_trains_for_its_seconds_and_keeps_what_came_of_them(tmp_path: Pat
     arguments = arguments_of("--kinds", "eagle3", "--rates", "1e-3", "--unrolls", "1", "--vocabularies", "48")
     name, config = drafter_grid._grid(arguments, 2048)[0]
     model = drafter_from_target(target, "eagle3", 1, draft_vocab_size=48)
-    arm = drafter_grid._Arm(name, DrafterTrainer(model, config, 1))
+    arm = drafter_grid._GridArm(name, DrafterTrainer(model, config, 1))
     generator = torch.Generator().manual_seed(1)
     entries = []
     for i in range(4):

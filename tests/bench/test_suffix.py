@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.bench import suffix
-from megatron_tlt.bench.responses import PolicyLaw, RecordedResponse, read_recorded, synthetic_responses
+from megatron_tlt.bench.responses import PolicyLaw, TraceResponse, read_recorded, synthetic_responses
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.speculation.ngram import NgramDrafter
 from megatron_tlt.speculation.suffix import SuffixDrafter
@@ -24,7 +24,7 @@ def arguments_of(*values: str) -> argparse.Namespace:
 
 def test_a_response_seen_before_is_accepted_whole() -> None:
     tokens = tuple(range(10, 40))
-    responses = [RecordedResponse("p", epoch, (1, 2), tokens) for epoch in (1, 2)]
+    responses = [TraceResponse("p", epoch, (1, 2), tokens) for epoch in (1, 2)]
     accepted = suffix.decode([SuffixDrafter(prompt_tokens=2)], responses, 1, 4)
     # 30 rounds of nothing; then after a match of m tokens at most m drafts: 2, 4, 4, 4, 4, 4 and the last round's 1
     assert accepted == [0.0, (2 + 5 * 4 + 1) / 7]
@@ -33,7 +33,7 @@ def test_a_response_seen_before_is_accepted_whole() -> None:
 
 def test_samples_side_by_side_and_one_after_another() -> None:
     tokens = tuple(range(10, 40))
-    responses = [RecordedResponse("p", 1, (1, 2), tokens) for _ in range(2)]
+    responses = [TraceResponse("p", 1, (1, 2), tokens) for _ in range(2)]
     # the first takes 30 rounds, the second 6 of four drafts and one token more
     assert suffix.decode([NgramDrafter()], responses, 1, 4) == [24 / 36]
     # side by side each is drafted from the other wherever that one is ahead
@@ -67,7 +67,7 @@ def test_recorded_responses_are_read_and_bad_ones_named(tmp_path: Path) -> None:
     path.write_text(
         '{"problem": "p", "epoch": 1, "token_ids": [3, 4]}\n\n{"problem": 7, "epoch": 2, "token_ids": [5]}\n'
     )
-    assert read_recorded(path) == [RecordedResponse("p", 1, (), (3, 4)), RecordedResponse("7", 2, (), (5,))]
+    assert read_recorded(path) == [TraceResponse("p", 1, (), (3, 4)), TraceResponse("7", 2, (), (5,))]
     for bad in ('{"problem": "p", "epoch": 1}', '{"problem": "p", "epoch": 1, "token_ids": [-3]}', "[]", "{"):
         path.write_text('{"problem": "p", "epoch": 1, "token_ids": [3, 4]}\n' + bad + "\n")
         with pytest.raises(ConfigError, match=r"responses\.jsonl, line 2: .*wanted: problem, epoch, token_ids"):

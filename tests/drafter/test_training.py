@@ -22,7 +22,7 @@ from megatron_tlt.drafter.losses import LOSSES, TargetTop, compared_log_probs, r
 from megatron_tlt.drafter.model import DraftModel, Kind
 from megatron_tlt.drafter.packing import build_packs
 from megatron_tlt.drafter.session import train_session
-from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.state import DrafterState
 from megatron_tlt.drafter.training import DrafterTrainer
 from megatron_tlt.errors import ConfigError, RunError
 from tests.helpers.launch import run_torchrun
@@ -235,7 +235,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     save_file(state.tensors(), tmp_path / "state.safetensors")
     numbers = json.loads(json.dumps(state.numbers))
     second = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=2), config, seed=5)
-    second.load_state(TrainerState.from_tensors(state.version, load_file(tmp_path / "state.safetensors"), numbers))
+    second.load_state(DrafterState.from_tensors(state.version, load_file(tmp_path / "state.safetensors"), numbers))
     assert [second.train_step(entries).metrics for _ in range(2)] == whole[2:]
     for name, tensor in straight.state.tensors().items():
         assert torch.equal(tensor, second.state.tensors()[name]), name
@@ -252,9 +252,9 @@ def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
         model = drafter_from_target(target_folder, "eagle", seed=1)
         return DrafterTrainer(model, config, seed=5), DataBuffer(tmp_path / folder, bounds, seed=5)
 
-    def train(trainer: DrafterTrainer, buffer: DataBuffer, steps: range) -> tuple[TrainerState, list[str]]:
+    def train(trainer: DrafterTrainer, buffer: DataBuffer, steps: range) -> tuple[DrafterState, list[str]]:
         """The checkpoint after step 2."""
-        saved: list[tuple[TrainerState, list[str]]] = []
+        saved: list[tuple[DrafterState, list[str]]] = []
         for step in steps:
             for i in range(4):
                 entry = random_entry(target, "eagle", 12 + i, 3, 4 * step + i)
@@ -263,7 +263,7 @@ def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
             state = trainer.state
             copies = {name: tensor.clone() for name, tensor in state.tensors().items()}
             if step == 2:
-                saved.append((TrainerState.from_tensors(state.version, copies, dict(state.numbers)), buffer.snapshot()))
+                saved.append((DrafterState.from_tensors(state.version, copies, dict(state.numbers)), buffer.snapshot()))
         return saved[0] if saved else (trainer.state, [])
 
     straight, data = begin("straight")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.planning.devices import device
-from megatron_tlt.planning.simulation.acceptance import OFF, Draft, chain
+from megatron_tlt.planning.simulation.acceptance import OFF, DraftShape, chain
 from megatron_tlt.planning.simulation.constants import shipped
 from megatron_tlt.planning.simulation.engine import EngineModel
 from megatron_tlt.planning.simulation.lengths import LongTail
@@ -31,7 +31,7 @@ def engine(tp: int = 2) -> EngineModel:
 class FreeDrafts(EngineModel):
     """Drafting and verifying cost nothing."""
 
-    def round(self, batch: Any, context: Any, draft: Draft) -> Any:
+    def round(self, batch: Any, context: Any, draft: DraftShape) -> Any:
         return self.plain(batch, context)
 
 

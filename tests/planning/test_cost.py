@@ -17,7 +17,7 @@ from megatron_tlt.planning.engine_memory import engine_memory
 from megatron_tlt.planning.job import Job, Recompute
 from megatron_tlt.planning.machine import Machine, find_machine, from_data_sheet, processor, profile_text, read_profile
 from megatron_tlt.planning.memory import plan_memory
-from megatron_tlt.planning.rollout_time import Lengths, decode_step_seconds, rollout_seconds
+from megatron_tlt.planning.rollout_time import ResponseLengths, decode_step_seconds, rollout_seconds
 from tests.planning.jobs import MOE, SEVEN, job
 
 H100 = from_data_sheet("H100-80GB")
@@ -124,7 +124,7 @@ def test_a_decode_step_reads_weights_and_caches() -> None:
 
 def test_a_rollout_by_hand() -> None:
     one = job(layout=Layout(1), responses=4, prompt_tokens=1)
-    flat = Lengths(mean=100.0, longest=100, spread=1e-9)
+    flat = ResponseLengths(mean=100.0, longest=100, spread=1e-9)
     engine = engine_memory(one, None)
     fast = replace(BARE, matmul=((1, 1e30),), decode_overhead=0.01)
     assert rollout_seconds(one, fast, engine, 1e9, flat) == pytest.approx(1.0, rel=1e-3)
@@ -136,7 +136,7 @@ def test_a_rollout_by_hand() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.floats(20, 14336), st.integers(1, 300))
 def test_lengths_keep_their_mean_and_their_bound(mean: float, count: int) -> None:
-    found = Lengths(mean, 14336, 0.9).quantiles(count)
+    found = ResponseLengths(mean, 14336, 0.9).quantiles(count)
     assert found == sorted(found) and len(found) == count and max(found) <= 14336
     if mean < 5000 and count > 50:
         assert sum(found) / count == pytest.approx(mean, rel=0.02)

@@ -15,7 +15,7 @@ from megatron_tlt.bench.hetero_cases import mixed_64, model, small_instance, ste
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.cost import INFEASIBLE, CostModel
 from megatron_tlt.planning.hetero.exhaustive import Exhaustive
-from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan
+from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout
 from megatron_tlt.planning.hetero.recall import Recall
 from megatron_tlt.planning.hetero.report import describe
 from megatron_tlt.planning.hetero.search import random_search, search
@@ -132,16 +132,16 @@ def test_what_is_fast_on_some_devices_does_not_push_out_what_is_known_of_others(
     alike, others = (first[0], first[0] + 1), (first[1], first[2])
     recall = Recall(cluster, 1)
 
-    def learn(devices: tuple[int, ...], seconds: float, layout: Layout) -> None:
+    def learn(devices: tuple[int, ...], seconds: float, layout: TaskLayout) -> None:
         recall.learn(Plan((0,), (devices,), (Placement(layout, devices),)), [seconds], INFEASIBLE)
 
     for number in range(20):
-        learn(alike, 1.0 + number / 100, Layout(2, 1, 1) if number % 2 else Layout(1, 2, 1))
-    learn(others, 5.0, Layout(1, 1, 2))
+        learn(alike, 1.0 + number / 100, TaskLayout(2, 1, 1) if number % 2 else TaskLayout(1, 2, 1))
+    learn(others, 5.0, TaskLayout(1, 1, 2))
     found = recall.best(0, others)
-    assert found is not None and found.layout == Layout(1, 1, 2)
+    assert found is not None and found.layout == TaskLayout(1, 1, 2)
     best = recall.best(0, [*others, *alike])
-    assert best is not None and best.layout == Layout(1, 2, 1) and set(best.devices) == set(alike)
+    assert best is not None and best.layout == TaskLayout(1, 2, 1) and set(best.devices) == set(alike)
     assert recall.best(0, others[:1]) is None
 
 

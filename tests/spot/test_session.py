@@ -9,7 +9,7 @@ import torch
 
 from megatron_tlt.drafter.checkpoint import KIND, payload_of, read_checkpoint, state_of
 from megatron_tlt.drafter.folder import drafter_from_target
-from megatron_tlt.drafter.state import TrainerState
+from megatron_tlt.drafter.state import DrafterState
 from megatron_tlt.drafter.training import DrafterTrainer
 from megatron_tlt.spot.checkpointer import SelectiveCheckpointer, newest
 from tests.drafter.conftest import load_target, random_entry, write_target
@@ -19,7 +19,7 @@ from tests.spot.workers.next_session import CONFIG
 WORKER = Path(__file__).parent / "workers" / "next_session.py"
 
 
-def same(a: TrainerState, b: TrainerState) -> bool:
+def same(a: DrafterState, b: DrafterState) -> bool:
     """Every bit of every tensor, every number, the version."""
     one, other = a.tensors(), b.tensors()
     return (
@@ -41,7 +41,7 @@ def test_the_next_session_on_other_ranks_starts_from_the_same_bits(tmp_path: Pat
             if step == 3:
                 checkpointer.save(alone.version, payload_of(alone.state, {"step": 17}))
                 kept = {name: tensor.clone() for name, tensor in alone.state.tensors().items()}
-                expected = TrainerState.from_tensors(alone.version, kept, dict(alone.state.numbers))
+                expected = DrafterState.from_tensors(alone.version, kept, dict(alone.state.numbers))
             assert alone.train_step(batch).outcome == "trained"  # the fourth is lost
 
     found = newest(tmp_path / "spot", KIND)

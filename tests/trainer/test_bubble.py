@@ -15,7 +15,7 @@ import torch
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights, TrainerState, drafter_from_target
+from megatron_tlt.drafter import DrafterState, DrafterTrainer, Entry, SharedWeights, drafter_from_target
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE
 from megatron_tlt.platform.offload import StorageOffload
@@ -53,7 +53,7 @@ def latest(checkpoints: Path) -> int:
         return -1
 
 
-def same(one: TrainerState, other: TrainerState) -> bool:
+def same(one: DrafterState, other: DrafterState) -> bool:
     a, b = one.tensors(), other.tensors()
     return one.version == other.version and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_tlt.config.drafter import DrafterBufferConfig, DrafterConfig
 from megatron_tlt.config.spot import SpotConfig
-from megatron_tlt.drafter import DataBuffer, DrafterTrainer, Entry, TrainerState, drafter_from_target
+from megatron_tlt.drafter import DataBuffer, DrafterState, DrafterTrainer, Entry, drafter_from_target
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.subset_group import Abandoned
 from megatron_tlt.spot import CoordinatorClient, CoordinatorService, Seal, new_secret
@@ -105,7 +105,7 @@ class Threads:
         self.bubbles: list[Bubble] = []
         self.clients: list[CoordinatorClient] = []
         self.timelines: list[Timeline] = []
-        self.good: list[TrainerState] = []
+        self.good: list[DrafterState] = []
         self._running: dict[int, threading.Thread] = {}
         for rank, own in enumerate(entries):
             drafter = DrafterConfig(kind="eagle", lr=1e-3, max_tokens_per_micro_batch=32, unroll_steps=1)
@@ -169,6 +169,6 @@ class Threads:
             assert not self._running[rank].is_alive(), f"rank {rank} still waits"
 
 
-def copied(state: TrainerState) -> TrainerState:
+def copied(state: DrafterState) -> DrafterState:
     tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
-    return TrainerState.from_tensors(state.version, tensors, dict(state.numbers))
+    return DrafterState.from_tensors(state.version, tensors, dict(state.numbers))

@@ -28,7 +28,7 @@ from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 PAIRS = [("DP2", "TP2"), ("DP2", "PP2"), ("DP2", "TP2+SP"), ("TP2", "DP2"), ("PP2", "DP2"), ("TP2+SP", "DP2")]
 
 
-class Bench:
+class CheckpointBench:
     """A model, samples for its steps and a folder for its checkpoints."""
 
     def __init__(self, model: Path, root: Path, vocabulary: int) -> None:
@@ -118,7 +118,7 @@ def main(model: str, vocabulary: int, repeats: int, steps: int, out: str) -> Non
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=Path(out).parent) as folder:
         root = Path(broadcast_data(folder, str)) / "checkpoints"
-        bench = Bench(Path(model), root, vocabulary)
+        bench = CheckpointBench(Path(model), root, vocabulary)
         found = {"stalls": bench.stalls(repeats), "resumes": bench.resumes(steps)}
         if rank() == 0:
             atomic_write_text(Path(out), json.dumps(found))

@@ -67,7 +67,7 @@ class _Together:
         """See above."""
 
 
-class _Bench:
+class _DrafterBench:
     def __init__(self, given: dict[str, Any], work: Path) -> None:
         self._given, self._work = given, work
         self._config = config = self._variant("eagle")
@@ -235,7 +235,7 @@ def main(given_json: str, work: str, out: str) -> None:
     die_with_parent(signal.SIGKILL)
     prepare()
     initialize_distributed(600)
-    rows = _Bench(json.loads(given_json), Path(work)).run()
+    rows = _DrafterBench(json.loads(given_json), Path(work)).run()
     atomic_write_text(Path(out), json.dumps(rows))
 
 

@@ -18,7 +18,7 @@ from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import make_groups, of_length
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.quickstart import Quickstart, prepare_quickstart, warm_head
-from megatron_tlt.bench.workers.rollout import Target, timed
+from megatron_tlt.bench.workers.rollout import RolloutTarget, timed
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ def natural(request: Request, longest: int) -> Request:
 
 
 def measure(
-    target: Target, name: str, rollouts: Sequence[Sequence[Request]], uniform: bool, given: Mapping[str, Any]
+    target: RolloutTarget, name: str, rollouts: Sequence[Sequence[Request]], uniform: bool, given: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """A row per arm and repeat, and the lengths of each rollout's responses; tuners know nothing in repeat 0.
 
@@ -138,7 +138,7 @@ def main(given_json: str, _: str, out: str) -> None:
     config = load_config(given["config"], given["set"])
     states_bytes = 0 if config.spot is None else config.spot.states_bytes
     given |= {"longest": config.rollout.max_response_tokens}
-    target = Target(
+    target = RolloutTarget(
         folder,
         prepared.config.rollout,
         speculation.model_copy(update={"adaptive": adaptive}),

@@ -51,7 +51,7 @@ def _config(given: dict[str, Any], method: str) -> TltConfig:
     )
 
 
-class _Bench:
+class _ReshardBench:
     """An actor, an engine, and the two ways between them."""
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def main(given_json: str, out: str) -> None:
     given = json.loads(given_json)
     prepare()
     initialize_distributed(600)
-    bench = _Bench(given)
+    bench = _ReshardBench(given)
     rows = {method: bench.looked_at(method) for method in ("direct", "export")}
     cases: dict[str, Callable[[], Any]] = {
         f"{method}{suffix}": partial(bench.sync, method, verify)

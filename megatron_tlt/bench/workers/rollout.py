@@ -16,7 +16,7 @@ import torch
 
 from megatron_tlt.bench.chain_model import write_chain_model
 from megatron_tlt.bench.rollout import ABLE
-from megatron_tlt.bench.rollout_cases import Case, Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
+from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, RolloutCase, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
 from megatron_tlt.bench.workers.stock_engine import StockEngine
@@ -38,7 +38,7 @@ from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafte
 Rollout = Callable[[Sequence[Request]], list[Response]]
 
 
-class Target:
+class RolloutTarget:
     """One target: its engines, its requests, and a way to roll out per arm.
 
     ``given["states_bytes"]``: the engine that can draft keeps hidden states for the bubble, as it does in a run.
@@ -139,7 +139,7 @@ def _lengths(most: int) -> list[int]:
     return sorted({k for k in (1, 3, 5) if k < most} | {most})
 
 
-def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
+def quickstart(given: dict[str, Any], work: Path) -> tuple[RolloutTarget, list[Request], Path]:
     """The recipe's model, its held-out problems at the training's temperature, and a head that is trained in place."""
     folder = Path(given["model"])
     prepared = prepare_quickstart(given["config"], folder, given["requests"], given["warm_problems"], given["seed"])
@@ -149,11 +149,11 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[Target, list[Request]
     statics += [Strategy("eagle", k) for k in _lengths(most)]
     adaptive = AdaptiveConfig(strategies=[strategy.name for strategy in (OFF, *statics)])
     speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=most, adaptive=adaptive)
-    target = Target(folder, prepared.config.rollout, speculation, {}, statics, given)
+    target = RolloutTarget(folder, prepared.config.rollout, speculation, {}, statics, given)
     return target, prepared.pool, folder
 
 
-def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Path]:
+def large(given: dict[str, Any], work: Path) -> tuple[RolloutTarget, list[Request], Path]:
     """A target of 100 million weights in bfloat16 whose own greedy responses are replayed as drafts."""
     vocab_size = max(512, given["large_longest"] + 16)
     folder = write_chain_model(work / "large", given["large_layers"], vocab_size)
@@ -173,7 +173,7 @@ def large(given: dict[str, Any], work: Path) -> tuple[Target, list[Request], Pat
     most = given["drafts"]
     speculation = SpeculationConfig(drafter="suffix", num_speculative_tokens=most)
     statics = [Strategy("suffix", k) for k in _lengths(most)]
-    target = Target(folder, rollout, speculation, drafters, statics, given)
+    target = RolloutTarget(folder, rollout, speculation, drafters, statics, given)
     epochs = epochs_of(given, pool)
     longest = [max(epochs.length(request, repeat) for repeat in range(given["repeats"] + 1)) for request in pool]
     asked = [of_length(request, length) for request, length in zip(pool, longest, strict=True)]
@@ -186,7 +186,9 @@ def epochs_of(given: Mapping[str, Any], pool: Sequence[Request]) -> Epochs:
     return Epochs(given["length_spread"], max(request.sampling.max_tokens for request in pool))
 
 
-def timed(target: Target, case: str, name: str, rollouts: Sequence[Sequence[Request]], repeat: int) -> dict[str, Any]:
+def timed(
+    target: RolloutTarget, case: str, name: str, rollouts: Sequence[Sequence[Request]], repeat: int
+) -> dict[str, Any]:
     """The row of an arm's rollouts of a case, one after another, in one repeat."""
     began = time.perf_counter()
     responses = [response for requests in rollouts for response in target.arms[name](requests)]
@@ -203,7 +205,7 @@ def timed(target: Target, case: str, name: str, rollouts: Sequence[Sequence[Requ
 
 
 def measure(
-    target: Target, cases: Sequence[Case], epochs: Epochs, repeats: int, record: Path | None
+    target: RolloutTarget, cases: Sequence[RolloutCase], epochs: Epochs, repeats: int, record: Path | None
 ) -> list[dict[str, Any]]:
     """A row per case, arm and repeat; the first time round, in which tuners know nothing, has repeat 0."""
     rows = []

@@ -38,7 +38,7 @@ coordinator, no checkpoint and no other rank knows. What that costs a rollout is
 
 
 @dataclass(frozen=True)
-class Target:
+class SpotTarget:
     """A model to train: its launch config, what all arms change in it, and responses that heads begin with."""
 
     config: Path
@@ -47,7 +47,7 @@ class Target:
     pairs: Callable[[], Sequence[Pair]]
 
 
-def quickstart(given: Mapping[str, Any], work: Path) -> Target:
+def quickstart(given: Mapping[str, Any], work: Path) -> SpotTarget:
     """The recipe's model, which really answers, and learns; its head begins with worked solutions, as it did itself."""
     config, folder = Path(given["config"]), Path(given["model"])
 
@@ -60,10 +60,10 @@ def quickstart(given: Mapping[str, Any], work: Path) -> Target:
             for problem in problems
         ]
 
-    return Target(config, folder, {"model.recipe": "null", "model.path": folder}, pairs)
+    return SpotTarget(config, folder, {"model.recipe": "null", "model.path": folder}, pairs)
 
 
-def large(given: Mapping[str, Any], work: Path) -> Target:
+def large(given: Mapping[str, Any], work: Path) -> SpotTarget:
     """A chain of tokens: its rewards are all 0, so the update, with all of its work, leaves it as it is."""
     file, folder, longest = work / "large.yaml", work / "large", given["longest"]
     if rank() == 0:
@@ -90,10 +90,10 @@ def large(given: Mapping[str, Any], work: Path) -> Target:
         return [Pair(r[:8], r[8:]) for r in chain_responses(count, 64, vocab, certainty, given["seed"])]
 
     barrier()
-    return Target(file, folder, {}, pairs)
+    return SpotTarget(file, folder, {}, pairs)
 
 
-def first_head(target: Target, given: Mapping[str, Any], work: Path) -> Path:
+def first_head(target: SpotTarget, given: Mapping[str, Any], work: Path) -> Path:
     """The head that all arms begin with, made by the first rank."""
     folder = work / "head"
     if rank() == 0:
@@ -106,7 +106,7 @@ def first_head(target: Target, given: Mapping[str, Any], work: Path) -> Path:
     return folder / "drafter"
 
 
-def arm_config(target: Target, head: Path, arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
+def arm_config(target: SpotTarget, head: Path, arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
     """What an arm's run differs in from the others', on top of what they share."""
     off = {"speculation.enabled": "false"}
     trained = {
@@ -142,14 +142,14 @@ def arm_config(target: Target, head: Path, arm: str, given: Mapping[str, Any], w
     return load_config(target.config, [f"{key}={value}" for key, value in overrides.items()])
 
 
-def own_trainer(config: TltConfig, target: Target) -> DrafterTrainer:
+def own_trainer(config: TltConfig, target: SpotTarget) -> DrafterTrainer:
     """One that trains as the run's does, and that the run knows nothing of."""
     assert config.drafter is not None
     drafter = first_drafter(config.drafter, target.folder, config.run.seed)
     return DrafterTrainer(drafter, config.drafter, config.run.seed)
 
 
-class Bench:
+class SpotBench:
     """All arms of one target on this rank."""
 
     def __init__(self, given: Mapping[str, Any], work: Path) -> None:
@@ -234,7 +234,7 @@ class Bench:
 
 
 def main(given_json: str, work: str, out: str) -> None:
-    measure_pinned(given_json, out, lambda given: Bench(given, Path(work)).run())
+    measure_pinned(given_json, out, lambda given: SpotBench(given, Path(work)).run())
 
 
 if __name__ == "__main__":

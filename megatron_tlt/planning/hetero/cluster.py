@@ -16,7 +16,7 @@ from megatron_tlt.config import violations
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, PositiveInt, Section
 from megatron_tlt.config.source import read_yaml
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.planning.devices import Device, known_devices
+from megatron_tlt.planning.devices import DeviceSpec, known_devices
 from megatron_tlt.planning.machine import constants, read_profile
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -97,7 +97,7 @@ class Cluster:
     Devices of one class (equal figures, one node) are interchangeable: no cost depends on which of them is meant.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceSpec, ...]
     node_of: tuple[int, ...]
     nodes: tuple[str, ...]
     latency: tuple[tuple[float, ...], ...]
@@ -108,7 +108,7 @@ class Cluster:
     """Bytes per second between a device and its host's memory."""
 
     @cached_property
-    def classes(self) -> tuple[tuple[Device, int], ...]:
+    def classes(self) -> tuple[tuple[DeviceSpec, int], ...]:
         """Device and node of each class."""
         return tuple(dict.fromkeys(zip(self.devices, self.node_of, strict=True)))
 
@@ -176,17 +176,17 @@ def build_cluster(section: ClusterSection, folder: Path = Path()) -> Cluster:
     return Cluster(tuple(devices), tuple(node_of), tuple(names), latency, bandwidth, section.host_bandwidth * 1e9)
 
 
-def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict[str, Device]:
+def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict[str, DeviceSpec]:
     """Every device that a node may name with what it reaches: its data sheet's part of it, or what was measured."""
     share = section.efficiency
     sheets = known_devices() | {
-        own.name: Device(
+        own.name: DeviceSpec(
             own.name, own.memory * 1e9, own.tflops * 1e12, own.memory_bandwidth * 1e9, own.node_bandwidth * 1e9
         )
         for own in section.devices
     }
     known = {
-        name: Device(
+        name: DeviceSpec(
             name,
             sheet.memory_bytes * share.usable_memory,
             sheet.flops * share.compute,
@@ -209,7 +209,7 @@ def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict
         # the largest products' rate: micro-batches have thousands of tokens
         flops = machine.matmul[-1][1]
         memory = machine.memory_bytes * share.usable_memory
-        known[name] = Device(name, memory, flops, machine.memory_bandwidth, machine.node_link)
+        known[name] = DeviceSpec(name, memory, flops, machine.memory_bandwidth, machine.node_link)
     return known
 
 

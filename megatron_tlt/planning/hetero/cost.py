@@ -17,7 +17,7 @@ import numpy as np
 from megatron_tlt.planning.hetero.balance import Curve, apportion, even_split, split_layers
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, embeddings, kv_share, memory_line
-from megatron_tlt.planning.hetero.plan import Grid, Layout, Plan, Shortage
+from megatron_tlt.planning.hetero.plan import Grid, Plan, Shortage, TaskLayout
 from megatron_tlt.planning.hetero.workflow import WEIGHT_BYTES, Task, Workflow
 
 INFEASIBLE = 1e12
@@ -78,8 +78,8 @@ class CostModel:
     def __init__(self, cluster: Cluster, workflow: Workflow, *, balanced: bool = True) -> None:
         self.cluster, self.workflow, self.balanced = cluster, workflow, balanced
         self.evaluations = 0
-        self._tasks: dict[tuple[int, Layout, bool, Grid], TaskCost] = {}
-        self._replicas: dict[tuple[int, Layout, tuple[Stage, ...]], Replica] = {}
+        self._tasks: dict[tuple[int, TaskLayout, bool, Grid], TaskCost] = {}
+        self._replicas: dict[tuple[int, TaskLayout, tuple[Stage, ...]], Replica] = {}
         self._collectives: dict[Stage, tuple[float, float]] = {}
         self._pairs: dict[tuple[Stage, Stage], tuple[float, float]] = {}
         sources = [task.weights_from for task in workflow.tasks]
@@ -121,7 +121,7 @@ class CostModel:
             index, placement.layout, {self.cluster.class_of[d] for d in placement.devices}, nodes
         )
 
-    def weights_seconds(self, index: int, layout: Layout, used: set[int], nodes: frozenset[int]) -> float:
+    def weights_seconds(self, index: int, layout: TaskLayout, used: set[int], nodes: frozenset[int]) -> float:
         """As ``weights``, for classes that receive and nodes that send."""
         amount = WEIGHT_BYTES * self.workflow.tasks[index].parameters / (layout.tp * layout.pp)
         return max(min(amount / rate + wait for rate, wait in self._ways(one, nodes)) for one in used)
@@ -131,7 +131,7 @@ class CostModel:
         bandwidth, latency = self.cluster.bandwidth[own], self.cluster.latency[own]
         return [(device.node_bandwidth if node == own else bandwidth[node], latency[node]) for node in nodes]
 
-    def task_cost(self, index: int, layout: Layout, devices: Grid, shared: bool) -> TaskCost:
+    def task_cost(self, index: int, layout: TaskLayout, devices: Grid, shared: bool) -> TaskCost:
         """Of a task over a grid of classes (see ``classes``); ``shared``: with other tasks in turn."""
         key = (index, layout, shared, devices)
         found = self._tasks.get(key)
@@ -139,7 +139,7 @@ class CostModel:
             found = self._tasks[key] = self._task_cost(*key)
         return found
 
-    def _task_cost(self, index: int, layout: Layout, shared: bool, devices: Grid) -> TaskCost:
+    def _task_cost(self, index: int, layout: TaskLayout, shared: bool, devices: Grid) -> TaskCost:
         task, (tp, pp, dp) = self.workflow.tasks[index], layout
         replicas = [self.replica(index, layout, stages) for stages in devices]
         curves = [replica.curve for replica in replicas if replica.curve is not None]
@@ -169,7 +169,7 @@ class CostModel:
             shares=tuple(shares),
         )
 
-    def _reduce(self, layout: Layout, devices: Grid, amount: float) -> float:
+    def _reduce(self, layout: TaskLayout, devices: Grid, amount: float) -> float:
         """Reduce-scatter of gradients and all-gather of weights over the replicas, at the slowest stage's links.
 
         A stage is taken to have the mean number of layers, and nothing to overlap with.
@@ -184,7 +184,7 @@ class CostModel:
             worst = max(worst, (dp - 1) / dp * amount / rate + 2 * (dp - 1) * wait)
         return worst
 
-    def replica(self, index: int, layout: Layout, stages: tuple[Stage, ...]) -> Replica:
+    def replica(self, index: int, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
         """Of one replica's stages, each a tensor-parallel group."""
         key = (index, layout, stages)
         found = self._replicas.get(key)
@@ -203,7 +203,7 @@ class CostModel:
             min(device.memory_bytes for device in devices),
         )
 
-    def _pipeline(self, task: Task, layout: Layout, stages: tuple[Stage, ...]) -> Replica:
+    def _pipeline(self, task: Task, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
         """Training or scoring: (micro-batches + stages - 1) times the slowest stage, for each update."""
         layers, pp = task.layers, layout.pp
         lines = [self._stage_line(task, layout, stages, stage) for stage in range(pp)]
@@ -226,7 +226,7 @@ class CostModel:
         split, slowest = found
         return Replica(Curve(task.updates * (pp - 1) * slowest, slowest), split)
 
-    def _stage_line(self, task: Task, layout: Layout, stages: tuple[Stage, ...], stage: int) -> tuple[float, float]:
+    def _stage_line(self, task: Task, layout: TaskLayout, stages: tuple[Stage, ...], stage: int) -> tuple[float, float]:
         """Seconds of a micro-batch: without a layer, and for each layer."""
         model, (tp, pp, _) = task.model, layout
         flops, memory, _ = self._slowest(stages[stage])
@@ -248,7 +248,7 @@ class CostModel:
             fixed += ((2 if train else 1) + task.scores_first) * (hidden / rate + wait)
         return fixed, each
 
-    def _engine(self, task: Task, layout: Layout, stages: tuple[Stage, ...]) -> Replica:
+    def _engine(self, task: Task, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
         """Decoding reads all weights once a step, for as many steps as the longest response has tokens, or for as many
         as the KV cache makes of it; each token costs its own compute and KV reads."""
         model, tp = task.model, layout.tp
@@ -331,7 +331,7 @@ class CostModel:
         return list(found.values())
 
     @staticmethod
-    def needed_bytes(task: Task, layout: Layout, stage: int, layers: int) -> tuple[float, str]:
+    def needed_bytes(task: Task, layout: TaskLayout, stage: int, layers: int) -> tuple[float, str]:
         """Of a device with so many layers, and what they are; an engine's with KV cache for its longest sequence."""
         fixed, each = memory_line(task, layout, stage)
         needed = fixed + each * layers

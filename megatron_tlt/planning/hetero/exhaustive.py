@@ -15,8 +15,8 @@ from itertools import combinations
 from random import Random
 
 from megatron_tlt.planning.hetero.cost import INFEASIBLE, CostModel
-from megatron_tlt.planning.hetero.plan import Grid, Layout, Placement, Plan
-from megatron_tlt.planning.hetero.search import Found
+from megatron_tlt.planning.hetero.plan import Grid, Placement, Plan, TaskLayout
+from megatron_tlt.planning.hetero.search import HeteroSearchResult
 from megatron_tlt.planning.hetero.space import Space
 
 Bag = tuple[int, ...]
@@ -35,7 +35,7 @@ def _without(bag: Bag, part: Bag) -> Bag:
 
 
 @cache
-def grids(bag: Bag, layout: Layout) -> tuple[Grid, ...]:
+def grids(bag: Bag, layout: TaskLayout) -> tuple[Grid, ...]:
     """All grids over exactly these classes; tensor ranks inside a stage, and replicas, in sorted order only."""
     tp, pp, dp = layout
 
@@ -60,7 +60,7 @@ def grids(bag: Bag, layout: Layout) -> tuple[Grid, ...]:
     return tuple(rows(bag, dp, ()))
 
 
-Choice = tuple[float, Layout, Grid]
+Choice = tuple[float, TaskLayout, Grid]
 
 
 class Exhaustive:
@@ -77,10 +77,10 @@ class Exhaustive:
             raise ValueError(f"weights of several tasks travel: {sorted(map(str, sources))}")
         self._trainer = self.workflow.index(str(sources.pop())) if sources else None
         self._best: dict[tuple[int, Bag, bool, frozenset[int] | None], Choice | None] = {}
-        self._layouts: dict[tuple[int, Bag, bool], dict[Layout, tuple[float, Grid]]] = {}
+        self._layouts: dict[tuple[int, Bag, bool], dict[TaskLayout, tuple[float, Grid]]] = {}
 
-    def run(self) -> Found:
-        """The best plan; where none fits, ``Found.feasible`` is false and its plan one that does not."""
+    def run(self) -> HeteroSearchResult:
+        """The best plan; where none fits, ``HeteroSearchResult.feasible`` is false and its plan one that does not."""
         every: Bag = tuple(sorted(self.cluster.class_of))
         best: tuple[float, tuple[int, ...], tuple[Bag, ...], frozenset[int] | None] | None = None
         for grouping in self.space.groupings:
@@ -92,9 +92,11 @@ class Exhaustive:
                         best = seconds, grouping, sets, nodes
         if best is None:
             shared = (0,) * len(self.workflow.tasks)
-            return Found(self.space.plan(shared, (self.cluster.size,), Random(0)), INFEASIBLE, self.placements, ())
+            return HeteroSearchResult(
+                self.space.plan(shared, (self.cluster.size,), Random(0)), INFEASIBLE, self.placements, ()
+            )
         seconds, grouping, sets, nodes = best
-        return Found(self._plan(grouping, sets, nodes), seconds, self.placements, ())
+        return HeteroSearchResult(self._plan(grouping, sets, nodes), seconds, self.placements, ())
 
     @staticmethod
     def _divisions(every: Bag, count: int) -> Iterator[tuple[Bag, ...]]:
@@ -149,7 +151,7 @@ class Exhaustive:
                 best = seconds, layout, devices
         return best
 
-    def _by_layout(self, task: int, bag: Bag, shared: bool) -> dict[Layout, tuple[float, Grid]]:
+    def _by_layout(self, task: int, bag: Bag, shared: bool) -> dict[TaskLayout, tuple[float, Grid]]:
         key = (task, bag, shared)
         if key not in self._layouts:
             self._layouts[key] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_tlt.planning.hetero.plan import Layout
+from megatron_tlt.planning.hetero.plan import TaskLayout
 from megatron_tlt.planning.hetero.workflow import WEIGHT_BYTES, Task
 
 GRADIENT_BYTES = 4
@@ -20,13 +20,13 @@ def embeddings(task: Task, stage: int, stages: int) -> int:
     return task.model.vocabulary * ((stage == 0) + (stage == stages - 1))
 
 
-def _per_parameter(task: Task, layout: Layout, frozen: bool) -> float:
+def _per_parameter(task: Task, layout: TaskLayout, frozen: bool) -> float:
     if task.kind != "train" or frozen:
         return WEIGHT_BYTES
     return WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES / layout.dp
 
 
-def memory_line(task: Task, layout: Layout, stage: int) -> tuple[float, float]:
+def memory_line(task: Task, layout: TaskLayout, stage: int) -> tuple[float, float]:
     """Bytes on each device of a stage: without any layer, and for each layer.
 
     Training recomputes all activations, so a layer keeps its input for each micro-batch in flight. An engine's KV cache
@@ -46,6 +46,6 @@ def memory_line(task: Task, layout: Layout, stage: int) -> tuple[float, float]:
     return fixed, each
 
 
-def kv_share(task: Task, layout: Layout) -> float:
+def kv_share(task: Task, layout: TaskLayout) -> float:
     """Bytes of KV cache for one token on each device of an engine; KV heads that are too few are repeated."""
     return WEIGHT_BYTES * task.model.cached / min(layout.tp, task.model.groups)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_tlt.planning.hetero.workflow import Task
 
 
-class Layout(NamedTuple):
+class TaskLayout(NamedTuple):
     """Sizes of tensor, pipeline and data parallelism."""
 
     tp: int
@@ -29,7 +29,7 @@ Grid = tuple[tuple[tuple[int, ...], ...], ...]
 """[replica][stage][tensor rank]."""
 
 
-def grid(layout: Layout, devices: tuple[int, ...]) -> Grid:
+def grid(layout: TaskLayout, devices: tuple[int, ...]) -> Grid:
     """The first devices of an order, tensor ranks next to each other, then stages, then replicas."""
     tp, pp, dp = layout
     return tuple(
@@ -41,7 +41,7 @@ def grid(layout: Layout, devices: tuple[int, ...]) -> Grid:
 class Placement(NamedTuple):
     """Of a task: the order of its group's devices, of which the layout takes the first; it leaves the others aside."""
 
-    layout: Layout
+    layout: TaskLayout
     order: tuple[int, ...]
 
     @property
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return self.group_of.count(self.group_of[task]) > 1
 
 
-def layouts(task: Task, size: int) -> Iterator[Layout]:
+def layouts(task: Task, size: int) -> Iterator[TaskLayout]:
     """All layouts of a task over at most ``size`` devices.
 
     Tensor parallelism divides the heads, and the KV heads or by them; pipelines are no deeper than the layers, and
@@ -81,7 +81,7 @@ def layouts(task: Task, size: int) -> Iterator[Layout]:
     ):
         for pp in range(1, min(deepest, size // tp) + 1):
             for dp in range(1, min(task.units, size // (tp * pp)) + 1):
-                yield Layout(tp, pp, dp)
+                yield TaskLayout(tp, pp, dp)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from operator import le
 from typing import NamedTuple
 
 from megatron_tlt.planning.hetero.cluster import Cluster
-from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan
+from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout
 
 _KEPT = 6
 """Placements of a task for each number of devices, no two of them on as many of each class."""
@@ -18,7 +18,7 @@ _KEPT = 6
 
 class _Known(NamedTuple):
     seconds: float
-    layout: Layout
+    layout: TaskLayout
     order: tuple[int, ...]
     """Classes in the order of the grid."""
     counts: tuple[int, ...]

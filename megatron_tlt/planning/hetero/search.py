@@ -30,7 +30,7 @@ step should become shorter by what is known of the tasks."""
 
 
 @dataclass(frozen=True)
-class Found:
+class HeteroSearchResult:
     """The best plan of a search; ``trace`` has the best seconds after each evaluation that improved on them."""
 
     plan: Plan
@@ -73,13 +73,13 @@ class _Budget:
             self.trace.append((self.used, member.seconds))
         return member
 
-    def found(self) -> Found:
+    def found(self) -> HeteroSearchResult:
         assert self.best is not None, "a budget of at least one evaluation"
-        return Found(self.best.plan, self.best.seconds, self.used, tuple(self.trace))
+        return HeteroSearchResult(self.best.plan, self.best.seconds, self.used, tuple(self.trace))
 
 
 @dataclass
-class _Arm:
+class _SizeArm:
     """A genetic search over plans of one grouping with groups of given sizes; goes on where it stopped."""
 
     space: Space
@@ -142,7 +142,7 @@ class _Branch:
     def __init__(self, space: Space, grouping: Grouping, rng: random.Random, swaps: bool) -> None:
         self.space, self.grouping, self.rng, self.swaps = space, grouping, rng, swaps
         self.groups = max(grouping) + 1
-        self.arms: list[_Arm] = []
+        self.arms: list[_SizeArm] = []
 
     @property
     def best(self) -> float:
@@ -194,12 +194,12 @@ class _Branch:
             self.arms.append(arm)
         arm.seeds.append(plan)
 
-    def _arm(self, sizes: tuple[int, ...]) -> _Arm:
-        return _Arm(self.space, self.grouping, sizes, random.Random(self.rng.random()), self.swaps)
+    def _arm(self, sizes: tuple[int, ...]) -> _SizeArm:
+        return _SizeArm(self.space, self.grouping, sizes, random.Random(self.rng.random()), self.swaps)
 
 
-def search(cost: CostModel, evaluations: int, seed: int = 0, *, swaps: bool = True) -> Found:
-    """The best plan met within so many evaluations; it may still not fit (``Found.feasible``).
+def search(cost: CostModel, evaluations: int, seed: int = 0, *, swaps: bool = True) -> HeteroSearchResult:
+    """The best plan met within so many evaluations; it may still not fit (``HeteroSearchResult.feasible``).
 
     Args:
         cost: of the cluster and the workflow to plan for.
@@ -239,7 +239,7 @@ def _challenged(best: _Branch, steps: int, budget: _Budget, rng: random.Random) 
     return best
 
 
-def random_search(cost: CostModel, evaluations: int, seed: int = 0) -> Found:
+def random_search(cost: CostModel, evaluations: int, seed: int = 0) -> HeteroSearchResult:
     """The best of so many plans drawn as the populations of ``search`` are, over all groupings and sizes."""
     rng, budget, space = random.Random(seed), _Budget(cost, evaluations), Space(cost.cluster, cost.workflow)
     while budget.left > 0:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from megatron_tlt.planning.hetero.cluster import Cluster
-from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan, layouts
+from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout, layouts
 from megatron_tlt.planning.hetero.recall import Recall
 from megatron_tlt.planning.hetero.workflow import Workflow
 
@@ -49,13 +49,13 @@ class Space:
     def __init__(self, cluster: Cluster, workflow: Workflow) -> None:
         self.cluster, self.workflow = cluster, workflow
         self.recall = Recall(cluster, len(workflow.tasks))
-        self._layouts: dict[tuple[int, int], list[Layout]] = {}
+        self._layouts: dict[tuple[int, int], list[TaskLayout]] = {}
 
     @cached_property
     def groupings(self) -> list[Grouping]:
         return list(groupings(len(self.workflow.tasks), self.cluster.size))
 
-    def layouts(self, task: int, size: int) -> list[Layout]:
+    def layouts(self, task: int, size: int) -> list[TaskLayout]:
         """All of a task over at most ``size`` devices."""
         found = self._layouts.get((task, size))
         if found is None:
@@ -87,7 +87,7 @@ class Space:
         return Plan(grouping, groups, tuple(placements))
 
     def placement(
-        self, task: int, devices: Sequence[int], rng: random.Random, layout: Layout | None = None
+        self, task: int, devices: Sequence[int], rng: random.Random, layout: TaskLayout | None = None
     ) -> Placement:
         """A random layout (unless given), over most of the devices more often than over few, and an order."""
         if layout is None:
@@ -97,7 +97,7 @@ class Space:
             )
         return Placement(layout, self.order(devices, layout, rng))
 
-    def order(self, devices: Sequence[int], layout: Layout, rng: random.Random) -> tuple[int, ...]:
+    def order(self, devices: Sequence[int], layout: TaskLayout, rng: random.Random) -> tuple[int, ...]:
         """An order that leaves tensor-parallel groups inside nodes where it can; replicas or stages go node by node."""
         tp, pp, dp = layout
         chunks: list[list[int]] = []

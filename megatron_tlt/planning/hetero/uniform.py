@@ -8,12 +8,12 @@ from functools import partial
 from itertools import chain, pairwise
 
 from megatron_tlt.planning.hetero.cost import INFEASIBLE, CostModel
-from megatron_tlt.planning.hetero.plan import Layout, Placement, Plan
-from megatron_tlt.planning.hetero.search import Found
+from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout
+from megatron_tlt.planning.hetero.search import HeteroSearchResult
 from megatron_tlt.planning.hetero.space import Grouping, Space
 
 
-def uniform_plan(model: CostModel, *, whole: bool = False) -> Found:
+def uniform_plan(model: CostModel, *, whole: bool = False) -> HeteroSearchResult:
     """The best of all such plans, each task with its own layout, under a model that is not ``balanced``.
 
     Args:
@@ -22,7 +22,7 @@ def uniform_plan(model: CostModel, *, whole: bool = False) -> Found:
     space = Space(model.cluster, model.workflow)
     tasks = len(model.workflow.tasks)
     together: Grouping = (0,) * tasks
-    best: Found | None = None
+    best: HeteroSearchResult | None = None
     for grouping in [together] if whole else space.groupings:
         found = _best_of(model, space, grouping, whole)
         if best is None or found.seconds < best.seconds:
@@ -31,12 +31,12 @@ def uniform_plan(model: CostModel, *, whole: bool = False) -> Found:
     return best
 
 
-def _best_of(model: CostModel, space: Space, grouping: Grouping, whole: bool) -> Found:
+def _best_of(model: CostModel, space: Space, grouping: Grouping, whole: bool) -> HeteroSearchResult:
     """Layouts are chosen task by task, that whose weights travel first: a step is monotone in each task's seconds."""
     count, size = max(grouping) + 1, model.cluster.size
     bounds = [size * group // count for group in range(count + 1)]
     groups = tuple(tuple(range(start, end)) for start, end in pairwise(bounds))
-    plan = Plan(grouping, groups, tuple(Placement(Layout(1, 1, 1), groups[group]) for group in grouping))
+    plan = Plan(grouping, groups, tuple(Placement(TaskLayout(1, 1, 1), groups[group]) for group in grouping))
     sources = {task.weights_from for task in model.workflow.tasks}
     first = [index for index, task in enumerate(model.workflow.tasks) if task.name in sources]
     for index in chain(first, (one for one in range(len(grouping)) if one not in first)):
@@ -48,7 +48,7 @@ def _best_of(model: CostModel, space: Space, grouping: Grouping, whole: bool) ->
             key=partial(_task_seconds, model, index),
             default=plan,
         )
-    return Found(plan, model(plan).seconds, model.evaluations, ())
+    return HeteroSearchResult(plan, model(plan).seconds, model.evaluations, ())
 
 
 def _placements(space: Space, task: int, devices: Sequence[int], whole: bool) -> Iterator[Placement]:

@@ -11,7 +11,7 @@ _MODEL_FREE = ("ngram", "suffix")
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftShape:
     """``depth`` levels of at most ``top_k`` candidates each, of which ``verify`` tokens (the one before them included)
     go to the target. A chain of K, as the engines here draft, is (K, 1, K + 1); (0, 1, 1) is no speculation.
     """
@@ -35,15 +35,15 @@ class Draft:
         return self.drafter in _MODEL_FREE
 
 
-OFF = Draft()
+OFF = DraftShape()
 
 
-def chain(depth: int, drafter: str = "eagle") -> Draft:
+def chain(depth: int, drafter: str = "eagle") -> DraftShape:
     """``depth`` drafts one behind another."""
-    return Draft(depth, 1, depth + 1, drafter)
+    return DraftShape(depth, 1, depth + 1, drafter)
 
 
-def tokens_per_round(draft: Draft, acceptance: float, exponent: float) -> float:
+def tokens_per_round(draft: DraftShape, acceptance: float, exponent: float) -> float:
     """Tokens that a request gains in a round, the target's own included.
 
     ``acceptance`` is the chance that a level with one candidate holds the target's token where the level before did.
@@ -71,13 +71,13 @@ class Alignment:
         """The policy has moved by one update."""
         self.level *= exp(-1.0 / self.constants.updates_to_drift)
 
-    def acceptance(self, draft: Draft) -> float:
+    def acceptance(self, draft: DraftShape) -> float:
         """Of one candidate."""
         if draft.model_free:
             return self.constants.model_free_acceptance
         cold, aligned = self.constants.cold_acceptance, self.constants.aligned_acceptance
         return cold + (aligned - cold) * self.level
 
-    def tokens(self, draft: Draft) -> float:
+    def tokens(self, draft: DraftShape) -> float:
         """Per round; see ``tokens_per_round``."""
         return tokens_per_round(draft, self.acceptance(draft), self.constants.candidates_exponent)

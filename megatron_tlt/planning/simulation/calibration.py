@@ -19,7 +19,7 @@ import yaml
 
 from megatron_tlt.planning.devices import device
 from megatron_tlt.planning.model_size import ModelSize
-from megatron_tlt.planning.simulation.acceptance import Draft, tokens_per_round
+from megatron_tlt.planning.simulation.acceptance import DraftShape, tokens_per_round
 from megatron_tlt.planning.simulation.constants import Constants
 from megatron_tlt.planning.simulation.engine import EngineModel
 from megatron_tlt.planning.simulation.lengths import LongTail
@@ -72,7 +72,7 @@ class Setup:
             max_response_tokens=recipe["response_tokens_at_most"],
             memory_fraction=recipe["memory_fraction" + large],
             max_seqs=assumed["max_seqs"],
-            arms=tuple(Draft(*arm) for arm in recipe["arms"]),
+            arms=tuple(DraftShape(*arm) for arm in recipe["arms"]),
             actor=Actor(
                 context=recipe["context_parallel" + large],
                 mini_batches=max(1, self.prompts // recipe["mini_batch_prompts"]),
@@ -91,9 +91,9 @@ def speculation_speedup(verify: int, batch: int, constants: Constants, depth: in
     """Of decoding alone: a cell of TLT's table for the 32B model on four devices, whose drafter is the best point's."""
     assumed, best = published()["assumed"], published()["best_32b"]
     engine = EngineModel(model_of(LARGE), device(DEVICE), 4, constants)
-    draft = Draft(depth or assumed["speculation_depth"], assumed["speculation_top_k"], verify)
+    draft = DraftShape(depth or assumed["speculation_depth"], assumed["speculation_top_k"], verify)
     hit = _solve(
-        lambda p: tokens_per_round(Draft(best["depth"], 8, 64), p, constants.candidates_exponent), best["tokens"]
+        lambda p: tokens_per_round(DraftShape(best["depth"], 8, 64), p, constants.candidates_exponent), best["tokens"]
     )
     context = batch * assumed["speculation_context"]
     gain = tokens_per_round(draft, hit, constants.candidates_exponent)
@@ -115,7 +115,7 @@ def derive(constants: Constants) -> Constants:
     known = published()
     best, lengths = known["best_32b"], known["acceptance_length"]
     context, top_k = known["assumed"]["speculation_context"], known["assumed"]["speculation_top_k"]
-    tree = Draft(best["depth"], top_k, 64)
+    tree = DraftShape(best["depth"], top_k, 64)
 
     def best_speedup(overhead: float) -> float:
         engine = EngineModel(model_of(LARGE), device(DEVICE), 4, replace(constants, draft_overhead_s=overhead))
@@ -127,7 +127,7 @@ def derive(constants: Constants) -> Constants:
         return speculation_speedup(16, 1, replace(constants, candidates_exponent=exponent))
 
     constants = replace(constants, candidates_exponent=_solve(narrow, known["speculation_32b"][16][1], 0.01, 1.0))
-    arm = Draft(*known["recipe"]["arms"][0])
+    arm = DraftShape(*known["recipe"]["arms"][0])
 
     def acceptance(tokens: float) -> float:
         return _solve(lambda p: tokens_per_round(arm, p, constants.candidates_exponent), tokens)

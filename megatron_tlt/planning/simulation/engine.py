@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.devices import DeviceSpec
 from megatron_tlt.planning.model_size import ModelSize
-from megatron_tlt.planning.simulation.acceptance import Draft
+from megatron_tlt.planning.simulation.acceptance import DraftShape
 from megatron_tlt.planning.simulation.constants import Constants
 
 Array = NDArray[np.float64]
@@ -29,7 +29,7 @@ class EngineModel:
     """
 
     def __init__(
-        self, model: ModelSize, device: Device, tp: int, constants: Constants, draft_weights: int | None = None
+        self, model: ModelSize, device: DeviceSpec, tp: int, constants: Constants, draft_weights: int | None = None
     ) -> None:
         self.model, self.device, self.tp, self.constants = model, device, tp, constants
         self._draft_weights = draft_weights or model.draft_layer() + model.vocabulary
@@ -62,7 +62,7 @@ class EngineModel:
         b, c = np.asarray(batch, dtype=np.float64), np.asarray(context, dtype=np.float64)
         return self._pass(b, 1.0, c) + self.constants.step_overhead_s
 
-    def round(self, batch: ArrayLike, context: ArrayLike, draft: Draft) -> Array:
+    def round(self, batch: ArrayLike, context: ArrayLike, draft: DraftShape) -> Array:
         """A step that drafts and verifies; a drafter without a model costs one draft pass's overhead."""
         if not draft.depth:
             return self.plain(batch, context)

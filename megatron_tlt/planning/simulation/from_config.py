@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.spot import session_start
-from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.devices import DeviceSpec
 from megatron_tlt.planning.model_size import EAGLE3_TAPS, ModelSize
-from megatron_tlt.planning.simulation.acceptance import Draft
+from megatron_tlt.planning.simulation.acceptance import DraftShape
 from megatron_tlt.planning.simulation.constants import Constants
-from megatron_tlt.planning.simulation.lengths import Lengths
+from megatron_tlt.planning.simulation.lengths import LengthDistribution
 from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot
 
 _VLLM_MEMORY, _VLLM_SEQS = 0.9, 256
@@ -21,10 +21,10 @@ _VLLM_MEMORY, _VLLM_SEQS = 0.9, 256
 def scenario_of(
     config: TltConfig,
     model: ModelSize,
-    device: Device,
+    device: DeviceSpec,
     constants: Constants,
-    lengths: Lengths,
-    arms: Sequence[Draft],
+    lengths: LengthDistribution,
+    arms: Sequence[DraftShape],
     prompt_tokens: float | None = None,
 ) -> Scenario:
     """The step that a launch config describes.

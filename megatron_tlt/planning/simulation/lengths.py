@@ -21,7 +21,7 @@ _FORMS = (
 )
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """A law of response lengths."""
 
     def at(self, normal: Array, longest: float) -> Array:

@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Policy:
+class SchedulingPolicy:
     """``speculation`` is off, static (the first arm, always) or adaptive (gate and choice)."""
 
     name: str
@@ -28,18 +28,18 @@ class Policy:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("off"),
-        Policy("static", "static"),
-        Policy("adaptive", "adaptive"),
-        Policy("spot", "adaptive", trains_drafter=True),
-        Policy("tail", batches_tails=True),
-        Policy("tail+spot", "adaptive", trains_drafter=True, batches_tails=True),
+        SchedulingPolicy("off"),
+        SchedulingPolicy("static", "static"),
+        SchedulingPolicy("adaptive", "adaptive"),
+        SchedulingPolicy("spot", "adaptive", trains_drafter=True),
+        SchedulingPolicy("tail", batches_tails=True),
+        SchedulingPolicy("tail+spot", "adaptive", trains_drafter=True, batches_tails=True),
     )
 }
 """The last is RollPacker and TLT together, which nobody has published."""
 
 
-def speculation_of(scenario: Scenario, policy: Policy, alignment: Alignment) -> Speculation:
+def speculation_of(scenario: Scenario, policy: SchedulingPolicy, alignment: Alignment) -> Speculation:
     """What an engine does under a policy, with a drafter as it is now."""
     if policy.speculation == "off":
         return Speculation()
@@ -51,7 +51,7 @@ def speculation_of(scenario: Scenario, policy: Policy, alignment: Alignment) -> 
 
 
 @dataclass
-class Round:
+class RolloutRound:
     """A rollout, and what was kept of it."""
 
     rollout: Rollout
@@ -91,16 +91,16 @@ class Prompts:
     deferred: list[float] = field(default_factory=list)
     """What their responses' lengths have in common, as standard normal variables."""
 
-    def plain_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> Round:
+    def plain_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
         """Every prompt, every response, to its end."""
         one = self.scenario
         normal = draw(self.rng, one.prompts, one.group, one.constants.group_correlation)
         lengths = one.lengths.at(normal, one.max_response_tokens)
         rollout, _ = self._decode(lengths, speculation, watched)
         responses = (~np.isnan(rollout.finished_ER)).sum(axis=1).astype(np.float64)
-        return Round(rollout, rollout.seconds_in_all, lengths.ravel(), rollout.ends_E, responses)
+        return RolloutRound(rollout, rollout.seconds_in_all, lengths.ravel(), rollout.ends_E, responses)
 
-    def tail_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> Round:
+    def tail_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
         """RollPacker: a long round of what was put off, once that fills one, else a short one.
 
         A short round launches more prompts and responses than it keeps, and is over with the first ``prompts`` that
@@ -128,7 +128,7 @@ class Prompts:
         kept = np.take_along_axis(lengths, first, axis=1)[chosen].ravel()
         responses = (rollout.finished_ER <= over).sum(axis=1).astype(np.float64)
         # an engine is free when the round is over, or before where it had nothing left
-        return Round(rollout, over, kept, np.minimum(rollout.ends_E, over), responses)
+        return RolloutRound(rollout, over, kept, np.minimum(rollout.ends_E, over), responses)
 
     def _decode(
         self, lengths: Array, speculation: Speculation, watched: tuple[int, ...]

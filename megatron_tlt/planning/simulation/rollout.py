@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_tlt.planning.simulation.acceptance import OFF, Draft
+from megatron_tlt.planning.simulation.acceptance import OFF, DraftShape
 from megatron_tlt.planning.simulation.engine import EngineModel
 
 Array = NDArray[np.float64]
@@ -44,7 +44,7 @@ class Speculation:
     highest tokens per second is taken, which is what a tuner settles on, less ``explore_cost`` of the time.
     """
 
-    arms: tuple[Draft, ...] = (OFF,)
+    arms: tuple[DraftShape, ...] = (OFF,)
     tokens: tuple[float, ...] = (1.0,)
     """Per request and round, of each arm."""
     threshold: float = float("inf")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.planning.devices import Device
+from megatron_tlt.planning.devices import DeviceSpec
 from megatron_tlt.planning.model_size import ModelSize
-from megatron_tlt.planning.simulation.acceptance import Draft
+from megatron_tlt.planning.simulation.acceptance import DraftShape
 from megatron_tlt.planning.simulation.constants import Constants
 from megatron_tlt.planning.simulation.engine import EngineModel
-from megatron_tlt.planning.simulation.lengths import Lengths
+from megatron_tlt.planning.simulation.lengths import LengthDistribution
 from megatron_tlt.planning.simulation.rollout import Limits
 
 
@@ -66,9 +66,9 @@ class Scenario:
     """A cluster of ``devices`` alike, ``per_node`` in each node, each engine on ``engine_devices`` of them."""
 
     model: ModelSize
-    device: Device
+    device: DeviceSpec
     constants: Constants
-    lengths: Lengths
+    lengths: LengthDistribution
     devices: int
     per_node: int
     engine_devices: int
@@ -80,7 +80,7 @@ class Scenario:
     memory_fraction: float
     """Of a device's memory that its engine may take."""
     max_seqs: int
-    arms: tuple[Draft, ...]
+    arms: tuple[DraftShape, ...]
     """What adaptive speculation chooses among, off apart; the first is what static speculation does."""
     actor: Actor = Actor()
     gate: Gate = Gate()

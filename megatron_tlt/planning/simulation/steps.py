@@ -17,7 +17,7 @@ from megatron_tlt.planning.simulation.phases import (
     reshard_seconds,
     training_seconds,
 )
-from megatron_tlt.planning.simulation.policies import POLICIES, Policy, Prompts, Round, speculation_of
+from megatron_tlt.planning.simulation.policies import POLICIES, Prompts, RolloutRound, SchedulingPolicy, speculation_of
 from megatron_tlt.planning.simulation.scenario import Scenario
 
 PHASES = ("rollout", "log_probs", "update", "drafter", "reshard")
@@ -54,7 +54,7 @@ class Step:
 class Outcome:
     """One policy over seeds: ``steps[seed]`` one behind another."""
 
-    policy: Policy
+    policy: SchedulingPolicy
     steps: list[list[Step]] = field(default_factory=list)
     running: list[list[tuple[float, int]]] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def simulate_policy(
-    scenario: Scenario, policy: Policy, seeds: Sequence[int], steps: int, watch: bool = False
+    scenario: Scenario, policy: SchedulingPolicy, seeds: Sequence[int], steps: int, watch: bool = False
 ) -> Outcome:
     """``steps`` steps of each seed.
 
@@ -116,8 +116,8 @@ def _settled(scenario: Scenario, steps: float) -> float:
 
 
 def _step(
-    scenario: Scenario, policy: Policy, prompts: Prompts, alignment: Alignment, watched: tuple[int, ...]
-) -> tuple[Step, Round]:
+    scenario: Scenario, policy: SchedulingPolicy, prompts: Prompts, alignment: Alignment, watched: tuple[int, ...]
+) -> tuple[Step, RolloutRound]:
     speculation = speculation_of(scenario, policy, alignment)
     one = (prompts.tail_round if policy.batches_tails else prompts.plain_round)(speculation, watched)
     rollout, mean = one.rollout, float(one.kept.mean())
