@@ -57,7 +57,12 @@ def _drop_unread_verifier(values: dict[str, Any]) -> None:
             task.pop("verifier", None)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_drop_ignored, _move_chat, _drop_unread_verifier)
+def _drop_reshard_method(values: dict[str, Any]) -> None:
+    """``reshard.method: export`` brought the same weights into the engines by a slower way."""
+    _section(values, "reshard").pop("method", None)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_drop_ignored, _move_chat, _drop_unread_verifier, _drop_reshard_method)
 
 
 def migrate(values: dict[str, Any], where: str, migrations: Sequence[Migration] = MIGRATIONS) -> dict[str, Any]:

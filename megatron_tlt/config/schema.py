@@ -285,11 +285,9 @@ class TrainerConfig(Section):
 class ReshardConfig(Section):
     """How weights go from the actor to the engines; ``verify_every`` 0 switches the checksums off.
 
-    ``direct`` moves to each engine rank the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers.
-    ``export`` gathers whole tensors on every rank and lets the engine load them.
+    Each engine rank gets the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers.
     """
 
-    method: Literal["direct", "export"] = "direct"
     staging_mb: Annotated[float, Field(gt=0)] = 256.0
     verify_every: NonNegativeInt = 1
 

@@ -5,7 +5,6 @@ from megatron_tlt.drafter.checkpoint import load_without_target, read_checkpoint
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.evaluation import Acceptance, greedy_chains, teacher_forced_acceptance
 from megatron_tlt.drafter.folder import drafter_from_target, first_drafter, load_drafter, save_drafter, taps_of
-from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.drafter.model import DraftModel, SharedWeights
 from megatron_tlt.drafter.pairs import Pair, read_pairs, write_pairs
 from megatron_tlt.drafter.session import SessionResult, train_session
@@ -27,7 +26,6 @@ __all__ = [
     "SessionResult",
     "SharedWeights",
     "TargetStates",
-    "TargetTop",
     "WarmupPlan",
     "WarmupReport",
     "drafter_from_target",

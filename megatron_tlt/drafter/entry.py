@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES
-from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.errors import ConfigError
 
 MAX_KEY_CHARACTERS = 200
@@ -45,7 +44,6 @@ class Entry:
         hidden: (T, E) in bfloat16 (or float32): row t is the target's hidden states at token t, the one behind its
             final norm last. E is H, or 4 H with three tapped layers before it.
         reward: the response's.
-        top: the target's distribution behind every token, (T, k) and (T), if stored.
     """
 
     key: str
@@ -54,16 +52,10 @@ class Entry:
     prompt_length: int
     hidden: torch.Tensor
     reward: float
-    top: TargetTop | None = None
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
         shapes = {"token_ids": self.token_ids.shape == (length,), "hidden": self.hidden.shape[:-1] == (length,)}
-        if self.top is not None:
-            k = self.top.token_ids.shape[-1]
-            shapes["top.token_ids"] = self.top.token_ids.shape == (length, k)
-            shapes["top.log_probs"] = self.top.log_probs.shape == (length, k)
-            shapes["top.tail_log_prob"] = self.top.tail_log_prob.shape == (length,)
         wrong = [
             f"{name} does not have one row for each of {length} tokens" for name, right in shapes.items() if not right
         ]
@@ -93,12 +85,7 @@ class Entry:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them by name."""
-        found = {"token_ids": self.token_ids, "hidden": self.hidden}
-        if self.top is not None:
-            found["top.token_ids"] = self.top.token_ids
-            found["top.log_probs"] = self.top.log_probs
-            found["top.tail_log_prob"] = self.top.tail_log_prob
-        return found
+        return {"token_ids": self.token_ids, "hidden": self.hidden}
 
     @property
     def nbytes(self) -> int:
@@ -176,8 +163,6 @@ def read_entry(path: Path) -> Entry:
             tensors = load(data[start:])
     except (OSError, ValueError, SafetensorError) as error:
         raise DamagedEntry(f"it cannot be read: {error}") from error
-    names = ("top.token_ids", "top.log_probs", "top.tail_log_prob")
-    top = TargetTop(*(tensors[name] for name in names)) if names[0] in tensors else None
     return Entry(
         description.key,
         description.step,
@@ -185,5 +170,4 @@ def read_entry(path: Path) -> Entry:
         description.prompt_length,
         tensors["hidden"],
         description.reward,
-        top,
     )

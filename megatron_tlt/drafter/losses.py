@@ -1,8 +1,8 @@
 """The drafter's losses, per token and as sums over a pack; every token's loss is that of one draft.
 
 Shapes: R rows (drafts whose prediction lies in a response), H hidden size, V vocabulary, D tokens that can be drafted,
-M categories compared: these, or the target's top k and one for the rest. The target's probabilities p of them sum to
-less than 1 where it says tokens that cannot be drafted; the drafter has q = 0 there, and they weigh nothing in a loss.
+M categories compared: these. The target's probabilities p of them sum to less than 1 where it says tokens that cannot
+be drafted; the drafter has q = 0 there, and they weigh nothing in a loss.
 """
 
 from __future__ import annotations
@@ -50,21 +50,6 @@ LOSSES: dict[str, DistributionLoss] = {"eagle": cross_entropy, "kl": kl_divergen
 
 
 @dataclass(frozen=True)
-class TargetTop:
-    """The target's distribution over its most likely tokens: log-probs and ids (R, k), the log of all others' (R).
-
-    A tail of probability 0 is minus infinity.
-    """
-
-    token_ids: torch.Tensor
-    log_probs: torch.Tensor
-    tail_log_prob: torch.Tensor
-
-    def rows(self, low: int, high: int) -> TargetTop:
-        return TargetTop(self.token_ids[low:high], self.log_probs[low:high], self.tail_log_prob[low:high])
-
-
-@dataclass(frozen=True)
 class Drafted:
     """Drafts and what the target made of the same places.
 
@@ -73,16 +58,14 @@ class Drafted:
         features_RH: the feature handed to the next step.
         weights_R: weight of each row's loss.
         target_hidden_RH: the target's state behind its final norm, which EAGLE's feature predicts.
-        top: the target's distribution; None where it is the LM head over ``target_hidden_RH``.
         target_log_sum_R: ``log sum exp`` of the target's logits over its whole vocabulary; needed where the drafter has
-            a vocabulary of its own and there is no ``top``, as only that vocabulary's logits are then computed here.
+            a vocabulary of its own, as only that vocabulary's logits are then computed here.
     """
 
     head_input_RH: torch.Tensor
     features_RH: torch.Tensor
     weights_R: torch.Tensor
     target_hidden_RH: torch.Tensor
-    top: TargetTop | None
     target_log_sum_R: torch.Tensor | None = None
 
 
@@ -92,27 +75,12 @@ def log_sums(hidden_RH: torch.Tensor, head_VH: torch.Tensor, chunk_rows: int) ->
     return torch.cat([project(rows, head_VH).logsumexp(-1) for rows in hidden_RH.split(chunk_rows)])
 
 
-def compared_log_probs(logits_RV: torch.Tensor, top: TargetTop) -> tuple[torch.Tensor, torch.Tensor]:
-    """(target's, drafter's) log-probs over the top k and the rest, each (R, k + 1); the rest's never by subtraction.
-
-    Logits of tokens that cannot be drafted are minus infinity.
-    """
-    total = logits_RV.logsumexp(-1, keepdim=True)
-    rest = logits_RV.scatter(-1, top.token_ids, float("-inf")).logsumexp(-1, keepdim=True)
-    log_q = torch.cat([logits_RV.gather(-1, top.token_ids), rest], dim=-1) - total
-    log_p = torch.cat([top.log_probs, top.tail_log_prob[:, None]], dim=-1)
-    return log_p.masked_fill(log_q == float("-inf"), float("-inf")), log_q
-
-
 def _chunk_loss(
     distribution_loss: DistributionLoss,
     head_input_RH: torch.Tensor,
     head_DH: torch.Tensor,
-    draft_ids_D: torch.Tensor | None,
     target_hidden_RH: torch.Tensor,
     target_head: torch.Tensor,
-    vocab_size: int,
-    top: TargetTop | None,
     target_log_sum_R: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and acceptance probabilities of some rows, each (R); nothing of width V outlives this call.
@@ -121,14 +89,6 @@ def _chunk_loss(
     """
     logits_RD = project(head_input_RH, head_DH)
     drafted_R1 = logits_RD.detach().argmax(-1, keepdim=True)
-    if top is not None:
-        logits_RV = logits_RD
-        if draft_ids_D is not None:
-            drafted_R1 = draft_ids_D[drafted_R1]
-            excluded = logits_RD.new_full((len(logits_RD), vocab_size), float("-inf"))
-            logits_RV = excluded.index_copy(1, draft_ids_D, logits_RD)
-        accepted_R = torch.where(top.token_ids == drafted_R1, top.log_probs.exp(), 0.0).sum(-1)
-        return distribution_loss(*compared_log_probs(logits_RV, top)), accepted_R
     with torch.no_grad():
         target_RD = project(target_hidden_RH, target_head)
         log_p_RD = target_RD.log_softmax(-1) if target_log_sum_R is None else target_RD - target_log_sum_R[:, None]
@@ -148,7 +108,7 @@ def draft_loss(
     """The weighted sum of all rows' losses, and sums to be logged (unweighted by ``weights_R``).
 
     ``accepted`` sums the target's probabilities of the drafter's likeliest tokens: how many of these drafts a target
-    that samples would accept. With stored top-k distributions a token outside of them counts as rejected.
+    that samples would accept.
 
     ``regression_weight * SmoothL1(feature, target's hidden) + distribution_weight * loss(p, q)`` (TLT, 2511.16665). The
     head runs over ``chunk_rows`` rows at a time and again for the backward pass, so (R, V) is never held. Its rows are
@@ -156,7 +116,7 @@ def draft_loss(
     """
     rows = len(drafted.weights_R)
     target_head = target_head_VH
-    if draft_ids_D is not None and drafted.top is None:
+    if draft_ids_D is not None:
         assert drafted.target_log_sum_R is not None, "a draft vocabulary's probabilities need the whole one's sum"
         target_head = target_head_VH[draft_ids_D]
     log_sum_R = drafted.target_log_sum_R
@@ -169,11 +129,8 @@ def draft_loss(
             LOSSES[config.name],
             drafted.head_input_RH[low:high],
             head_DH,
-            draft_ids_D,
             drafted.target_hidden_RH[low:high],
             target_head,
-            len(target_head_VH),
-            None if drafted.top is None else drafted.top.rows(low, high),
             None if log_sum_R is None else log_sum_R[low:high],
             use_reentrant=False,
             preserve_rng_state=False,

@@ -17,7 +17,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterLossConfig
 from megatron_tlt.data.packing import plan_packs, sequence_cost
 from megatron_tlt.drafter.entry import Entry
-from megatron_tlt.drafter.losses import TargetTop, reward_weight
+from megatron_tlt.drafter.losses import reward_weight
 from megatron_tlt.errors import ConfigError
 
 # Attention's share of a draft layer's work per pair of tokens: only balances packs of like size.
@@ -36,7 +36,6 @@ class Pack:
         anchors_T: the token at which each draft position stands (its h), as an index into S.
         last_T: the last token of its sequence, likewise.
         first_T: the first token of its sequence from which a response token is drafted, likewise.
-        top: the target's distribution behind every token; None where the entries store none.
         log_sums_S: ``log sum exp`` of the target's logits after each token; set while training where it is needed.
     """
 
@@ -47,7 +46,6 @@ class Pack:
     anchors_T: torch.Tensor
     last_T: torch.Tensor
     first_T: torch.Tensor
-    top: TargetTop | None
     log_sums_S: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Pack:
@@ -57,10 +55,7 @@ class Pack:
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)
         }
-        top = None
-        if self.top is not None:
-            top = TargetTop(*(x.to(device) for x in (self.top.token_ids, self.top.log_probs, self.top.tail_log_prob)))
-        return Pack(lengths=self.lengths, top=top, **moved)
+        return Pack(lengths=self.lengths, **moved)
 
     def inputs(self, step: int) -> torch.Tensor:
         """The token each draft position reads in a step, (T); beyond the end of a sequence it does not matter which."""
@@ -79,19 +74,8 @@ class Pack:
         return inside.nonzero()[:, 0]
 
 
-def _concatenated_top(entries: Sequence[Entry]) -> TargetTop | None:
-    tops = [entry.top for entry in entries if entry.top is not None]
-    if not tops:
-        return None
-    return TargetTop(
-        torch.cat([top.token_ids.long() for top in tops]),
-        torch.cat([top.log_probs.float() for top in tops]),
-        torch.cat([top.tail_log_prob.float() for top in tops]),
-    )
-
-
 def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
-    """Packs entries, which all store a distribution of one size or all none."""
+    """Packs entries."""
     starts = itertools.accumulate((entry.length for entry in entries[:-1]), initial=0)
     lengths = [entry.length - 2 for entry in entries]
     pairs = list(zip(starts, entries, strict=True))
@@ -107,7 +91,6 @@ def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
         anchors_T=torch.cat([start + torch.arange(entry.length - 2) for start, entry in pairs]),
         last_T=per_position([start + entry.length - 1 for start, entry in pairs]),
         first_T=per_position([start + entry.prompt_length - 1 for start, entry in pairs]),
-        top=_concatenated_top(entries),
     )
 
 
@@ -127,17 +110,11 @@ def build_packs(
                 f"drafter entry {entry.key!r} has hidden states of width {entry.width}; "
                 f"the drafter asks for {entry_size}"
             )
-    groups: dict[int, list[Entry]] = {}
-    for entry in (entry for entry in entries if entry.num_drafted):
-        groups.setdefault(0 if entry.top is None else entry.top.token_ids.shape[1], []).append(entry)
-    packs = []
-    for _, group in sorted(groups.items()):
-        lengths = [entry.length for entry in group]
-        costs = [sequence_cost(length, _ATTENTION_SHARE) for length in lengths]
-        for members in plan_packs(lengths, costs, max_tokens):
-            chosen = [group[i] for i in members]
-            packs.append((build_pack(chosen, loss), chosen))
-    return packs
+    drafted = [entry for entry in entries if entry.num_drafted]
+    lengths = [entry.length for entry in drafted]
+    costs = [sequence_cost(length, _ATTENTION_SHARE) for length in lengths]
+    packs = [[drafted[i] for i in members] for members in plan_packs(lengths, costs, max_tokens)]
+    return [(build_pack(members, loss), members) for members in packs]
 
 
 def uniform_noise(entries: Sequence[Entry], size: int, width: float, seed: int, version: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.loss_guard import ALARMS, Alarm, LossGuard
-from megatron_tlt.drafter.losses import Drafted, TargetTop, draft_loss, log_sums
+from megatron_tlt.drafter.losses import Drafted, draft_loss, log_sums
 from megatron_tlt.drafter.model import DraftModel
 from megatron_tlt.drafter.packing import Pack, build_packs, uniform_noise
 from megatron_tlt.drafter.start import calibrate_start
@@ -366,7 +366,7 @@ class DrafterTrainer:
 
         None where it is not needed.
         """
-        if self.model.draft_ids_D is None or pack.top is not None:
+        if self.model.draft_ids_D is None:
             return None
         # later drafts are compared with the target at positions that the first ones have already
         compared = pack.anchors_T[pack.rows(0)] + 1
@@ -380,9 +380,5 @@ class DrafterTrainer:
         """The drafts of a step beside the target's state one token on, whose distribution is that of the drafted."""
         beside = pack.anchors_T[rows] + 1 + step
         hidden = pack.hidden_SE[beside, -self.model.config.hidden_size :]
-        top = None
-        if pack.top is not None:
-            stored = pack.top
-            top = TargetTop(stored.token_ids[beside], stored.log_probs[beside], stored.tail_log_prob[beside])
         log_sums_R = None if pack.log_sums_S is None else pack.log_sums_S[beside]
-        return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, top, log_sums_R)
+        return Drafted(head_input[rows], features[rows], pack.weights_T[rows], hidden, log_sums_R)

@@ -131,9 +131,7 @@ def make_tiles(run: RunData) -> list[Tile]:
         tiles.append(Tile("Log-prob mismatch (k3)", f"{k3:.1e}", f"largest |difference| {cell(largest)}"))
     tensors = section(run.summary, "reshard", "tensors")
     if is_number(tensors):
-        detail = (
-            f"{cell(section(run.summary, 'reshard', 'method'))}, {cell(section(run.summary, 'reshard', 'seconds'))} s"
-        )
+        detail = f"{cell(section(run.summary, 'reshard', 'seconds'))} s"
         verified = section(run.summary, "reshard", "verified_tensors")
         tiles.append(Tile("Tensors verified in engines", f"{cell(verified)} / {tensors}", detail))
     return [tile for tile in tiles if tile is not None]

@@ -1,4 +1,4 @@
-"""``reshard.method: direct``: every engine rank gets the slices that it lacks, from the ranks that hold them."""
+"""Every engine rank gets the slices that it lacks, from the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megatron_tlt.platform.collectives import all_gather_data, failing_together
 from megatron_tlt.platform.device import current_device, node_index, rank
 from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, aligned, local_transfers, make_rounds, staging_bytes_of
 from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, checksum
-from megatron_tlt.reshard.conversion import convert, converted, wire_dtype
 from megatron_tlt.reshard.exchange import BucketExchange
 from megatron_tlt.reshard.interface import Part, SpanSource, SyncReport, TensorSlice, WeightSync, WeightTarget
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer, make_plan
@@ -24,6 +23,7 @@ from megatron_tlt.reshard.proof import Proof
 from megatron_tlt.reshard.spans import Side, Span, TensorForm
 
 _CHECKSUM_BYTES = CHECKSUM_WORDS * 8
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TRAILER_BYTES = aligned(_CHECKSUM_BYTES)
 
 
@@ -204,7 +204,7 @@ class DirectSync(WeightSync):
         engines = _dtypes((row.needed for row in ranks), "engines")
         if unneeded := [name for name in self._whole.shapes if name not in engines]:
             raise RunError(f"{unneeded[0]}: no engine has a place for it ({self._where})")
-        wire = {name: wire_dtype(name, actor.get(name, engines[name]), engines[name]) for name in engines}
+        wire = {name: _wire_dtype(name, actor.get(name, engines[name]), engines[name]) for name in engines}
         forms = {
             name: TensorForm(tuple(shape), self._whole.cut_dims[name], wire[name].itemsize)
             for name, shape in self._whole.shapes.items()
@@ -236,6 +236,15 @@ def _dtypes(ranks: Iterable[Sequence[_Entry]], side: str) -> dict[str, torch.dty
     return {name: getattr(torch, dtype) for name, dtype in found.items()}
 
 
+def _wire_dtype(tensor: str, actor: torch.dtype, engine: torch.dtype) -> torch.dtype:
+    """What a tensor travels as: the narrower of the two, so that it is rounded (once) where it comes from."""
+    if engine not in (actor, *_FLOATS):
+        raise RunError(
+            f"{tensor}: the engine keeps it as {engine}, the actor as {actor}; allowed: the actor's, {_FLOATS}"
+        )
+    return engine if engine.itemsize <= actor.itemsize else actor
+
+
 def _bucket_bytes(rounds: Iterable[Iterable[Bucket]], trailer: int) -> int:
     return sum(bucket.wire_bytes(trailer) for bucket in chain.from_iterable(rounds))
 
@@ -261,7 +270,7 @@ class _Mover:
     def copy(self, transfer: Transfer) -> None:
         """From the actor to the engine of this process, without a buffer between."""
         source, target = self._source(transfer), self._target(transfer)
-        convert(transfer.tensor, source, target)
+        target.copy_(source)
         self.proof.written(transfer)
         if self._verify:
             self.proof.compare(transfer, self._sent(transfer, source), self._found(transfer, target))
@@ -275,7 +284,7 @@ class _Mover:
     def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
         for transfer, offset, size in bucket.packed:
             source = self._source(transfer)
-            convert(transfer.tensor, source, self._seen(data, offset, size, transfer, source.shape))
+            self._seen(data, offset, size, transfer, source.shape).copy_(source)
         if self._verify:
             for place, fragment in enumerate(bucket.fragments):
                 sent = self._sent(fragment.transfer, self._source(fragment.transfer))
@@ -305,7 +314,7 @@ class _Mover:
         """The checksum of a slice in the form that it travels in; computed once, however many ranks get the slice."""
         key = (transfer.source_slot, transfer.start, transfer.length)
         if key not in self._sent_sums:
-            self._sent_sums[key] = checksum(converted(transfer.tensor, source, self._wire[transfer.tensor]))
+            self._sent_sums[key] = checksum(source.to(self._wire[transfer.tensor]))
         return self._sent_sums[key]
 
     def _found(self, transfer: Transfer, target: torch.Tensor) -> torch.Tensor:

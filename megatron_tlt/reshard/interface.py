@@ -1,4 +1,4 @@
-"""What moving weights from the actor to the engines means, whatever the method.
+"""What moving weights from the actor to the engines means.
 
 The mechanisms here know neither Megatron nor vLLM: they see named tensors on one side and a target on the other.
 """
@@ -13,9 +13,6 @@ from typing import Literal, Protocol
 import torch
 
 from megatron_tlt.reshard.spans import Span
-
-WeightSource = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""Yields every weight under its Hugging Face name; a collective that every rank exhausts."""
 
 SpanSource = Callable[[], Iterable[tuple[Span, torch.Tensor]]]
 """Yields what this rank holds of every tensor, with views of it; may be a collective."""

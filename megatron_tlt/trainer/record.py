@@ -165,7 +165,6 @@ class RunRecord:
             "reward": reward_summary(rows),
             "learning": {"warnings": len(learning_warnings(rows))},
             "reshard": {
-                "method": config.reshard.method,
                 "tensors": int(column("reshard/tensors")[-1]),
                 "verified_tensors": int(column("reshard/verified_tensors")[-1]),
                 "seconds": statistics.median(column("time/reshard")),

@@ -11,7 +11,6 @@ from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.device import world_size
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
-from megatron_tlt.reshard.export import ExportSync
 from megatron_tlt.reshard.interface import WeightSync
 from megatron_tlt.reshard.spans import Span
 from megatron_tlt.rollout.vllm_engine import VllmEngine
@@ -59,9 +58,7 @@ def drafter_sync(
 
 
 def policy_sync(config: TltConfig, policy: Policy, engine: VllmEngine) -> WeightSync:
-    """The policy's way, by ``reshard.method``."""
-    if config.reshard.method == "export":
-        return ExportSync(policy.export_weights, engine)
+    """The policy's way."""
     weights, world = policy.model.weights, world_size()
     return DirectSync(
         policy.held_spans,

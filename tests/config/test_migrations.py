@@ -57,6 +57,7 @@ CASES = {
         lambda values: [task.update(verifier="math") for task in values["tasks"]],
         [],
     ),
+    "way of the weights": (lambda values: values["reshard"].update(method="export"), []),
     "recipe's micro-batch": (
         lambda values: values["model"]["recipe"]["supervised"].update(max_tokens_per_micro_batch=10),
         [],

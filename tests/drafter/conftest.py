@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_tlt.drafter.entry import Entry
-from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.drafter.model import DraftModel, Kind
 from megatron_tlt.models.tiny import write_tiny_model
 
@@ -34,24 +33,14 @@ def hidden_states(model: PreTrainedModel, token_ids: torch.Tensor, kind: Kind) -
     return torch.cat([states[layer][0] for layer in (*(TAPS if kind == "eagle3" else ()), -1)], dim=-1)
 
 
-@torch.no_grad()
-def top_of(model: PreTrainedModel, token_ids: torch.Tensor, k: int) -> TargetTop:
-    """The target's distribution behind every token, as its top k and the rest."""
-    log_probs = model(token_ids[None].long()).logits[0].log_softmax(-1)
-    top = log_probs.topk(k, dim=-1)
-    rest = log_probs.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
-    return TargetTop(top.indices.int(), top.values, rest)
-
-
 def random_entry(
-    model: PreTrainedModel, kind: Kind, length: int, prompt_length: int, seed: int, k: int = 0, step: int = 0
+    model: PreTrainedModel, kind: Kind, length: int, prompt_length: int, seed: int, step: int = 0
 ) -> Entry:
-    """A random sequence with the target's real hidden states (and distributions, for k above 0), in float32."""
+    """A random sequence with the target's real hidden states, in float32."""
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(0, VOCAB, (length,), generator=generator, dtype=torch.int32)
     hidden = hidden_states(model, token_ids, kind)
-    top = top_of(model, token_ids, k) if k else None
-    return Entry(f"{step}/{seed}", step, token_ids, prompt_length, hidden, float(seed % 3) / 2, top)
+    return Entry(f"{step}/{seed}", step, token_ids, prompt_length, hidden, float(seed % 3) / 2)
 
 
 def scattered(model: DraftModel) -> DraftModel:

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES, DrafterBufferConfig, DrafterConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import DamagedEntry, Entry, read_entry, to_bytes
-from megatron_tlt.drafter.losses import TargetTop
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.files import temporary_sibling
 from megatron_tlt.platform.owner import Owner
@@ -34,17 +33,11 @@ WIDTH = 64
 PREFIX = struct.Struct("<8sII")  # magic, CRC-32 of the rest, bytes of the description
 
 
-def entry(key: str, length: int, step: int = 0, prompt_length: int = 1, k: int = 0) -> Entry:
+def entry(key: str, length: int, step: int = 0, prompt_length: int = 1) -> Entry:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{key}/{length}".encode()))
     tokens = torch.randint(0, 99, (length,), generator=generator, dtype=torch.int32)
-    top = None
-    if k:
-        log_probs = torch.randn(length, 50, generator=generator).log_softmax(-1)
-        chosen = log_probs.topk(k, dim=-1)
-        rest = log_probs.scatter(-1, chosen.indices, float("-inf")).logsumexp(-1)
-        top = TargetTop(chosen.indices.int(), chosen.values, rest)
     hidden = torch.randn(length, WIDTH, generator=generator).bfloat16()
-    return Entry(key, step, tokens, prompt_length, hidden, length / 7, top)
+    return Entry(key, step, tokens, prompt_length, hidden, length / 7)
 
 
 def same(a: Entry, b: Entry) -> bool:
@@ -154,7 +147,7 @@ def test_a_killed_process_loses_nothing_it_acknowledged_and_no_torn_file_is_load
 
 
 def test_every_way_to_damage_a_file_is_noticed(tmp_path: Path) -> None:
-    whole = to_bytes(entry("a", 20, k=3))
+    whole = to_bytes(entry("a", 20))
     file = tmp_path / "e"
     for at in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
         file.write_bytes(whole[:at])
@@ -164,8 +157,8 @@ def test_every_way_to_damage_a_file_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(DamagedEntry):
             read_entry(file)
     file.write_bytes(whole)
-    assert same(read_entry(file), entry("a", 20, k=3))
-    assert len(whole) <= entry("a", 20, k=3).nbytes
+    assert same(read_entry(file), entry("a", 20))
+    assert len(whole) <= entry("a", 20).nbytes
 
 
 def test_files_of_another_drafter_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -211,7 +211,7 @@ def _summary(rows: list[dict[str, float | None]], lengths: list[int], steps: int
             "logprob_mismatch": {"mean_abs": 2.1e-3, "max_abs": 0.11, "k3_kl": 6.2e-6},
         },
         "eval": {"start": evaluation(evaluations[0]), "end": evaluation(evaluations[-1])},
-        "reshard": {"method": "export", "tensors": 51, "verified_tensors": 51, "seconds": 0.4},
+        "reshard": {"tensors": 51, "verified_tensors": 51, "seconds": 0.4},
         "time": time_totals(rows),
         "memory": {"peak_gib": 6.5},
         "reward": reward_summary(rows),

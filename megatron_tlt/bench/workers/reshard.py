@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.actor.policy import Policy
+from megatron_tlt.bench.export_sync import ExportSync
 from megatron_tlt.bench.workers.memory import PeakSampler
 from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TaskConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -35,7 +36,7 @@ def loopback_bytes() -> int:
     return int(found[1]) if found else 0
 
 
-def _config(given: dict[str, Any], method: str) -> TltConfig:
+def _config(given: dict[str, Any]) -> TltConfig:
     return TltConfig(
         model=ModelConfig(path=Path(given["folder"])),
         tasks=[TaskConfig(name="gcd")],
@@ -47,7 +48,7 @@ def _config(given: dict[str, Any], method: str) -> TltConfig:
             vllm={"dtype": "bfloat16", "load_format": "dummy", "num_gpu_blocks_override": 16, "max_num_seqs": 4},
         ),
         speculation=SpeculationConfig(enabled=False),
-        reshard=ReshardConfig.model_validate({"method": method, "staging_mb": given["staging_mb"]}),
+        reshard=ReshardConfig(staging_mb=given["staging_mb"]),
     )
 
 
@@ -55,12 +56,13 @@ class _ReshardBench:
     """An actor, an engine, and the two ways between them."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        config = _config(given, "direct")
+        config = _config(given)
         folder = Path(given["folder"])
         self._policy = Policy(folder, config.actor, seed=0, trainable=False)
         self._engine = VllmEngine(folder, config.rollout, config.speculation, seed=0)
         self._ways: dict[str, WeightSync] = {
-            method: policy_sync(_config(given, method), self._policy, self._engine) for method in ("direct", "export")
+            "direct": policy_sync(config, self._policy, self._engine),
+            "export": ExportSync(self._policy.export_weights, self._engine),
         }
         self._version = 0
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.bench.export_sync import ExportSync
 from megatron_tlt.bench.workers.layout import random_samples
 from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TaskConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -32,7 +33,7 @@ from tests.helpers.tiny_models import greedy
 PROMPTS = [(5, 9, 7, 11), (3,), (60, 2, 8)]
 
 
-def config_of(folder: Path, case: dict[str, Any], method: str) -> TltConfig:
+def config_of(folder: Path, case: dict[str, Any]) -> TltConfig:
     vllm = {"dtype": "float32", "load_format": "dummy", "num_gpu_blocks_override": 16, "max_num_seqs": 4}
     return TltConfig(
         model=ModelConfig(path=folder),
@@ -50,7 +51,7 @@ def config_of(folder: Path, case: dict[str, Any], method: str) -> TltConfig:
             vllm={**vllm, **case.get("vllm", {})},
         ),
         speculation=SpeculationConfig(enabled=False),
-        reshard=ReshardConfig.model_validate({"method": method, "staging_mb": 0.25}),
+        reshard=ReshardConfig(staging_mb=0.25),
     )
 
 
@@ -86,15 +87,15 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    config = config_of(folder, case, "direct")
+    config = config_of(folder, case)
     policy = Policy(folder, config.actor, seed=0, total_steps=4)
     engine = VllmEngine(folder, config.rollout, config.speculation, seed=0)
-    ways = {method: policy_sync(config_of(folder, case, method), policy, engine) for method in ("direct", "export")}
+    direct, export = policy_sync(config, policy, engine), ExportSync(policy.export_weights, engine)
     samples = random_samples()
     said, row = [], {}
     for version in range(4):
-        method = "export" if version == 3 else "direct"
-        report = ways[method].sync(version=version, verify=True)
+        way = export if version == 3 else direct
+        report = way.sync(version=version, verify=True)
         assert report.verified_tensors == report.tensors > 0
         assert engine.versions["policy"] == report.version == version
         said.append(check(policy, engine, folder))

@@ -1,9 +1,9 @@
-"""``reshard.method: export``: whole tensors under Hugging Face names, loaded by every engine rank."""
+"""What direct transfers are held against: whole tensors under Hugging Face names, loaded by every engine rank."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,9 +11,11 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import failing_together
 from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.checksum import checksum
-from megatron_tlt.reshard.interface import SyncReport, TensorSlice, WeightSource, WeightSync, WeightTarget
+from megatron_tlt.reshard.interface import SyncReport, TensorSlice, WeightSync, WeightTarget
 
 Checksums = dict[str, torch.Tensor]
+WeightSource = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""Yields every weight under its Hugging Face name; a collective that every rank exhausts."""
 
 
 class ExportSync(WeightSync):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_tlt.bench.export_sync import ExportSync
 from megatron_tlt.errors import RunError
 from megatron_tlt.reshard.checksum import checksum
-from megatron_tlt.reshard.export import ExportSync
 from megatron_tlt.reshard.interface import Part, TensorSlice
 from megatron_tlt.rollout.types import ShardSlice
 
