@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from megatron_tlt.rollout.types import StepRecord
 from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.strategy import StepRecord, Strategy
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
 
 
@@ -21,11 +20,9 @@ class RateTable:
 
     def add(self, step: StepRecord) -> None:
         """Takes in a step, unless two strategies or a prompt share it."""
-        if step.strategy == step.next_strategy and not step.prefilled:
+        if step.is_steady:
             self._rates.clear()
-            self._seen.setdefault(step.strategy, {}).setdefault(step.running, []).append(
-                (step.duration, step.num_tokens)
-            )
+            self._seen.setdefault(step.strategy, {}).setdefault(step.batch, []).append((step.duration, step.num_tokens))
 
     def rate(self, strategy: Strategy, batch: int) -> float:
         """Of the nearest batch that was seen; 0 for a strategy that never was. Kept: who asks is being timed."""

@@ -29,7 +29,7 @@ from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
@@ -89,7 +89,7 @@ def _profiled(trace: Trace, truth: Truth, seed: int) -> Tuner:
             drafts = int(expected.budgets[found].sum())
         counts = tuple(accepted.sum(axis=0).tolist())
         seconds = expected.seconds * next(noise)
-        tuner.observe(StepObservation(strategy, batch, seconds, batch + sum(counts), drafts, counts, expected.mix))
+        tuner.observe(StepRecord(strategy, batch, seconds, batch + sum(counts), drafts, counts, expected.mix))
     return tuner
 
 

@@ -12,8 +12,8 @@ from importlib.resources.abc import Traversable
 
 import numpy as np
 
-from megatron_tlt.speculation.controller import EngineStep, SpeculationController
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, Strategy
+from megatron_tlt.speculation.controller import SpeculationController
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy
 
 STRATEGIES = (OFF, *(Strategy(drafter, k) for drafter in ("ngram", "eagle") for k in (1, 3, 5, 7)))
 BY_LENGTH = tuple(s if s == OFF else replace(s, by_length=True) for s in STRATEGIES)
@@ -311,7 +311,7 @@ def play(
         if begins:
             controller.begin_rollout()
             verified = controller.next(batch, lambda strategy: truth.of(strategy).mix)
-            controller.observe(EngineStep(OFF, verified, batch, 1.0, batch, had_prefill=True))
+            controller.observe(StepRecord(OFF, batch, 1.0, batch, next_strategy=verified, had_prefill=True))
         drafted = controller.next(batch, lambda strategy: truth.of(strategy).mix)
         expected = truth.of(verified)
         mean = (expected.seconds + truth.of(drafted).seconds) / 2
@@ -321,15 +321,15 @@ def play(
             found, accepted = drafter.draw(rng, own, verified.num_tokens, budgets)
             gained, drafts = gained + accepted.sum(axis=1), int(budgets[found].sum())
         controller.observe(
-            EngineStep(
+            StepRecord(
                 verified,
-                drafted,
                 batch,
                 mean * next(noise),
                 int(np.minimum(gained, remaining).sum()),
                 drafts,
                 tuple(accepted.sum(axis=0).tolist()),
                 expected.mix,
+                drafted,
             )
         )
         seconds[step] = mean

@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.types import Request, Response, StepRecord
-from megatron_tlt.speculation.controller import EngineStep, SpeculationController
+from megatron_tlt.rollout.types import Request, Response
+from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.length import LengthPolicy
-from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, BudgetMix, Strategy
+from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, BudgetMix, StepRecord, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
 
 _FEW = 3
@@ -61,21 +61,6 @@ def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> lis
     free = [Strategy("suffix", length) for length in ([most] if budgets else sorted({min(_FEW, most), most}))]
     sure = [] if budgets else [Strategy(one, most, least_percent=_SURE) for one in (drafter, pair)]
     return [OFF, *free, *drafting, Strategy(pair, most), *sure]
-
-
-def engine_step(step: StepRecord, budgets: BudgetMix | None = None) -> EngineStep:
-    """A step as the mechanisms of ``speculation`` take it; ``budgets`` are of the drafts that it verified."""
-    return EngineStep(
-        verified=step.strategy,
-        drafted=step.next_strategy,
-        batch=step.running,
-        duration=step.duration,
-        num_tokens=step.num_tokens,
-        num_draft_tokens=step.num_draft_tokens,
-        accepted_per_position=step.accepted_per_position,
-        budgets=budgets,
-        had_prefill=step.prefilled,
-    )
 
 
 class AdaptiveSpeculation:
@@ -167,9 +152,9 @@ class AdaptiveSpeculation:
 
     def observe(self, step: StepRecord) -> None:
         """As ``StrategyChooser.observe``."""
-        seen = engine_step(step, self._verified)
+        seen = replace(step, budgets=self._verified)
         if self._controller.observe(seen) and self._lengths is not None:
-            self._lengths.observe(seen.observation())
+            self._lengths.observe(seen)
 
     def finished(self, response: Response) -> None:
         """A response has ended, by itself or because it was aborted."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from megatron_tlt.rollout.types import StepRecord
-from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.strategy import StepRecord, Strategy
 
 
 class StrategyChooser(Protocol):

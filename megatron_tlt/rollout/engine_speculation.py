@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.platform.device import show
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation, engine_step
-from megatron_tlt.rollout.types import Request, Response, StepRecord
+from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.types import Request, Response
 from megatron_tlt.speculation.gain import GainMeter, RolloutGain, slowest
 from megatron_tlt.speculation.plain_times import PlainStepProbe
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 
 @dataclass
@@ -148,8 +148,8 @@ class EngineSpeculation:
         if step.num_drafts:
             self._drafts[step.strategy.source] += step.num_drafts
             self._accepted[step.strategy.source] += step.num_accepted_tokens
-        if self._meter.observe(engine_step(step), step.start):
-            self._probing.measured(step.running)
+        if self._meter.observe(step):
+            self._probing.measured(step.batch)
         if self.adaptive is not None:
             self.adaptive.observe(step)
 

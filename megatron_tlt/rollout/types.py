@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_tlt.speculation.strategy import OFF, Strategy
-
 if TYPE_CHECKING:
     import torch
 
@@ -102,30 +100,6 @@ class Response:
     finished_at: float
     draft: DraftStats = field(default_factory=DraftStats)
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One engine step: when it began (seconds since the rollout began), how long it took, and what was in it.
-
-    Its drafts were proposed under ``strategy``, at the end of an earlier step; at its own end drafts were proposed
-    under ``next_strategy``. ``prefilled``: tokens of a prompt were computed in it. ``accepted_per_position[i]`` counts
-    the requests whose (i+1)-th draft token was accepted, ``num_drafts`` those that had any draft. ``catch_up_s`` of it
-    went into tokens that the head had skipped under other strategies.
-    """
-
-    start: float
-    duration: float
-    running: int
-    num_tokens: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    strategy: Strategy = OFF
-    next_strategy: Strategy = OFF
-    prefilled: bool = False
-    accepted_per_position: tuple[int, ...] = ()
-    num_drafts: int = 0
-    catch_up_s: float = 0.0
 
 
 @dataclass(frozen=True)

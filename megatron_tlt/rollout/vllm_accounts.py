@@ -13,15 +13,14 @@ class StepAccount:
     """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch, and
     ``num_drafts``, those of them that had drafts.
 
-    ``prefilled``: tokens of a prompt (or of a preempted request, again) were computed in it.
+    ``had_prefill``: tokens of a prompt (or of a preempted request, again) were computed in it.
     """
 
     running: int = 0
     num_tokens: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_drafts: int = 0
-    prefilled: bool = False
+    had_prefill: bool = False
     accepted_per_position: list[int] = field(default_factory=list)
 
 
@@ -83,7 +82,7 @@ class SchedulerAccounts:
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         # a request that decodes has one token in the step besides its drafts
         behind = scheduler_output.total_num_scheduled_tokens - drafted - running
-        self._step.prefilled |= bool(behind or scheduler_output.scheduled_new_reqs)
+        self._step.had_prefill |= bool(behind or scheduler_output.scheduled_new_reqs)
         emitted = {
             output.request_id: len(output.new_token_ids)
             for client_outputs in outputs.values()
@@ -113,4 +112,3 @@ class SchedulerAccounts:
             self._step.accepted_per_position[position] += 1
         self._step.num_drafts += 1
         self._step.num_draft_tokens += drafts
-        self._step.num_accepted_tokens += accepted

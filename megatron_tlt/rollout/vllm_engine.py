@@ -22,7 +22,7 @@ from megatron_tlt.rollout.chooser import StrategyChooser
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.token_drafters import token_drafters_of
-from megatron_tlt.rollout.types import Request, Response, ShardSlice, StepRecord
+from megatron_tlt.rollout.types import Request, Response, ShardSlice
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, agree
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
@@ -32,7 +32,7 @@ from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
-from megatron_tlt.speculation.strategy import Strategy
+from megatron_tlt.speculation.strategy import StepRecord, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 OnFinished = Callable[[Response], None]
@@ -223,17 +223,16 @@ class VllmEngine:
     def _record(self, start: float, duration: float, verified: Strategy) -> StepRecord:
         step = self._accounts.take_step()
         return StepRecord(
-            start,
-            duration,
+            verified,
             step.running,
+            duration,
             step.num_tokens,
             step.num_draft_tokens,
-            step.num_accepted_tokens,
-            strategy=verified,
+            tuple(step.accepted_per_position),
             next_strategy=self._switch.drafted_under,
-            prefilled=step.prefilled,
-            accepted_per_position=tuple(step.accepted_per_position),
+            had_prefill=step.had_prefill,
             num_drafts=step.num_drafts,
+            start=start,
             catch_up_s=self._switch.take_catch_up_s(),
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy, drafters_of
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy, drafters_of
 
 _UNKNOWN = 0.5
 """Acceptance assumed of the first draft token of a drafter never seen."""
@@ -84,7 +84,7 @@ class AcceptanceLengths:
         self._chains: dict[str, list[tuple[float, float]]] = {}
         self.drifts = 0
 
-    def observe(self, step: StepObservation) -> bool:
+    def observe(self, step: StepRecord) -> bool:
         """Take in a step; whether it reveals a drift."""
         self._clock += 1
         strategy = step.strategy

@@ -4,49 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepRecord, Strategy
 from megatron_tlt.speculation.tuner import Tuner
-
-
-@dataclass(frozen=True)
-class EngineStep:
-    """One engine step as the engine saw it.
-
-    The drafts that a step verifies were made at the end of the step before: ``verified`` is the strategy that made
-    them, ``drafted`` the one that made this step's. ``duration`` is in seconds; ``had_prefill``: a prompt was in it.
-    The other fields are those of ``StepObservation``, of the verified drafts.
-    """
-
-    verified: Strategy
-    drafted: Strategy
-    batch: int
-    duration: float
-    num_tokens: int
-    num_draft_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
-    budgets: BudgetMix | None = None
-    had_prefill: bool = False
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether one strategy alone answers for its duration and its tokens."""
-        return self.verified == self.drafted and not self.had_prefill and self.duration > 0 and self.num_tokens > 0
-
-    def observation(self) -> StepObservation:
-        """As tuners see it."""
-        return StepObservation(
-            self.drafted,
-            self.batch,
-            self.duration,
-            self.num_tokens,
-            self.num_draft_tokens,
-            self.accepted_per_position,
-            self.budgets,
-        )
 
 
 class SpeculationController:
@@ -91,11 +53,11 @@ class SpeculationController:
         self.steps[self._current.name] += 1
         return self._current
 
-    def observe(self, step: EngineStep) -> bool:
+    def observe(self, step: StepRecord) -> bool:
         """Take in a step; whether the tuner learnt from it."""
         if not step.is_steady:
             return False
-        self.tuner.observe(step.observation())
+        self.tuner.observe(step)
         return True
 
     def drafter_changed(self, drafter: str) -> None:

@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_tlt.speculation.controller import EngineStep
 from megatron_tlt.speculation.plain_times import OUTLIER, StepSeconds
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 LEAST_COVERAGE = 0.9
 """Share of the time without speculation that has to be at batches near measured ones."""
@@ -96,26 +95,26 @@ class GainMeter:
         self._between: list[float] = []
         self._slots = 0
         self._speculated = False
-        self._steps: list[EngineStep] = []
+        self._steps: list[StepRecord] = []
 
     def chose(self, seconds: float) -> None:
         """So long it took to choose the next step's strategy, before the step."""
         self._choosing = seconds
 
-    def observe(self, step: EngineStep, start: float) -> bool:
-        """Take in a step that began ``start`` seconds after the rollout did; whether it shows one without drafts."""
+    def observe(self, step: StepRecord) -> bool:
+        """Take in a step; whether it shows one without drafts."""
         if self._first is None:
-            self._first = start
+            self._first = step.start
         else:
-            self._between.append(start - self._end - self._choosing)
-        self._end, self._choosing = start + step.duration, 0.0
+            self._between.append(step.start - self._end - self._choosing)
+        self._end, self._choosing = step.start + step.duration, 0.0
         self._slots = max(self._slots, step.batch)
-        self._speculated |= step.verified != OFF or step.drafted != OFF
+        self._speculated |= step.strategy != OFF or step.next_strategy not in (None, OFF)
         self._steps.append(step)
         if step.is_steady:
-            seconds = self.plain if step.verified == OFF else self._drafted.setdefault(step.verified, StepSeconds())
+            seconds = self.plain if step.strategy == OFF else self._drafted.setdefault(step.strategy, StepSeconds())
             seconds.observe(step.batch, step.duration)
-            return step.verified == OFF
+            return step.strategy == OFF
         return False
 
     def end_rollout(self, lengths: Sequence[int]) -> RolloutGain:
@@ -150,8 +149,8 @@ class GainMeter:
         slowdown = 1.0 + disturbed / undisturbed if undisturbed else 1.0
         return RolloutGain(seconds, total * slowdown + others, near / total if total else 0.0)
 
-    def _usual(self, step: EngineStep) -> float:
+    def _usual(self, step: StepRecord) -> float:
         """Seconds of a step without prompts that verifies drafts of the same strategy at this batch."""
-        alike = self._drafted.get(step.verified)
+        alike = self._drafted.get(step.strategy)
         known = alike if alike is not None and alike.covers(step.batch) else self.plain
         return known.seconds(step.batch)

@@ -17,7 +17,7 @@ from megatron_tlt.speculation.budget import (
     optimal_budgets,
 )
 from megatron_tlt.speculation.length_classes import LengthClass, LengthHistory
-from megatron_tlt.speculation.strategy import StepObservation
+from megatron_tlt.speculation.strategy import StepRecord
 
 Policy = Literal["classes", "optimal"]
 POLICIES: tuple[Policy, ...] = ("classes", "optimal")
@@ -111,7 +111,7 @@ class LengthPolicy:
         """A response that ran elsewhere, on another engine, is finished."""
         self.history.add(problem_key, num_tokens)
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         """Learn from a decode step what steps and tokens cost."""
         self._steps.append((step.batch + step.num_draft_tokens, step.duration))
         self._new_steps += 1

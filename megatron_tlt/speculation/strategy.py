@@ -137,13 +137,22 @@ BudgetsOf = Callable[[Strategy], BudgetMix | None]
 
 
 @dataclass(frozen=True)
-class StepObservation:
-    """An engine step that decoded only (no prompt in it), its drafts made and verified under one strategy.
+class StepRecord:
+    """One engine step: what was in it, what it gained, how long it took.
 
-    ``batch`` counts its requests, ``num_tokens`` what they gained together (at least ``batch``), ``duration`` is in
-    seconds. ``tokens / duration`` is the reward r of BEG-MAB (TLT, adaptive rollout engine).
-    ``accepted_per_position[j]`` counts the requests whose draft token ``j + 1`` was accepted. ``budgets`` are the
-    requests' draft budgets, used up or not; None: each request may have ``strategy.num_tokens``.
+    Its drafts were made under ``strategy``, at the end of an earlier step; at its own end drafts were made under
+    ``next_strategy`` (None: the same one).
+
+    Attributes:
+        batch: its requests.
+        duration: seconds; ``start`` is in seconds since the rollout began.
+        num_tokens: what its requests gained together. ``num_tokens / duration`` is BEG-MAB's reward (TLT, adaptive
+            rollout engine).
+        accepted_per_position: ``[j]`` counts the requests whose draft token ``j + 1`` was accepted.
+        budgets: the requests' draft budgets, used up or not; None: each may have ``strategy.num_tokens``.
+        had_prefill: tokens of a prompt were computed in it.
+        num_drafts: requests that had any draft.
+        catch_up_s: what went into tokens that the head had skipped under other strategies.
     """
 
     strategy: Strategy
@@ -153,6 +162,22 @@ class StepObservation:
     num_draft_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     budgets: BudgetMix | None = None
+    next_strategy: Strategy | None = None
+    had_prefill: bool = False
+    num_drafts: int = 0
+    start: float = 0.0
+    catch_up_s: float = 0.0
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether one strategy alone answers for its duration and its tokens: only such steps are learnt from."""
+        kept = self.next_strategy in (None, self.strategy)
+        return kept and not self.had_prefill and self.duration > 0 and self.num_tokens > 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens that were accepted."""
+        return sum(self.accepted_per_position)
 
     @property
     def mean_budget(self) -> float:

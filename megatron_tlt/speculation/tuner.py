@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron_tlt.speculation.strategy import BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import BudgetsOf, StepRecord, Strategy
 
 
 class Tuner(Protocol):
@@ -21,7 +21,7 @@ class Tuner(Protocol):
         ``budgets`` are the requests' draft budgets under each strategy; None: each request may have all drafts.
         """
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         """Learn from a step; also from ones whose strategy it did not choose."""
 
     def drafter_changed(self, drafter: str) -> None:

@@ -13,7 +13,7 @@ from megatron_tlt.speculation.acceptance import AcceptanceLengths
 from megatron_tlt.speculation.buckets import bucket_of, map_buckets, within_budget
 from megatron_tlt.speculation.options import check_at_least, check_one_of, check_state
 from megatron_tlt.speculation.step_times import StepTimes
-from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepRecord, Strategy
 
 _UNSURE = 0.25
 """Relative uncertainty of its time from which on "off" does not wait for its turn like the others."""
@@ -122,7 +122,7 @@ class BegMabTuner:
         self._choices += 1
         return self._scores.choose(arms, batch, rng, budgets) if len(arms) > 1 else arms[0]
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         if step.strategy in self._known:
             self._scores.observe(step)
 
@@ -166,7 +166,7 @@ class _Windows:
         rewards = None if bucket is None else self._rewards.get((bucket, arm))
         return statistics.median(rewards) if rewards else math.inf
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         bucket = bucket_of(self._tuner.buckets, step.batch)
         if bucket is None:
             return
@@ -234,7 +234,7 @@ class _Model:
         self._credit -= price
         return found
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         self._times.observe(step.strategy, step.batch, step.duration, step.mean_budget)
         self._lengths.observe(step)
 

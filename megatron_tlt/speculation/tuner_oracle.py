@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_tlt.speculation.buckets import within_budget
 from megatron_tlt.speculation.options import check_state
-from megatron_tlt.speculation.strategy import BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import BudgetsOf, StepRecord, Strategy
 
 
 class OracleTuner:
@@ -38,7 +38,7 @@ class OracleTuner:
         arms = within_budget(self._strategies, batch, self._token_budget, self._withheld)
         return max(arms, key=lambda strategy: self._rate(strategy, batch))
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         pass
 
     def drafter_changed(self, drafter: str) -> None:

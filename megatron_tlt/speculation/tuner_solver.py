@@ -10,7 +10,7 @@ from megatron_tlt.speculation.acceptance import AcceptanceLengths
 from megatron_tlt.speculation.buckets import within_budget
 from megatron_tlt.speculation.options import check_at_least, check_state
 from megatron_tlt.speculation.step_times import StepTimes
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepRecord, Strategy
 
 _FORMER_GRID = (1, 4, 16)
 """Batches of the grid of earlier releases' states, which do not name it."""
@@ -128,7 +128,7 @@ class SolverTuner:
         """The grid's batch that this one is profiled as."""
         return min(self._grid, key=lambda b: (abs(b - batch) / (b + batch), b))
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         if step.strategy not in self._strategies:
             return
         self._steps += 1

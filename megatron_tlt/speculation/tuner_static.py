@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_tlt.speculation.buckets import within_budget
 from megatron_tlt.speculation.options import check_at_least, check_state
-from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepRecord, Strategy
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StaticTuner:
             return OFF
         return within_budget(self.strategies, batch, self._options.token_budget, self._withheld)[0]
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         pass
 
     def drafter_changed(self, drafter: str) -> None:

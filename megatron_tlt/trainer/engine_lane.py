@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline
-from megatron_tlt.rollout.types import StepRecord
+from megatron_tlt.speculation.strategy import StepRecord
 
 # a span of the timeline covers at most so many steps: their acceptance may change
 _MOST_STEPS = 64
@@ -28,12 +28,12 @@ class EngineLane:
         """A step has ended."""
         last = self._steps[-1] if self._steps else None
         if last is not None and (
-            (last.strategy, last.running, last.prefilled) != (step.strategy, step.running, step.prefilled)
+            (last.strategy, last.batch, last.had_prefill) != (step.strategy, step.batch, step.had_prefill)
             or len(self._steps) >= _MOST_STEPS
         ):
             self.flush()
-        if last is None or last.running != step.running:
-            self._timeline.counter("running requests", step.running, self._origin + step.start)
+        if last is None or last.batch != step.batch:
+            self._timeline.counter("running requests", step.batch, self._origin + step.start)
         self._steps.append(step)
 
     def flush(self) -> None:
@@ -50,12 +50,12 @@ class EngineLane:
             ENGINE_LANE,
             lane=ENGINE_LANE,
             rollout=self._rollout,
-            batch=first.running,
+            batch=first.batch,
             steps=len(self._steps),
             ms_per_step=round(1e3 * seconds / len(self._steps), 3),
-            tokens_per_request=round(tokens / (len(self._steps) * max(1, first.running)), 3),
+            tokens_per_request=round(tokens / (len(self._steps) * max(1, first.batch)), 3),
             drafted=sum(step.num_draft_tokens for step in self._steps),
             accepted=sum(step.num_accepted_tokens for step in self._steps),
-            prefill=first.prefilled,
+            prefill=first.had_prefill,
         )
         self._steps = []

@@ -19,8 +19,9 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.stop import StopAgreement
-from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
+from megatron_tlt.rollout.types import Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dealing import engine_of

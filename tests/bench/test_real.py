@@ -19,8 +19,8 @@ from megatron_tlt.bench.workers.real import ceiling, natural
 from megatron_tlt.cli import main
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.benchmark import BenchmarkResult
-from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 SUFFIX = Strategy("suffix", 5)
 
@@ -127,7 +127,7 @@ def test_policies_that_differ_in_one_weight_have_heads_of_their_own(tmp_path: Pa
 
 
 def step(strategy: Strategy, running: int, num_tokens: int) -> StepRecord:
-    return StepRecord(0.0, 1.0, running, num_tokens, 0, 0, strategy=strategy, next_strategy=strategy)
+    return StepRecord(strategy, running, 1.0, num_tokens)
 
 
 def test_the_ceiling_takes_the_best_strategy_at_each_batch() -> None:

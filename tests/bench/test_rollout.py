@@ -13,8 +13,8 @@ from megatron_tlt.bench.rollout import summarize
 from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
 from megatron_tlt.cli import main
-from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 
 def requests(count: int) -> list[Request]:
@@ -100,7 +100,7 @@ def test_the_oracle_takes_what_was_the_fastest_at_the_nearest_batch_as_it_is_kno
     table, drafts = RateTable(), Strategy("ngram", 3)
 
     def add(strategy: Strategy, batch: int, tokens: int, seconds: float) -> None:
-        table.add(StepRecord(0.0, seconds, batch, tokens, 0, 0, strategy, strategy))
+        table.add(StepRecord(strategy, batch, seconds, tokens))
 
     assert table.rate(drafts, 4) == 0.0
     for batch, tokens in ((1, 3), (64, 70)):
@@ -114,7 +114,7 @@ def test_the_oracle_takes_what_was_the_fastest_at_the_nearest_batch_as_it_is_kno
     for _ in range(4):
         add(OFF, 1, 1, 0.001)
     assert table.rate(OFF, 1) == pytest.approx(1000.0)
-    table.add(StepRecord(0.0, 9.0, 1, 1, 0, 0, OFF, drafts))  # shared by two strategies: not counted
+    table.add(StepRecord(OFF, 1, 9.0, 1, next_strategy=drafts))  # shared by two strategies: not counted
     assert table.rate(OFF, 1) == pytest.approx(1000.0)
     assert [chooser.next(1, ())[0] for _ in range(4)][-1] == OFF
 

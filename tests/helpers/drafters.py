@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from megatron_tlt.rollout.types import StepRecord
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 
 class RandomChooser:

@@ -9,8 +9,8 @@ import pytest
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation, default_strategies
-from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
+from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy
 from megatron_tlt.speculation.tuner_beg_mab import BegMabTuner
 
 REQUESTS = [Request(str(i), (1, 2), SamplingSpec(), i, f"problem {i}") for i in range(4)]
@@ -37,7 +37,7 @@ def test_buckets_that_end_below_the_gate_are_refused() -> None:
 
 def test_a_step_is_judged_by_the_budgets_of_the_requests_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = chooser(patience=1, lengths="classes", tuner="static", strategies=["suffix-3"])
-    seen: list[StepObservation] = []
+    seen: list[StepRecord] = []
     monkeypatch.setattr(made._controller.tuner, "observe", seen.append)
     made.begin_rollout(REQUESTS)
     arm, before = Strategy("suffix", 3, by_length=True), OFF
@@ -49,8 +49,7 @@ def test_a_step_is_judged_by_the_budgets_of_the_requests_that_are_left(monkeypat
         accepted = (1, 0, 0) if before == arm else ()
         made.observe(
             StepRecord(
-                0.0, 0.01, running, running + sum(accepted), 2, sum(accepted), before, arm,
-                accepted_per_position=accepted,
+                before, running, 0.01, running + sum(accepted), 2, accepted, next_strategy=arm,
             )
         )  # fmt: skip
         before = arm

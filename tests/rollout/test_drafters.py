@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.recorded_states import RecordedStates
-from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF
+from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, StepRecord
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2

@@ -14,8 +14,8 @@ import torch
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF
+from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, StepRecord
 from tests.helpers.launch import run_python
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2, logits_of, processed_log_probs
 
@@ -102,8 +102,8 @@ def test_accounts_add_up(engine: VllmEngine) -> None:
     assert sum(step.num_tokens for step in steps) == sum(response.draft.num_tokens for response in responses)
     assert sum(step.num_draft_tokens for step in steps) == sum(r.draft.num_draft_tokens for r in responses)
     assert sum(step.num_accepted_tokens for step in steps) == sum(r.draft.num_accepted_tokens for r in responses)
-    assert steps[0].running == len(responses)
-    assert sum(step.running for step in steps) == sum(response.draft.num_steps for response in responses)
+    assert steps[0].batch == len(responses)
+    assert sum(step.batch for step in steps) == sum(response.draft.num_steps for response in responses)
     ends = [step.start + step.duration for step in steps]
     assert all(end <= step.start for end, step in zip(ends, steps[1:], strict=False))
     assert {response.finished_at for response in responses} <= set(ends) | {max(r.finished_at for r in responses)}

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec, StepRecord
+from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
 from megatron_tlt.rollout.vllm_requests import to_response
 from megatron_tlt.rollout.vllm_setup import engine_args
+from megatron_tlt.speculation.strategy import StepRecord
 
 from .conftest import ROLLOUT, SPECULATION
 from .test_engine import expected_log_probs, mixed_requests

@@ -12,10 +12,10 @@ import pytest
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation, RolloutAccount, account_metrics
-from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
+from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.speculation.gain import LEAST_COVERAGE
 from megatron_tlt.speculation.plain_times import PlainStepProbe
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 from .conftest import SPECULATION
 from .test_lossless import greedy_requests
@@ -44,10 +44,10 @@ def chosen(speculation: EngineSpeculation, version: int, steps: int = 120) -> se
         accepted = (3,) * before.num_tokens
         tokens = 4 + sum(accepted)
         drafts = 4 if before.num_tokens else 0
-        record = StepRecord(0.0, 0.01, 4, tokens, 4 * before.num_tokens, sum(accepted), before, strategy)
+        drafted = 4 * before.num_tokens
         speculation.observe(
-            StepRecord(**{**record.__dict__, "accepted_per_position": accepted, "num_drafts": drafts})
-        )  # fmt: skip
+            StepRecord(before, 4, 0.01, tokens, drafted, accepted, next_strategy=strategy, num_drafts=drafts)
+        )
         before = strategy
     speculation.end_rollout(REQUESTS)
     return found

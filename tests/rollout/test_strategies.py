@@ -15,8 +15,8 @@ from megatron_tlt.config.speculation import AdaptiveConfig, SkippedConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
 from megatron_tlt.rollout.skipped_states import SkippedStates
-from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.token_drafter import FinishedResponse
 from tests.helpers.drafters import RandomChooser
@@ -148,10 +148,10 @@ def test_records_say_what_was_verified_and_what_was_drafted(drafting: VllmEngine
     assert drafting.strategy == chooser.records[-1].next_strategy  # the last one stays
     drafting.set_strategy(head)
     assert seen == chooser.records
-    assert seen[0].strategy == OFF and seen[0].prefilled and not seen[-1].prefilled
+    assert seen[0].strategy == OFF and seen[0].had_prefill and not seen[-1].had_prefill
     for before, after in itertools.pairwise(seen):
         assert after.strategy == before.next_strategy
-        assert after.num_draft_tokens <= after.strategy.num_tokens * after.running
+        assert after.num_draft_tokens <= after.strategy.num_tokens * after.batch
     assert chooser.batches[0] == (40, 0)
     assert all(batch == requests for batch, requests in chooser.batches[1:])
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.controller import EngineStep, SpeculationController
+from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepRecord, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
 
 ARMS = [Strategy("ngram", 1), Strategy("ngram", 3)]
@@ -26,14 +26,14 @@ class Alternating:
     strategies = ARMS
 
     def __init__(self) -> None:
-        self.seen: list[StepObservation] = []
+        self.seen: list[StepRecord] = []
         self.batches: list[int] = []
 
     def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
         self.batches.append(batch)
         return ARMS[len(self.batches) % 2]
 
-    def observe(self, step: StepObservation) -> None:
+    def observe(self, step: StepRecord) -> None:
         self.seen.append(step)
 
     def drafter_changed(self, drafter: str) -> None:
@@ -55,7 +55,7 @@ def play(controller: SpeculationController, batches: list[int], seed: int = 0) -
         seconds = 0.01 * rng.lognormvariate(0, 0.2) * (1 + 0.1 * verified.num_tokens)
         drafts = batch * verified.num_tokens
         controller.observe(
-            EngineStep(verified, drafted, batch, seconds, batch + sum(accepted), drafts, tuple(accepted))
+            StepRecord(verified, batch, seconds, batch + sum(accepted), drafts, tuple(accepted), next_strategy=drafted)
         )
         given.append(drafted)
         verified = drafted
@@ -87,10 +87,10 @@ def test_a_batch_that_grows_or_halves_ends_the_hold() -> None:
 
 def test_steps_with_prompts_belong_to_no_strategy() -> None:
     controller = SpeculationController(Alternating())
-    assert controller.observe(EngineStep(OFF, OFF, 4, 0.1, 4))
-    assert not controller.observe(EngineStep(OFF, OFF, 4, 0.1, 4, had_prefill=True))
-    assert not controller.observe(EngineStep(OFF, ARMS[0], 4, 0.1, 4))
-    assert not controller.observe(EngineStep(OFF, OFF, 4, 0.0, 4))
+    assert controller.observe(StepRecord(OFF, 4, 0.1, 4))
+    assert not controller.observe(StepRecord(OFF, 4, 0.1, 4, had_prefill=True))
+    assert not controller.observe(StepRecord(OFF, 4, 0.1, 4, next_strategy=ARMS[0]))
+    assert not controller.observe(StepRecord(OFF, 4, 0.0, 4))
 
 
 def test_a_new_rollout_closes_the_gate_and_keeps_what_was_learnt() -> None:

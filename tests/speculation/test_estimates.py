@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.speculation.acceptance import AcceptanceLengths, implied_rate
 from megatron_tlt.speculation.step_times import StepTimes
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy
 
 STRATEGIES = [OFF, *(Strategy(drafter, k) for drafter in ("ngram", "eagle") for k in (1, 3, 5, 7))]
 
@@ -37,15 +37,13 @@ def draw(rng: random.Random, rates: Sequence[float], budgets: Iterable[int]) -> 
     return accepted
 
 
-def observation(strategy: Strategy, budgets: Sequence[int], accepted: Sequence[int]) -> StepObservation:
+def observation(strategy: Strategy, budgets: Sequence[int], accepted: Sequence[int]) -> StepRecord:
     batch = len(budgets)
     per_position = tuple(sum(count > j for count in accepted) for j in range(strategy.num_tokens))
-    return StepObservation(
-        strategy, batch, 1.0, batch + sum(accepted), sum(budgets), per_position, BudgetMix.of(budgets)
-    )
+    return StepRecord(strategy, batch, 1.0, batch + sum(accepted), sum(budgets), per_position, BudgetMix.of(budgets))
 
 
-def chain(rng: random.Random, alpha: float, strategy: Strategy, batch: int) -> StepObservation:
+def chain(rng: random.Random, alpha: float, strategy: Strategy, batch: int) -> StepRecord:
     budgets = [strategy.num_tokens] * batch
     return observation(strategy, budgets, draw(rng, [alpha] * strategy.num_tokens, budgets))
 
@@ -79,7 +77,7 @@ def test_a_prediction_is_the_expectation_of_any_budgets(alpha: float, seen: list
     at_least = BudgetMix.of(seen).at_least
     scale = 10**9  # so many requests alike are accepted as often as expected, but for rounding
     per_position = tuple(round(scale * count * alpha ** (j + 1)) for j, count in enumerate(at_least))
-    step = StepObservation(
+    step = StepRecord(
         arm,
         scale * len(seen),
         1.0,
@@ -257,7 +255,7 @@ def test_drafts_that_are_seldom_found_are_not_short_chains() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for i in range(300):
         step = chain(rng, 0.9, Strategy("ngram", 3), 4)
-        lengths.observe(step if i % 4 == 0 else StepObservation(Strategy("ngram", 3), 4, 1.0, 4))
+        lengths.observe(step if i % 4 == 0 else StepRecord(Strategy("ngram", 3), 4, 1.0, 4))
     expected = 0.75 + 0.25 * chain_length(0.9, 7)
     assert lengths.predict(Strategy("ngram", 7))[0] == pytest.approx(expected, rel=0.15)
 
@@ -299,13 +297,13 @@ def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> Non
 def test_of_a_new_version_little_is_known_and_no_drift_is_told() -> None:
     lengths, arm = AcceptanceLengths(), Strategy("eagle", 3)
     for _ in range(200):
-        lengths.observe(StepObservation(arm, 4, 0.01, 10, 12, (3, 2, 1)))
+        lengths.observe(StepRecord(arm, 4, 0.01, 10, 12, (3, 2, 1)))
     before, sure = lengths.predict(arm)
     lengths.renew("eagle")
     after, unsure = lengths.predict(arm)
     assert after == pytest.approx(before, rel=0.05) and unsure > 2 * sure
     for _ in range(12):
-        assert not lengths.observe(StepObservation(arm, 4, 0.01, 6, 12, (2, 0, 0)))
+        assert not lengths.observe(StepRecord(arm, 4, 0.01, 6, 12, (2, 0, 0)))
     assert lengths.predict(arm)[0] < (before + 1.5) / 2
     lengths.renew("suffix")
     assert lengths.predict(arm)[1] < unsure

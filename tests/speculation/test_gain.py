@@ -11,10 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.controller import EngineStep
 from megatron_tlt.speculation.gain import GainMeter, RolloutGain, running_batches, slowest
 from megatron_tlt.speculation.plain_times import PlainStepProbe, StepSeconds, cell_of
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 EAGLE = Strategy("eagle", 3)
 PROMPT_S, BETWEEN_S, CHOOSING_S = 0.005, 0.002, 0.001
@@ -68,8 +67,10 @@ class Engine:
                 for i, left in enumerate(running)
             ]
             running = [left - tokens for left, tokens in zip(running, gained, strict=True) if left > tokens]
-            step = EngineStep(verified, drafted, batch, seconds, sum(gained), had_prefill=bool(new))
-            if meter.observe(step, now):
+            step = StepRecord(
+                verified, batch, seconds, sum(gained), next_strategy=drafted, had_prefill=bool(new), start=now
+            )
+            if meter.observe(step):
                 measured(batch)
             now, verified = now + seconds, drafted
         assert first is not None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.speculation.length import DEFAULT_CURVE, POLICIES, LengthPolicy, Policy
 from megatron_tlt.speculation.length_classes import LengthClass, LengthHistory, LengthWindow
-from megatron_tlt.speculation.strategy import StepObservation, Strategy
+from megatron_tlt.speculation.strategy import StepRecord, Strategy
 
 SHORT, MEDIUM, LONG = LengthClass
 
@@ -125,7 +125,7 @@ def test_the_optimum_follows_what_was_measured() -> None:
     for policy, token in ((dear, 0.5), (cheap, 0.001)):
         for _ in range(40):
             batch, drafts = rng.randint(1, 8), rng.randint(0, 40)
-            policy.observe(StepObservation(Strategy("ngram", 7), batch, 1.0 + token * (batch + drafts), batch, drafts))
+            policy.observe(StepRecord(Strategy("ngram", 7), batch, 1.0 + token * (batch + drafts), batch, drafts))
         for i in range(40):
             length, drafted = rng.randint(100, 1000), rng.uniform(0.1, 4.0)
             policy.start(f"x{i}", f"other {i % 3}")
@@ -151,7 +151,7 @@ def test_a_state_goes_on_as_if_never_saved(seed: int, kind: Policy) -> None:
             policy.update(name, rng.randrange(200))
             found.append(policy.budgets([name], 7))
             length = rng.randrange(1, 300)
-            policy.observe(StepObservation(Strategy("ngram", 7), 2, rng.random() + 0.1, 2, rng.randrange(15)))
+            policy.observe(StepRecord(Strategy("ngram", 7), 2, rng.random() + 0.1, 2, rng.randrange(15)))
             policy.finish(name, length, rng.randrange(2 * length), rng.randrange(length))
         return [dict(enumerate(entry.values())) for entry in found]
 
@@ -170,7 +170,7 @@ def test_memory_is_bounded_and_the_oldest_problem_goes_first() -> None:
     for i in range(2000):
         policy.start(f"{i}", f"p{i // 2 % 4}")
         policy.finish(f"{i}", 10 + i % 7, 5, 2)
-        policy.observe(StepObservation(Strategy("ngram", 3), 1, 0.1, 1, i % 4))
+        policy.observe(StepRecord(Strategy("ngram", 3), 1, 0.1, 1, i % 4))
     state = policy.state()
     assert [problem for problem, _ in state["history"]["problems"]] == ["p1", "p2", "p3"]
     assert all(len(lengths) == 2 for _, lengths in state["history"]["problems"])

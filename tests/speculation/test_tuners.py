@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.controller import EngineStep, SpeculationController
+from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepObservation, Strategy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED, BegMabOptions, BegMabTuner
 from megatron_tlt.speculation.tuner_oracle import OracleTuner
@@ -47,7 +47,7 @@ def batch_of(step: int) -> int:
     return max(1, int(32 * 0.9 ** (step % 40)))
 
 
-def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7) -> StepObservation:
+def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7) -> StepRecord:
     """A step that takes longer the more is verified, of a drafter whose tokens are accepted with ``alpha``."""
     accepted = [0] * strategy.num_tokens
     for _ in range(batch):
@@ -57,7 +57,7 @@ def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7
             accepted[j] += 1
     seconds = seconds_of(strategy, batch) * rng.lognormvariate(0, 0.1)
     drafts = batch * strategy.num_tokens
-    return StepObservation(strategy, batch, seconds, batch + sum(accepted), drafts, tuple(accepted))
+    return StepRecord(strategy, batch, seconds, batch + sum(accepted), drafts, tuple(accepted))
 
 
 def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> list[Strategy]:
@@ -121,13 +121,13 @@ def test_published_one_group_in_each_bucket_and_untried_arms_first() -> None:
     two = [*EAGLE, Strategy("eagle3", 5)]
     tuner = build_tuner("beg_mab", two, {**PUBLISHED, "epsilon": 0.0, "bounds": [2, 8, 36]}, 0)
     first = tuner.choose(1)
-    tuner.observe(StepObservation(first, 1, 1.0, 5))
+    tuner.observe(StepRecord(first, 1, 1.0, 5))
     second = tuner.choose(1)
     assert {first, second} == {Strategy("eagle", 5), Strategy("eagle3", 5)}
-    tuner.observe(StepObservation(second, 1, 1.0, 3))
+    tuner.observe(StepRecord(second, 1, 1.0, 3))
     assert tuner.choose(2) == first
     for _ in range(3):
-        tuner.observe(StepObservation(first, 2, 4.0, 6))
+        tuner.observe(StepRecord(first, 2, 4.0, 6))
     assert tuner.choose(1) == second, "the median of tokens per second"
     assert tuner.choose(8) == Strategy("eagle", 3) and tuner.choose(9) == Strategy("eagle", 1)
 
@@ -136,7 +136,7 @@ def test_published_arms_of_a_new_version_are_untried() -> None:
     arms = [Strategy("eagle", 2), Strategy("ngram", 2)]
     tuner = BegMabTuner(arms, BegMabOptions(**PUBLISHED | {"epsilon": 0.0}), seed=1, max_batch=MAX_BATCH)
     for arm, tokens in zip(arms, (4, 12), strict=True):
-        tuner.observe(StepObservation(arm, 4, 0.01, tokens, 8))
+        tuner.observe(StepRecord(arm, 4, 0.01, tokens, 8))
     assert tuner.choose(4) == arms[1]
     tuner.drafter_changed("eagle")
     assert tuner.choose(4) == arms[0]
@@ -146,20 +146,20 @@ def test_a_solver_looks_at_a_new_version() -> None:
     arms = [OFF, Strategy("eagle", 2)]
     tuner = SolverTuner(arms, SolverOptions(samples=1, inline=False, refresh=10**6), max_batch=MAX_BATCH)
     for _ in range(20):
-        tuner.observe(StepObservation(OFF, 4, 0.01, 4))
-        tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8))
+        tuner.observe(StepRecord(OFF, 4, 0.01, 4))
+        tuner.observe(StepRecord(arms[1], 4, 0.03, 4, 8))
     assert tuner.choose(4) == OFF
     tuner.drafter_changed("eagle")
     assert tuner.choose(4) == arms[1]
-    tuner.observe(StepObservation(arms[1], 4, 0.03, 4, 8))
+    tuner.observe(StepRecord(arms[1], 4, 0.03, 4, 8))
     assert tuner.choose(4) == OFF
 
 
 def test_published_window_forgets() -> None:
     tuner = build_tuner("beg_mab", [OFF, EAGLE[0]], {"reward": "per_request", "epsilon": 0.0, "window": 5}, 0)
     for reward in [1] * 100 + [4] * 5:
-        tuner.observe(StepObservation(EAGLE[0], 2, 1.0, 2 * reward))
-        tuner.observe(StepObservation(OFF, 2, 0.5, 2))
+        tuner.observe(StepRecord(EAGLE[0], 2, 1.0, 2 * reward))
+        tuner.observe(StepRecord(OFF, 2, 0.5, 2))
     assert tuner.choose(2) == EAGLE[0]
 
 
@@ -205,7 +205,7 @@ def test_an_oracle_takes_the_best() -> None:
 def test_steps_of_strategies_that_are_not_its_own_do_no_harm() -> None:
     for name in ("beg_mab", "solver"):
         tuner = build_tuner(name, [OFF, EAGLE[0]], {}, 0)
-        tuner.observe(StepObservation(Strategy("suffix", 9), 1, 1.0, 5))
+        tuner.observe(StepRecord(Strategy("suffix", 9), 1, 1.0, 5))
         assert tuner.choose(1) in (OFF, EAGLE[0])
 
 
@@ -264,7 +264,7 @@ def play_at(name: str, batch: int, alpha: float, steps: int) -> list[tuple[Strat
         seconds = 0.01 * sum(costs) / 2 * rng.lognormvariate(0, 0.1)
         counts = step.accepted_per_position
         controller.observe(
-            EngineStep(verified, drafted, batch, seconds, step.num_tokens, step.num_draft_tokens, counts)
+            StepRecord(verified, batch, seconds, step.num_tokens, step.num_draft_tokens, counts, next_strategy=drafted)
         )
         played.append((verified, step.num_tokens, 0.01 * sum(costs) / 2))
         verified = drafted
@@ -286,7 +286,7 @@ def test_above_the_largest_batch_nothing_is_drafted_and_no_bucket_learns(name: s
     assert before == [OFF, OFF]
     state = json.loads(json.dumps(tuner.state()))
     for _ in range(40):  # plain steps of a full engine have many tokens per second
-        tuner.observe(StepObservation(OFF, 10 * MAX_BATCH, 0.02, 10 * MAX_BATCH))
+        tuner.observe(StepRecord(OFF, 10 * MAX_BATCH, 0.02, 10 * MAX_BATCH))
     after = tuner.state()
     assert after.get("scores", {}).get("rewards") == state.get("scores", {}).get("rewards")
     assert after.get("missing") == state.get("missing")
@@ -335,7 +335,7 @@ def test_with_one_draft_each_a_strategy_is_judged_by_one_draft(name: str) -> Non
             seconds = 0.01 * (2 if chosen[-1] == arm else 1) * rng.lognormvariate(0, 0.05)
             drafts = 8 if chosen[-1] == arm else 0
             counts, budgets = ((accepted,), mix) if drafts else ((), None)
-            tuner.observe(StepObservation(chosen[-1], 8, seconds, 8 + accepted, drafts, counts, budgets))
+            tuner.observe(StepRecord(chosen[-1], 8, seconds, 8 + accepted, drafts, counts, budgets))
     assert chosen[50:].count(OFF) >= 130
 
 
@@ -360,5 +360,5 @@ def test_a_choice_goes_by_the_budgets_at_hand(name: str) -> None:
             seconds = 0.01 * (2.1 + 0.1 * budget if strategy == arm else 1) * rng.lognormvariate(0, 0.05)
             budgets = mixes[budget] if strategy == arm else None
             drafts = 8 * budget if strategy == arm else 0
-            tuner.observe(StepObservation(strategy, 8, seconds, 8 + sum(accepted), drafts, tuple(accepted), budgets))
+            tuner.observe(StepRecord(strategy, 8, seconds, 8 + sum(accepted), drafts, tuple(accepted), budgets))
     assert chosen[7][-100:].count(arm) >= 90 and chosen[1][-100:].count(OFF) >= 85

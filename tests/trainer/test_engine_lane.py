@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_tlt.observe.report_data import last_rollout
 from megatron_tlt.observe.timeline import Timeline, merge, trace_problems
-from megatron_tlt.rollout.types import StepRecord
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 from megatron_tlt.trainer.engine_lane import EngineLane
 
 EAGLE = Strategy("eagle", 3)
@@ -13,7 +12,7 @@ EAGLE = Strategy("eagle", 3)
 
 def step(at: int, running: int, strategy: Strategy, tokens: int) -> StepRecord:
     drafted = running * strategy.num_tokens
-    return StepRecord(0.01 * at, 0.01, running, tokens, drafted, tokens - running, strategy, strategy)
+    return StepRecord(strategy, running, 0.01, tokens, drafted, (tokens - running,), start=0.01 * at)
 
 
 def test_steps_of_one_strategy_and_batch_are_one_stretch() -> None:

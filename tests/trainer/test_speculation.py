@@ -16,8 +16,8 @@ from megatron_tlt.observe.timeline import read_trace
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.adaptive import default_strategies
 from megatron_tlt.rollout.token_drafters import token_drafters_of
-from megatron_tlt.rollout.types import Request, Response, SamplingSpec, StepRecord
-from megatron_tlt.speculation.strategy import OFF
+from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.speculation.strategy import OFF, StepRecord
 from megatron_tlt.speculation.suffix_file import read_responses
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
@@ -89,8 +89,7 @@ def roll_out(made: Speculating, steps: int) -> list[str]:
         drafts = 4 if before.num_tokens else 0
         made.engine.observe(
             StepRecord(
-                at, seconds, 4, tokens, 0, tokens - 4, before, strategy, False, accepted_per_position=accepted,
-                num_drafts=drafts,
+                before, 4, seconds, tokens, 0, accepted, next_strategy=strategy, num_drafts=drafts, start=at,
             )
         )  # fmt: skip
         chosen.append(strategy.name)

@@ -15,9 +15,9 @@ from megatron_tlt.config.speculation import SkippedConfig, SpeculationConfig
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
-from megatron_tlt.rollout.types import Request, StepRecord
+from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_engine import VllmEngine
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 
 class Turns:
@@ -36,7 +36,7 @@ class Turns:
 
     def observe(self, step: StepRecord) -> None:
         if step.strategy == self._strategy:
-            self.requests += step.running
+            self.requests += step.batch
             self.accepted += step.num_accepted_tokens
 
 

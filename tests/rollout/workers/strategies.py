@@ -10,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
-from megatron_tlt.rollout.types import Request, SamplingSpec, StepRecord
+from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
-from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 from tests.helpers.drafters import RandomChooser
 from tests.rollout.conftest import ROLLOUT
 from tests.rollout.workers.layouts import PROMPTS
