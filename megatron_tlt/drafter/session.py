@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.training import DrafterTrainer, Failure
+from megatron_tlt.platform.rank_group import RankGroup
 
 SessionOutcome = Literal["completed", "stopped", "no_tokens", Failure]
 
@@ -29,10 +30,11 @@ def train_session(
     entries_per_step: int,
     max_steps: int,
     should_stop: Callable[[], bool] = lambda: False,
+    group: RankGroup | None = None,
 ) -> SessionResult:
     """Trains on a buffer until ``max_steps`` are done, a rank is told to stop, or a step ends otherwise than well.
 
-    ``step`` is the RL step. All ranks of the trainer's group call this together, each with a buffer of its own, and end
+    ``step`` is the RL step. All ranks of ``group`` call this together, each with a buffer of its own, and end
     it together: each asks ``should_stop`` before and between its micro-batches, and one is enough.
     """
 
@@ -41,7 +43,7 @@ def train_session(
 
     metrics: dict[str, float] = {}
     for done in range(max_steps):
-        result = trainer.train_step(drawn(), should_stop, step)
+        result = trainer.train_step(drawn(), should_stop, step, group)
         if result.outcome != "trained":
             return SessionResult(result.outcome, done, result.metrics or metrics)
         metrics = result.metrics

@@ -42,6 +42,12 @@ _SUMS = (
     "stopped_ranks",
 )
 _DEPTH_SUMS = ("loss", "accepted", "drafts")
+Reduce = Callable[[Sequence[torch.Tensor]], None]
+"""Sums tensors over all ranks that train together, in place."""
+
+
+def _alone(tensors: Sequence[torch.Tensor]) -> None:
+    """A ``Reduce`` over one rank."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,15 @@ class DrafterTrainer:
         model: on the device to train on, in float32; ``config.dtype`` is what it computes in.
         config: how to train.
         seed: of the noise on features.
-        group: the ranks that train together, each on entries of its own; None trains alone. All of them call every
-            method together. It may be another one at every step.
 
     Raises:
         ConfigError: a drafter of another kind than the config's, or an optimizer that cannot be built.
     """
 
-    def __init__(self, model: DraftModel, config: DrafterConfig, seed: int, group: RankGroup | None = None) -> None:
+    def __init__(self, model: DraftModel, config: DrafterConfig, seed: int) -> None:
         if model.kind != config.kind:
             raise ConfigError(f"drafter.kind is {config.kind}; the drafter that was given is {model.kind}")
-        self.model, self.config, self._group = model, config, group
+        self.model, self.config = model, config
         self.version = 0
         self._seed = seed
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -94,16 +98,6 @@ class DrafterTrainer:
         self._guard = LossGuard(None if config.loss.name == "tv" else len(model.head_DH))
         depths = [f"{name}_depth_{depth + 1}" for depth in range(config.steps) for name in _DEPTH_SUMS]
         self._sum_names = (*_SUMS, *depths)
-
-    @property
-    def group(self) -> RankGroup | None:
-        """The ranks that take the next step together."""
-        return self._group
-
-    @group.setter
-    def group(self, group: RankGroup | None) -> None:
-        self._group = group
-        self._guard.reset()  # ranks that have seen other losses would not end the session at the same step
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -167,19 +161,27 @@ class DrafterTrainer:
         self._failure = None
         self._guard.reset()
 
-    def synchronize(self, source: int) -> None:
+    def forget_losses(self) -> None:
+        """Before other ranks train together: those that have seen more losses would end the session alone."""
+        self._guard.reset()
+
+    def synchronize(self, source: int, group: RankGroup | None) -> None:
         """Gives all ranks of the group global rank ``source``'s state: there is one drafter, not one per rank.
 
         Raises:
             GroupFailed: the group broke or was given up; the state is the one of before.
         """
-        if self.group is not None:
-            self.load_state(broadcast_state(self.state, source, self._device, self.group))
+        if group is not None:
+            self.load_state(broadcast_state(self.state, source, self._device, group))
 
     def train_step(
-        self, entries: Iterable[Entry], should_stop: Callable[[], bool] = lambda: False, session: int = 0
+        self,
+        entries: Iterable[Entry],
+        should_stop: Callable[[], bool] = lambda: False,
+        session: int = 0,
+        group: RankGroup | None = None,
     ) -> DrafterStepResult:
-        """One optimizer step on the entries of all ranks; a rank may have none.
+        """One optimizer step on the entries of all ranks of ``group`` (None: of this one); a rank may have none.
 
         The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What
         is not finite stops training by name on all ranks; parameters are then those of the last good step. A rank that
@@ -197,6 +199,7 @@ class DrafterTrainer:
         if self._failure is not None:
             raise RunError(f"drafter training stopped with {self._failure}; load a state to go on")
         self._optimizer.zero_grad(set_to_none=False)
+        reduce = group.all_reduce if group is not None else _alone
         error: Exception | None = None
         packs: list[tuple[Pack, list[Entry]]] = []
         try:
@@ -204,7 +207,7 @@ class DrafterTrainer:
         except Exception as caught:  # whatever it is: the other ranks wait for this one
             error = caught
         if self.version == 0 and self.model.from_target:
-            error = calibrate_start(self.model, [pack for pack, _ in packs], self._reduce) or error
+            error = calibrate_start(self.model, [pack for pack, _ in packs], reduce) or error
         try:
             sums = self._accumulate(packs, should_stop)
         except Exception as caught:  # as above
@@ -212,7 +215,7 @@ class DrafterTrainer:
         if error is not None:
             sums = self._sums(failed_ranks=1.0)
         try:
-            return self._reduce_and_update(sums, error, session)
+            return self._reduce_and_update(sums, error, session, reduce)
         except Exception:
             # a collective that was given up may still write to them
             self._optimizer.zero_grad(set_to_none=True)
@@ -226,9 +229,11 @@ class DrafterTrainer:
         """
         return build_packs(entries, self.config.max_tokens_per_micro_batch, self.config.loss, self.model.entry_size)
 
-    def _reduce_and_update(self, sums: torch.Tensor, error: Exception | None, session: int) -> DrafterStepResult:
+    def _reduce_and_update(
+        self, sums: torch.Tensor, error: Exception | None, session: int, reduce: Reduce
+    ) -> DrafterStepResult:
         """The part of a step that all ranks of the group take in lockstep."""
-        self._reduce([sums])  # before the gradients: a step that is dropped does not move these
+        reduce([sums])  # before the gradients: a step that is dropped does not move these
         totals = dict(zip(self._sum_names, sums.tolist(), strict=True))
         if error is not None:
             raise error
@@ -244,7 +249,7 @@ class DrafterTrainer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
-        self._reduce(gradients)
+        reduce(gradients)
         torch._foreach_div_(gradients, totals["tokens"])
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
@@ -274,10 +279,6 @@ class DrafterTrainer:
     def _sums(self, **values: float) -> torch.Tensor:
         numbers = [values.get(name, 0.0) for name in self._sum_names]
         return torch.tensor(numbers, dtype=torch.float64, device=self._device)
-
-    def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self.group is not None:
-            self.group.all_reduce(tensors)
 
     def _metrics(self, totals: dict[str, float], norm: float) -> dict[str, float]:
         per_draft = {name: totals[name] / totals["drafts"] for name in ("distribution_loss", "regression_loss")}

@@ -13,7 +13,7 @@ in flight. The next session starts, on whichever ranks, from what its leader hol
     found = newest(folder, KIND)                        # the next leader
     if found is not None and found.payload.header["version"] > trainer.version:
         trainer.load_state(state_of(found.payload)[0])
-    trainer.synchronize(leader)                         # all ranks of the session
+    trainer.synchronize(leader, group)                  # all ranks of the session
 
 A run that goes back to a checkpoint of its own repeats steps that later sessions have trained on: it starts with an
 empty folder, or holds the step in the header against its own.

@@ -107,7 +107,7 @@ class Bubble:
 
     Args:
         config: how.
-        trainer: of the drafter; its ``group`` is this class's while a rank is in a session.
+        trainer: of the drafter.
         buffer: this rank's data; none is added meanwhile.
         checkpoints: that a session's leader writes.
         timeline: sessions take a lane of their own in it.
@@ -226,7 +226,6 @@ class Bubble:
         except Exception:
             failed = 1
             logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
-        trainer.group = None
         if outcome in FAILURES:
             failed = 1
             trainer.load_state(self._last_good())
@@ -278,17 +277,18 @@ class Bubble:
     def _train(self, order: SessionOrder) -> str:
         """How the generation ended: ``stopped``, ``not formed``, or as a step that was not well."""
         client, trainer = self._client, self._trainer
-        trainer.group = None  # whatever trained last with all ranks: who is alone waits for nobody
+        group: RankGroup | None = None  # who is alone waits for nobody
         if len(order.members) > 1:
             limit_s = 2 * self._config.session_timeout_s  # the coordinator's comes first
             try:
-                trainer.group = self._form(order.name, order.members, self._is_told, self._is_overdue, limit_s)
+                group = self._form(order.name, order.members, self._is_told, self._is_overdue, limit_s)
             except Abandoned:
                 return "not formed"
         leads = order.leader == client.rank
         if leads:
             self._checkpoints.take_over(self._is_told)
-        trainer.synchronize(order.leader)
+        trainer.forget_losses()
+        trainer.synchronize(order.leader, group)
         at, count = order.members.index(client.rank), len(order.members)
         share = self._batch // count + (at < self._batch % count)
         while True:
@@ -296,7 +296,7 @@ class Bubble:
                 client.wait(_WAIT_S)
                 continue
             began = self._timeline.now()
-            result = trainer.train_step(self._draw(share), self._is_told, self._rl_step)
+            result = trainer.train_step(self._draw(share), self._is_told, self._rl_step, group)
             self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
             if result.outcome != "trained":
                 return result.outcome

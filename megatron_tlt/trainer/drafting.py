@@ -114,11 +114,10 @@ class Drafting:
             save_drafter(model, self._first, _engine_dtype(config))
         barrier()  # engines of all ranks read it
         self.taps: tuple[int, ...] = taps_of(model.config)
-        group = WholeGroup() if world_size() > 1 else None
         model = model.to(current_device().torch_device)
-        self._group = group
+        self._group = WholeGroup() if world_size() > 1 else None
         self._policy = policy
-        self._trainer = DrafterTrainer(model, self._config, config.run.seed, group)
+        self._trainer = DrafterTrainer(model, self._config, config.run.seed)
         self._memory = StorageOffload()
         self._good = _copied(self._trainer.state)
         bounds = self._config.buffer.model_copy(update={"disk_bytes": 0}) if read_only else self._config.buffer
@@ -276,7 +275,7 @@ class Drafting:
         self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
 
     def _session(self, step: int, steps: int) -> SessionResult:
-        return train_session(self._trainer, self._buffer, step, self._config.entries_per_step, steps)
+        return train_session(self._trainer, self._buffer, step, self._config.entries_per_step, steps, group=self._group)
 
     def _take_bubble_over(self, step: int, bubble: Bubble) -> tuple[SessionResult, dict[str, float]]:
         """The newest drafter of all ranks' goes to all ranks, then they train together what is missing."""
@@ -284,9 +283,9 @@ class Drafting:
         assert spot is not None
         reports = all_gather_data(bubble.report, BubbleReport)
         newest, before = newest_rank(reports), self._good.version
-        self._trainer.group = self._group
+        self._trainer.forget_losses()
         if reports[newest].version != before:
-            self._trainer.synchronize(newest)
+            self._trainer.synchronize(newest, self._group)
             self._good = _copied(self._trainer.state)
             if rank() == newest:
                 bubble.save(step)
@@ -301,7 +300,6 @@ class Drafting:
         if missing > 0:
             rest = self._session(step, missing)
             trained = SessionResult(rest.outcome, trained.steps + rest.steps, rest.metrics or trained.metrics)
-        self._trainer.group = None
         return trained, metrics
 
     def _metrics(self, result: SessionResult) -> dict[str, float]:
@@ -377,11 +375,9 @@ class Drafting:
         before = self._trainer.version
         taken = self._checkpoints.take_over() if rank() == 0 else False
         if any_rank(taken):
-            self._trainer.group = self._group
-            self._trainer.synchronize(0)
+            self._trainer.synchronize(0, self._group)
             self._good = _copied(self._trainer.state)
             log_once(f"the drafter goes on from version {self.version} of its last bubble, not {before}")
-        self._trainer.group = None
 
 
 def _copied(state: DrafterState) -> DrafterState:

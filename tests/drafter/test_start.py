@@ -111,7 +111,7 @@ def test_ranks_that_are_put_together_count_losses_from_there(sharp_folder: Path)
     trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-30, unroll_steps=1), seed=1)
     data = entries_of(load_target(sharp_folder), "eagle")
     for _ in range(2):
-        trainer.group = None
+        trainer.forget_losses()
         assert [trainer.train_step(data).outcome for _ in range(19)] == ["trained"] * 19
     assert trainer.train_step(data).outcome == "loss_above_uniform"
 

@@ -158,26 +158,6 @@ def test_a_session_needs_no_earlier_step(target: Path, entries: list[Entry], tmp
         assert not any(bubble._data._recorded.records for bubble in threads.bubbles if bubble._data is not None)
 
 
-def test_who_is_alone_waits_for_nobody(threads: Threads) -> None:
-    """As in a run's first bubble, before which the trainer was made for all ranks."""
-
-    class Everybody:
-        rank = 0
-
-        def broadcast(self, *_: object) -> None:
-            pytest.fail("the others decode: they would be waited for for ever")
-
-        all_reduce = broadcast
-
-    threads.trainers[0].group = Everybody()  # type: ignore[assignment]
-    threads.begin()
-    threads.release(0)
-    until(lambda: threads.trainers[0].version >= 2)
-    threads.release(1, 2)
-    threads.join(0, 1, 2)
-    assert threads.bubbles[0].report.failed == 0
-
-
 def test_the_next_bubble_goes_on_on_another_rank_from_the_last_ones_checkpoint(threads: Threads) -> None:
     threads.begin()
     threads.release(0)
@@ -285,11 +265,10 @@ def test_who_trains_changes_nothing_but_rounding(members: int, target: Path, ent
         meeting = Meeting()
 
         def member(at: int) -> None:
-            if count > 1:
-                trainers[at].group = ThreadGroup(range(count), at, meeting)
+            group = ThreadGroup(range(count), at, meeting) if count > 1 else None
             for step in range(3):
                 batch = entries[4 * step : 4 * step + 4]
-                assert trainers[at].train_step(batch[at::count]).outcome == "trained"
+                assert trainers[at].train_step(batch[at::count], group=group).outcome == "trained"
 
         running = [threading.Thread(target=member, args=(at,)) for at in range(count)]
         for thread in running:

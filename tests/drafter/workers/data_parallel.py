@@ -44,29 +44,30 @@ def main(target: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank, folder = dist.get_rank(), Path(target)
     # Rank 1 was not there before: its drafter is another one, and has no optimizer state.
-    trainer = DrafterTrainer(drafter_from_target(folder, "eagle", seed=rank), CONFIG, 0, WholeGroup())
-    trainer.synchronize(source=0)
+    trainer = DrafterTrainer(drafter_from_target(folder, "eagle", seed=rank), CONFIG, 0)
+    group = WholeGroup()
+    trainer.synchronize(0, group)
     every = batches(folder)
-    results = [trainer.train_step(share(batch, rank, step)) for step, batch in enumerate(every)]
+    results = [trainer.train_step(share(batch, rank, step), group=group) for step, batch in enumerate(every)]
     tensors = {name: tensor.clone() for name, tensor in trainer.state.parameters.items()}
 
     buffer = DataBuffer(Path(out) / f"buffer{rank}", DrafterBufferConfig(), seed=0)
     for entry in share(every[0], rank, 0):
         buffer.add(entry)
     asked = iter([False, False, rank == 1])
-    session = train_session(trainer, buffer, 0, 2, 10, should_stop=lambda: next(asked))
+    session = train_session(trainer, buffer, 0, 2, 10, should_stop=lambda: next(asked), group=group)
     version = trainer.version
     good = {name: tensor.clone() for name, tensor in trainer.state.parameters.items()}
     narrow = Entry("narrow", 0, torch.arange(9, dtype=torch.int32), 2, torch.zeros(9, 32), 0.0)
     try:
-        trainer.train_step(every[0] if rank == 0 else [every[0][0], narrow])
+        trainer.train_step(every[0] if rank == 0 else [every[0][0], narrow], group=group)
         raised = ""
     except TltError as error:
         raised = f"{type(error).__name__}: {error}"
     broken = every[0][0]
     if rank == 1:
         broken = Entry("nan", 0, broken.token_ids, broken.prompt_length, broken.hidden * float("nan"), 0.0)
-    failed = trainer.train_step([broken])
+    failed = trainer.train_step([broken], group=group)
     kept = all(torch.equal(tensor, good[name]) for name, tensor in trainer.state.parameters.items())
 
     save_file(tensors, Path(out) / f"rank{rank}.safetensors")

@@ -24,12 +24,13 @@ LEADER = 1
 def main(target: str, checkpoints: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank = dist.get_rank()
-    trainer = DrafterTrainer(drafter_from_target(Path(target), "eagle", seed=5 + rank), CONFIG, 0, WholeGroup())
+    trainer = DrafterTrainer(drafter_from_target(Path(target), "eagle", seed=5 + rank), CONFIG, 0)
     if rank == LEADER:
         found = newest(Path(checkpoints), KIND)
         assert found is not None
         trainer.load_state(state_of(found.payload)[0])
-    trainer.synchronize(LEADER)
+    group = WholeGroup()
+    trainer.synchronize(LEADER, group)
     payload = payload_of(trainer.state, {})
     folder = Path(out) / f"rank{rank}"
     folder.mkdir()
