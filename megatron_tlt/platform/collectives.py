@@ -33,12 +33,12 @@ def _gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes
 
 
 def all_gather_data(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's ``value``, in rank order.
+    """Gathers every rank's ``value``, in rank order.
 
     Args:
         value: plain data: numbers, strings, lists, dictionaries, dataclasses.
-        kind: its type, checked on arrival (for instance ``list[Response]``).
-        group: the ranks that take part; all when None.
+        kind: type of ``value``, checked on arrival (for instance ``list[Response]``).
+        group: participating ranks; None means all ranks.
     """
     if world_size() == 1:
         return [value]
@@ -47,7 +47,7 @@ def all_gather_data(value: T, kind: Any, group: dist.ProcessGroup | None = None)
 
 
 def broadcast_data(value: T | None, kind: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Rank ``source``'s value on every rank of ``group``; ``source`` is a global rank."""
+    """Broadcasts the value of global rank ``source`` to every rank of ``group``."""
     if world_size() == 1:
         return value  # type: ignore[return-value]
     found: T = broadcast_plain(WholeGroup(group), value, kind, source, current_device().torch_device)
@@ -55,7 +55,7 @@ def broadcast_data(value: T | None, kind: Any, source: int = 0, group: dist.Proc
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is true on at least one rank; the same answer everywhere."""
+    """Whether ``flag`` is true on at least one rank; all ranks get the same answer."""
     if world_size() == 1:
         return flag
     tensor = torch.tensor([int(flag)], dtype=torch.int32, device=current_device().torch_device)
@@ -65,9 +65,9 @@ def any_rank(flag: bool) -> bool:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """A block whose ConfigError or RunError on one rank is raised on every rank; else the others would wait for it.
+    """Raises a ConfigError or RunError of one rank on every rank, so that the other ranks do not wait for it.
 
-    The block must hold no collective that the failing rank leaves out.
+    The block must not contain a collective that the failing rank skips.
     """
     error: TltError | None = None
     try:

@@ -1,4 +1,4 @@
-"""How the ranks of a launch ended, as torchrun saw it: whoever started it learns which one a signal ended."""
+"""Exit statuses of a launch's ranks as torchrun reports them, and the rank that a signal killed first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FAILURES = "TLT_FAILURES_FILE"
-# What ends a run on purpose: a pre-emption, Ctrl-C, or torchrun itself when another rank has failed.
+# Signals that stop a run on purpose: pre-emption, Ctrl-C, or torchrun itself after another rank has failed.
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# torchrun asks the other ranks to end, and kills them 30 s later; its times are whole seconds.
+# torchrun terminates the other ranks and kills them after 30 s; its timestamps are whole seconds.
 _TOGETHER_S = 2
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended: ``status`` is its exit status, or minus the signal; ``time`` a Unix time in seconds."""
+    """How one rank ended: ``status`` is its exit status or minus its signal; ``time`` is Unix time in seconds."""
 
     rank: int
     status: int
@@ -28,7 +28,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Death:
-    """A rank (None: torchrun itself) that a signal ended which nobody sends to stop a run: SIGKILL, SIGSEGV."""
+    """A rank (None: torchrun itself) killed by a signal that is not used to stop a run, such as SIGKILL or SIGSEGV."""
 
     rank: int | None
     signum: int
@@ -39,11 +39,11 @@ class Death:
             name = signal.Signals(self.signum).name
         except ValueError:
             name = f"signal {self.signum}"
-        return f"{who} was ended by {name}"
+        return f"{who} was killed by {name}"
 
 
 def first_death(failures: list[Failure], torchrun_status: int) -> Death | None:
-    """The rank whose death ended the launch, if one's did; ``failures`` as torchrun saw them, in that order."""
+    """The rank whose death ended the launch, or None; ``failures`` are in the order in which torchrun reports them."""
     if not failures:
         died = torchrun_status < 0 and -torchrun_status not in _ASKED
         return Death(None, -torchrun_status) if died else None
@@ -55,7 +55,7 @@ def first_death(failures: list[Failure], torchrun_status: int) -> Death | None:
 
 
 def read_failures(file: Path) -> list[Failure]:
-    """What :func:`failures_recorded` left; nothing where no rank failed."""
+    """The failures that :func:`failures_recorded` wrote; empty if no rank failed."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return [Failure(**item) for item in json.loads(file.read_text(encoding="utf-8"))]
     return []
@@ -63,7 +63,7 @@ def read_failures(file: Path) -> list[Failure]:
 
 @contextlib.contextmanager
 def failures_recorded() -> Iterator[None]:
-    """Around torchrun: leaves the failures that it ends with in the file that ``TLT_FAILURES_FILE`` names, if any."""
+    """Writes the failures that torchrun raises to the file named by ``TLT_FAILURES_FILE``, if that is set."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:

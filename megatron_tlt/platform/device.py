@@ -1,4 +1,4 @@
-"""The one place that knows whether this process runs on CUDA with NCCL or on CPU with gloo."""
+"""Selects the device of this process: CUDA with NCCL, or CPU with gloo. No other module distinguishes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_tlt.platform.lost_ranks import start_pulse
 
 @dataclass(frozen=True)
 class Device:
-    """A process's device: its torch device, its collective backend and what can be asked of it."""
+    """A process's device: torch device, collective backend, and memory queries."""
 
     torch_device: torch.device
     backend: str
@@ -46,7 +46,7 @@ class Device:
 
     @contextlib.contextmanager
     def memory_bound(self, nbytes: int | None) -> Iterator[None]:
-        """A block that allocates ``nbytes`` of device memory at most, or fails with torch's own error; on CPU any."""
+        """Limits the block to ``nbytes`` of device memory; torch raises its own error above that. No limit on CPU."""
         if nbytes is None or not self.is_cuda:
             yield
             return
@@ -61,29 +61,29 @@ class Device:
 
     @property
     def offloads(self) -> bool:
-        """Whether there is a host memory beside the device's, which a phase can give its own memory up to."""
+        """Whether the device has its own memory, so that a phase can offload to host memory."""
         return self.is_cuda
 
     def memory_bytes(self) -> int:
-        """Bytes of device memory in use by this process's tensors; on CPU the resident size of this process."""
+        """Bytes of device memory used by this process's tensors; on CPU the resident size of this process."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.torch_device)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Peak bytes of device memory; on CPU the peak resident size of this process, with its children's of now."""
+        """Peak bytes of device memory; on CPU this process's peak resident size plus its children's current size."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.torch_device)
         children = 0
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                children += child.memory_full_info().uss  # a forked one shares the rest with this process
+                children += child.memory_full_info().uss  # a forked child shares its other pages with this process
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + children
 
 
 @cache
 def current_device() -> Device:
-    """This process's device: the GPU of its local rank where there is one, else the CPU."""
+    """The GPU of this process's local rank if CUDA is available, else the CPU."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0"))
         count = torch.cuda.device_count()
@@ -97,15 +97,15 @@ def current_device() -> Device:
 
 
 def prepare() -> Device:
-    """Makes the libraries importable on this device; call it before anything imports ``megatron``."""
+    """Prepares the libraries for this device; call it before anything imports ``megatron``."""
     device = current_device()
-    # Every rank is one in-process engine beside the actor: the engine must not fork a core of its own.
+    # Each rank runs its engine in the actor's process: the engine must not fork its own core process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if not device.is_cuda:
         from megatron_tlt.platform import megatron_cpu
 
         megatron_cpu.install()
-        # vLLM compiles its log-prob kernels with the C++ compiler, for tens of seconds, to save microseconds here.
+        # vLLM spends tens of seconds compiling its log-prob kernels in C++, and saves only microseconds here.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     return device
@@ -116,10 +116,10 @@ _timeout_s = _DEFAULT_TIMEOUT_S
 
 
 def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
-    """Joins the process group that torchrun describes in the environment (a world of one without torchrun).
+    """Joins the process group that torchrun describes in the environment (world size 1 without torchrun).
 
     Args:
-        timeout_s: of a collective of the world, and of groups made later (``collective_timeout_s``).
+        timeout_s: limit for collectives of the world and of groups created later (``collective_timeout_s``).
 
     Raises:
         RunError: the rendezvous fails, for instance because its port is in use.
@@ -141,7 +141,7 @@ def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
 
 
 def collective_timeout_s() -> int:
-    """For groups of some ranks: without it each library's own default holds, for Megatron's half an hour."""
+    """Timeout for subgroups in seconds; without it each library uses its own default (Megatron: 30 minutes)."""
     return _timeout_s
 
 
@@ -154,7 +154,7 @@ def world_size() -> int:
 
 
 def node_index() -> int:
-    """Which node of the launch this process is on, counted from 0."""
+    """Index of this process's node in the launch, from 0."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
@@ -164,7 +164,7 @@ def barrier() -> None:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds Python, NumPy and torch; ``deterministic`` also asks torch for deterministic kernels."""
+    """Seeds Python, NumPy and torch; ``deterministic`` also selects torch's deterministic kernels."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -173,15 +173,15 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def log_once(message: str) -> None:
-    """A line on standard error from rank 0 only."""
+    """Prints a line on standard error, on rank 0 only."""
     if rank() == 0:
         print(message, file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
-    """A line of rank 0 for the user, once on the terminal and once in the log.
+    """Prints a line from rank 0 for the user, once on the terminal and once in the log.
 
-    A launch writes the standard error of its ranks to a log file; rank 0's standard output stays on the terminal.
+    A launch redirects its ranks' standard error to a log file; rank 0's standard output stays on the terminal.
     """
     if rank() != 0:
         return
@@ -191,5 +191,5 @@ def show(line: str) -> None:
 
 
 def warn(message: str) -> None:
-    """:func:`show` for a warning."""
+    """Prints a warning with :func:`show`."""
     show(f"warning: {message}")

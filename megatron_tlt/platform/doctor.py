@@ -1,4 +1,4 @@
-"""What ``tlt doctor`` finds out about this node: types, and the checks of the machine itself."""
+"""``tlt doctor``: types, and the checks of this node itself."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megatron_tlt.platform.versions import REQUIREMENTS, installed_versions, vio
 Status = Literal["ok", "warn", "fail"]
 
 _GIB = 2**30
-# Resident memory of a process with torch, Megatron-Core and a CPU engine of a very small model: 1.7 to 2.5 GiB.
+# Resident memory of a process with torch, Megatron-Core and a CPU engine for a very small model: 1.7 to 2.5 GiB.
 _CPU_PROCESS = (1.0, 2.5)
-# A GPU's process keeps the actor's sleeping state and what is being saved on the host.
+# A GPU process keeps the offloaded actor state and the checkpoint being saved in host memory.
 _GPU_PROCESS = (4.0, 16.0)
 _OPEN_FILES = (1024, 65536)
 _TEMPORARY_GIB = 2.0
-# NCCL and torch's loaders share memory there; containers give 64 MiB unless told.
+# NCCL and torch's loaders use shared memory; containers give 64 MiB by default.
 _SHARED_MEMORY_GIB = (0.1, 1.0)
-# What torchvision and others would break here is left out on purpose: absent is well, of a wrong release is not.
+# Packages that break here, such as torchvision, are left out on purpose: absent is fine, a wrong release is not.
 _HARDWARE_LINKS = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: ``advice`` says what to do, and is empty where there is nothing to do."""
+    """One row of the table; ``advice`` says what to do, and is empty if nothing is needed."""
 
     name: str
     status: Status
@@ -49,14 +49,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of each node.
+    """Requirements of a run for each node.
 
     Args:
-        processes, threads: of a node, and of a process.
-        folder: the run's; on several nodes one that all of them see.
-        needs_gpu: whether the config's layers run on GPUs only.
-        checkpoint_bytes: of one checkpoint, where the model is known.
-        checkpoints: so many lie there at the same time.
+        processes: processes per node.
+        threads: threads per process.
+        folder: the run's folder; with several nodes, shared by all of them.
+        needs_gpu: whether the config's layers require a GPU.
+        checkpoint_bytes: size of one checkpoint, if the model is known.
+        checkpoints: maximum number of checkpoints on disk at the same time.
     """
 
     processes: int
@@ -68,14 +69,14 @@ class Needs:
 
 
 def least(name: str, value: float, limits: tuple[float, float], found: str, advice: str) -> Check:
-    """A check of something of which there must be ``limits[0]`` and should be ``limits[1]``."""
+    """Fails below ``limits[0]`` and warns below ``limits[1]``."""
     if value >= limits[1]:
         return Check(name, "ok", found)
-    return Check(name, "fail" if value < limits[0] else "warn", f"{found}; {limits[1]:g} or more is well", advice)
+    return Check(name, "fail" if value < limits[0] else "warn", f"{found}; at least {limits[1]:g} recommended", advice)
 
 
 def check_machine(needs: Needs, gpus: int) -> Iterator[Check]:
-    """Everything about this node that needs no other one and no device."""
+    """Checks of this node that need neither another node nor a device."""
     yield from check_versions()
     yield _cores(needs)
     yield _memory(needs, gpus)
@@ -89,7 +90,7 @@ def check_machine(needs: Needs, gpus: int) -> Iterator[Check]:
 
 
 def check_versions() -> Iterator[Check]:
-    """The releases this code was written for, and whether what is installed fits what its neighbours ask for."""
+    """Checks the supported releases, and whether the installed packages satisfy each other's requirements."""
     versions = installed_versions()
     problems = [*violations(versions), *misfits()]
     if problems:
@@ -102,9 +103,9 @@ def check_versions() -> Iterator[Check]:
 
 
 def misfits(of: tuple[str, ...] | None = None) -> list[str]:
-    """One line per library that is installed in a release which one of the big ones does not take.
+    """One line per installed package whose release does not satisfy a requirement of one of the main libraries.
 
-    What is not installed at all is no misfit: some declared requirements are left out on purpose.
+    A package that is not installed is not listed: some declared requirements are left out on purpose.
     """
     names = of if of is not None else tuple(name for item in REQUIREMENTS for name in item.distributions)
     lines = []
@@ -140,12 +141,12 @@ def _memory(needs: Needs, gpus: int) -> Check:
     left = min(available, limit) if limit is not None else available
     low, well = (_GPU_PROCESS if gpus else _CPU_PROCESS) if needs.processes else (0.0, 0.0)
     limits = low * needs.processes, well * needs.processes
-    advice = "end what else runs here, ask Slurm for more (--mem=0: all of it), or fewer processes per node"
+    advice = "stop other processes on this node, request more memory (Slurm: --mem=0), or run fewer processes per node"
     return least("memory", left / _GIB, limits, f"{left / _GIB:.1f} GiB free", advice)
 
 
 def _cgroup_left() -> int | None:
-    """Bytes that the memory limit of this job or container leaves; None where there is none."""
+    """Bytes left under the memory limit of this job or container; None if there is no limit."""
     try:
         used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -165,13 +166,13 @@ def _shared_memory() -> Check:
 def _limits() -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = float("inf") if soft == resource.RLIM_INFINITY else soft
-    # more than the first limit is rarely used, so only what cannot be raised by oneself is worth a word
+    # few runs need more than the first limit, so warn only if the user cannot raise it
     reach = float("inf") if hard == resource.RLIM_INFINITY else hard
     advice = "raise it: ulimit -n 65536 before sbatch, or LimitNOFILE of slurmd and limits.conf on that node"
     if files < _OPEN_FILES[0]:
         yield Check("open files", "fail", f"at most {soft}; {_OPEN_FILES[0]} are needed", advice)
     elif max(files, reach) < _OPEN_FILES[1] and files < 4096:
-        yield Check("open files", "warn", f"at most {soft}; 4096 or more is well", advice)
+        yield Check("open files", "warn", f"at most {soft}; at least 4096 recommended", advice)
     else:
         yield Check("open files", "ok", f"at most {'any number' if soft == resource.RLIM_INFINITY else soft}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -181,7 +182,7 @@ def _limits() -> Iterator[Check]:
         advice = "InfiniBand registers memory: LimitMEMLOCK=infinity for slurmd, or ulimit -l unlimited"
         yield Check("locked memory", "fail", f"{found}, with {', '.join(links)}", advice)
     else:
-        yield Check("locked memory", "ok", f"{found}{'' if links else ', and no InfiniBand that would need more'}")
+        yield Check("locked memory", "ok", f"{found}{'' if links else ', and no InfiniBand that needs more'}")
 
 
 def _temporary() -> Check:
@@ -200,12 +201,12 @@ def _disk(needs: Needs) -> Check:
     if one is None:
         return least("disk", free / _GIB, (1.0, 10.0), found, advice)
     found += f"; a checkpoint takes about {one / _GIB:.2g} GiB"
-    # one more is written before the oldest goes
+    # the next checkpoint is written before the oldest is removed
     return least("disk", free / _GIB, (one / _GIB, one * (needs.checkpoints + 1) / _GIB), found, advice)
 
 
 def guarded(name: str, checks: Callable[[], Iterator[Check]]) -> list[Check]:
-    """The checks; one that breaks is itself a row that fails."""
+    """Runs the checks; a check that raises becomes a failed row."""
     done: list[Check] = []
     try:
         for check in checks():

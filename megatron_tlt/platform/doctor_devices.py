@@ -1,4 +1,4 @@
-"""``tlt doctor``: GPUs, their driver, and whether torch can use them."""
+"""``tlt doctor``: the GPUs, their driver, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from megatron_tlt.platform.doctor import Check, Needs
 
 _QUERY = ("name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
-# CUDA's major release -> oldest driver for it (NVIDIA, CUDA compatibility, table of minor version compatibility).
+# CUDA major release -> oldest compatible driver (NVIDIA, CUDA compatibility, minor version compatibility table).
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _USED_MIB = 2048
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A row of nvidia-smi; sizes in MiB, ``errors`` None where memory is not checked."""
+    """One row of nvidia-smi; sizes in MiB; ``errors`` is None without ECC."""
 
     name: str
     driver: str
@@ -28,7 +28,7 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu] | None:
-    """The GPUs that the driver shows; None where there is no driver."""
+    """The GPUs reported by the driver; None without a driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -37,7 +37,7 @@ def read_gpus() -> list[Gpu] | None:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``; what does not apply is ``[N/A]``."""
+    """Parses ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``; ``[N/A]`` marks absent values."""
     gpus = []
     for line in text.splitlines():
         name, driver, total, used, errors = (part.strip() for part in line.split(","))
@@ -50,7 +50,7 @@ def _number(text: str) -> int | None:
 
 
 def check_devices(needs: Needs) -> Iterator[Check]:
-    """GPUs against what the config asks for; on a machine without any, whether the config can do without."""
+    """Compares the GPUs with the config; without GPUs, checks whether the config runs on CPU."""
     import torch
 
     gpus = read_gpus()
@@ -64,7 +64,7 @@ def check_devices(needs: Needs) -> Iterator[Check]:
         advice = "sbatch --gpus-per-node, a smaller launcher.nproc_per_node, or exclude this node"
         yield Check("devices", "fail", f"{found}; launcher.nproc_per_node is {needs.processes}", advice)
     elif len(names) > 1:
-        advice = "CUDA_VISIBLE_DEVICES with equal ones: the slowest one sets the pace"
+        advice = "select equal GPUs with CUDA_VISIBLE_DEVICES: the slowest one limits the others"
         yield Check("devices", "warn", found, advice)
     else:
         yield Check("devices", "ok", found)
@@ -87,7 +87,7 @@ def _without_torch(needs: Needs, gpus: list[Gpu] | None, cuda: str | None) -> Ch
 
 
 def check_gpus(gpus: list[Gpu], cuda: str | None) -> Iterator[Check]:
-    """Driver, memory that others hold, and memory errors, of the GPUs that the driver shows."""
+    """Checks the driver's version, memory used by other processes, and memory errors of the visible GPUs."""
     drivers = sorted({gpu.driver for gpu in gpus})
     oldest = _OLDEST_DRIVER.get(int((cuda or "0").split(".")[0]))
     for driver in drivers:
@@ -97,7 +97,7 @@ def check_gpus(gpus: list[Gpu], cuda: str | None) -> Iterator[Check]:
             yield Check("driver", "ok", driver)
     for index, gpu in enumerate(gpus):
         if gpu.used > _USED_MIB:
-            advice = "nvidia-smi names the processes: a job that was left behind?"
+            advice = "nvidia-smi lists the processes: possibly left by an earlier job"
             yield Check("GPU memory", "fail", f"GPU {index}: {gpu.used} of {gpu.total} MiB are in use", advice)
         if gpu.errors:
             found = f"GPU {index}: {gpu.errors} uncorrected memory errors"
@@ -109,7 +109,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 def _computes(torch: Any, index: int) -> Iterator[Check]:
-    """A product of ones, whose every entry is known."""
+    """Multiplies matrices of ones, whose product is known."""
     size = 1024
     try:
         ones = torch.ones(size, size, device=f"cuda:{index}", dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-"""``tlt doctor``: the network, the folder that nodes share, and what differs between nodes.
+"""``tlt doctor``: the network, the shared folder, and differences between nodes.
 
-The nodes meet over the very store and port that a launch uses, so what is wrong there shows before the launch.
+The nodes meet over the store and port that a launch uses, so a network problem shows before the launch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIREWALL = "open that port between the nodes, or choose another one with TLT_PO
 
 
 def check_network() -> Iterator[Check]:
-    """Interfaces of this node, and whether its own name leads back to it."""
+    """Checks this node's interfaces, and whether its host name resolves to one of them."""
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     up = [
         f"{name} {item.address}"
@@ -55,12 +55,12 @@ def check_network() -> Iterator[Check]:
     if address in own or address.startswith("127."):
         yield Check("host name", "ok", f"{name} is {address}")
     else:
-        advice = "correct /etc/hosts or the name server: what listens there is not found"
+        advice = "correct /etc/hosts or DNS: other processes cannot connect to that address"
         yield Check("host name", "fail", f"{name} is {address}, which no interface of this node has", advice)
 
 
 def check_folder(folder: Path) -> Iterator[Check]:
-    """Write, flush, read, rename and lock in ``folder``: that they work, and how long each takes."""
+    """Writes, flushes, reads, renames and locks files in ``folder``, and measures each."""
     own = folder / f".doctor-{node_name()}-{os.getpid()}"
     seconds: dict[str, float] = {}
 
@@ -84,7 +84,7 @@ def check_folder(folder: Path) -> Iterator[Check]:
         with timed("lock"), (own / "b").open("rb+") as locked:
             fcntl.lockf(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        advice = "a folder that this node may write to: mount it here, or another run.dir"
+        advice = "a folder that this node can write to: mount it here, or use another run.dir"
         yield Check("run's folder", "fail", f"{folder}: {error.strerror}", advice)
         return
     finally:
@@ -99,7 +99,7 @@ def check_folder(folder: Path) -> Iterator[Check]:
 
 
 def check_ports(nodes: Nodes) -> Iterator[Check]:
-    """On the first node, whether the ports of the rendezvous are free."""
+    """On the first node, checks that the rendezvous ports are free."""
     if nodes.index:
         return
     busy = busy_ports(nodes)
@@ -110,10 +110,10 @@ def check_ports(nodes: Nodes) -> Iterator[Check]:
 
 
 class Meeting:
-    """All nodes of a launch over one store; ``close`` waits until all are through, as the first one holds it.
+    """All nodes of a launch over one store, held by the first node; ``close`` waits until all nodes have finished.
 
     Raises:
-        TltError: a node did not come in time.
+        TltError: a node did not arrive in time.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Meeting:
             time.sleep(0.02)
         if missing:
             raise TltError(
-                f"of {nodes.count} nodes, numbers {', '.join(map(str, missing))} (from 0) did not come to "
+                f"of {nodes.count} nodes, numbers {', '.join(map(str, missing))} (from 0) did not reach "
                 f"{where} within {timeout_s:g} s"
             )
         self.about = [json.loads(self._store.get(f"about/{index}")) for index in range(nodes.count)]
@@ -152,7 +152,7 @@ class Meeting:
         return str(self.about[index]["name"])
 
     def skew(self) -> tuple[float, float]:
-        """Seconds by which this node's clock is ahead of the first one's, and how far off that may be."""
+        """Seconds by which this node's clock is ahead of the first node's, and the uncertainty of that."""
         if self.nodes.index == 0:
             for index in range(1, self.nodes.count):
                 self._store.set(f"turn/{index}", "")
@@ -168,9 +168,9 @@ class Meeting:
         return (began + ended) / 2 - there, (ended - began) / 2
 
     def share(self, folder: Path) -> tuple[list[int], float]:
-        """The nodes whose files are not seen in ``folder``, and the seconds until all that are seen were there."""
+        """Node indices whose files are not visible in ``folder``, and the seconds until all others were visible."""
         own = folder / f".doctor-{self.nodes.job}"
-        with contextlib.suppress(OSError):  # a folder that cannot be written is a row of its own
+        with contextlib.suppress(OSError):  # an unwritable folder is reported by its own check
             own.mkdir(parents=True, exist_ok=True)
             (own / str(self.nodes.index)).write_text("here")
         self.wait("written")
@@ -179,7 +179,7 @@ class Meeting:
         seconds = 0.0
         while missing and time.monotonic() - began < _VISIBLE_S:
             with contextlib.suppress(OSError):
-                os.listdir(own)  # a network file system looks anew
+                os.listdir(own)  # makes a network file system refresh its listing
             left = [index for index in missing if not (own / str(index)).is_file()]
             if left != missing:
                 seconds = time.monotonic() - began
@@ -192,13 +192,13 @@ class Meeting:
         return missing, seconds
 
     def wait(self, what: str) -> None:
-        """Until all nodes are here."""
+        """Waits until all nodes have reached this point."""
         self._store.set(f"{what}/{self.nodes.index}", "")
         for index in range(self.nodes.count):
             self._store.get(f"{what}/{index}")
 
     def close(self) -> None:
-        """The first node holds the store, and leaves last."""
+        """Closes the store; the first node holds it and closes last."""
         self._store.set(f"closed/{self.nodes.index}", "")
         if self.nodes.index == 0:
             with contextlib.suppress(RuntimeError):
@@ -207,7 +207,7 @@ class Meeting:
 
 
 def check_between(nodes: Nodes, folder: Path) -> Iterator[Check]:
-    """What is between the nodes: that they meet, see one folder, agree on time and releases."""
+    """Checks between nodes: rendezvous, shared folder, clocks and releases."""
     about = {
         "name": node_name(),
         "address": nodes.address,

@@ -1,8 +1,8 @@
-"""Files that are either wholly there or not there at all.
+"""Atomic writes: a file is either complete or absent.
 
-Everything is written under a temporary sibling name (``.<name>.tmp-<owner>-<n>``), flushed to the disk and renamed; a
-full disk is a RunError that names the path and the bytes wanted, and leaves nothing half written. The owner in the name
-tells other processes whether the writer is alive (``platform/owner.py``).
+Everything is written under a temporary sibling name (``.<name>.tmp-<owner>-<n>``), flushed to disk and renamed. A full
+disk raises a RunError that names the path and the bytes needed, and leaves no partial file. The owner in the name tells
+other processes whether the writer is alive (``platform/owner.py``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.owner import Owner
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# torch's zip writer reports a full disk as a bare RuntimeError with one of these; it is put down to the disk where
-# fewer than so many bytes are free.
+# torch's zip writer reports a full disk as a plain RuntimeError with one of these texts. It counts as a full disk
+# if fewer than _PRACTICALLY_FULL bytes are free.
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "inline_container.cc", "iostream error")
 _PRACTICALLY_FULL = 1 << 20
 _serial = itertools.count()
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<owner>[^/]+)-\d+")
-# A temporary whose writer cannot be asked (another host, an older release) counts as abandoned when nothing in it has
-# changed for so long. A writer writes or hashes all the time, so hours would do; clocks of hosts may differ.
+# Without a way to check the writer (another host, an older release), a temporary counts as abandoned if nothing in it
+# has changed for this long. Writers write or hash all the time, so hours would do; the hosts' clocks may differ.
 ABANDONED_AFTER_S = 24 * 3600.0
 
 
@@ -40,7 +40,7 @@ def temporary_sibling(path: Path, kind: str = "tmp") -> Path:
 
 @dataclass(frozen=True)
 class Temporary:
-    """What :func:`temporary_sibling` named: ``path`` belongs to ``name`` beside it, ``kind`` is "tmp" or "old"."""
+    """A name made by :func:`temporary_sibling` for ``name`` beside it; ``kind`` is "tmp" or "old"."""
 
     path: Path
     name: str
@@ -49,7 +49,7 @@ class Temporary:
 
     @classmethod
     def at(cls, path: Path) -> Temporary | None:
-        """None where ``path`` has no such name. ``owner`` is None in a name that an older release gave."""
+        """None if ``path`` is not such a name. ``owner`` is None in names from an older release."""
         match = _TEMPORARY.fullmatch(path.name)
         if match is None:
             return None
@@ -59,7 +59,7 @@ class Temporary:
         return cls(path, match["name"], match["kind"], owner)
 
     def is_abandoned(self) -> bool:
-        """Whether its writer is dead, or, where that cannot be known, nothing has changed for a day."""
+        """Whether the writer is dead or, if that is unknown, nothing has changed for a day."""
         alive = self.owner.is_alive() if self.owner is not None else None
         if alive is not None:
             return not alive
@@ -67,7 +67,7 @@ class Temporary:
 
     @property
     def last_change(self) -> float:
-        """Unix time of the newest change to it or to anything below it."""
+        """Unix time of the newest change to the path or anything below it."""
         paths = [str(self.path)]
         for folder, subfolders, files in os.walk(self.path):
             paths += [os.path.join(folder, name) for name in (*subfolders, *files)]
@@ -79,7 +79,7 @@ class Temporary:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes free on the file system of ``path`` or its nearest existing parent; None where it cannot be told."""
+    """Bytes free on the file system of ``path`` or its nearest existing parent; None if unknown."""
     for candidate in (path, *path.parents):
         if candidate.exists():
             try:
@@ -90,7 +90,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def is_disk_full(error: BaseException, path: Path) -> bool:
-    """Whether ``error``, or what it was raised from, says that the disk of ``path`` is full."""
+    """Whether ``error`` or one of its causes reports a full disk at ``path``."""
     seen: BaseException | None = error
     for _ in range(16):
         if seen is None:
@@ -108,7 +108,7 @@ def is_disk_full(error: BaseException, path: Path) -> bool:
 
 
 def disk_full_error(path: Path, wanted: int | None) -> RunError:
-    """The one-line error for a full disk; ``wanted`` in bytes."""
+    """The one-line error for a full disk; ``wanted`` is in bytes."""
     free = free_bytes(path.parent)
     size = "unknown number of bytes" if wanted is None else f"{wanted} bytes"
     return RunError(f"disk full: cannot write {path}: {size} wanted, {'unknown' if free is None else free} bytes free")
@@ -116,7 +116,7 @@ def disk_full_error(path: Path, wanted: int | None) -> RunError:
 
 @contextlib.contextmanager
 def write_errors(path: Path, wanted: int | None = None) -> Iterator[None]:
-    """Turn an OSError inside into a one-line RunError that names ``path``."""
+    """Converts an OSError in the block to a one-line RunError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def write_errors(path: Path, wanted: int | None = None) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in ``folder`` durable, where the file system can."""
+    """Makes renames and new names in ``folder`` durable if the file system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -140,10 +140,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush ``path``'s bytes to the disk.
+    """Flushes the bytes of ``path`` to disk.
 
     Raises:
-        OSError: the disk is full or failed (delayed allocation reports it only here).
+        OSError: the disk is full or failed (with delayed allocation, only this call reports it).
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -154,13 +154,13 @@ def sync_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, wanted: int | None = None, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary name that becomes ``path`` when the block ends well, and vanishes when it does not.
+    """Yields a temporary path that is renamed to ``path`` on success and removed on failure.
 
-    A reader sees either the old file or the whole new one. ``durable=False`` leaves out the flush to the disk: enough
-    against a killed process, not against a power cut. Parents are created; ``wanted`` bytes are for the message.
+    A reader sees either the old file or the complete new one. ``durable=False`` skips the flush to disk: safe against a
+    killed process, not against a power cut. Parents are created; ``wanted`` (bytes) is for the error message.
 
     Raises:
-        RunError: the disk is full or the path cannot be written; the old file, if any, is untouched.
+        RunError: the disk is full or the path cannot be written; an old file is unchanged.
     """
     temporary = temporary_sibling(path)
     with write_errors(path, wanted):
@@ -178,11 +178,11 @@ def atomic_file(path: Path, wanted: int | None = None, *, durable: bool = True) 
 
 
 def atomic_write_bytes(path: Path | str, data: bytes, *, durable: bool = True) -> None:
-    """``atomic_file`` for bytes that are there already."""
+    """Writes ``data`` with :func:`atomic_file`."""
     with atomic_file(Path(path), len(data), durable=durable) as temporary:
         temporary.write_bytes(data)
 
 
 def atomic_write_text(path: Path | str, text: str, *, durable: bool = True) -> None:
-    """``atomic_write_bytes`` for UTF-8 text."""
+    """Writes ``text`` as UTF-8 with :func:`atomic_write_bytes`."""
     atomic_write_bytes(path, text.encode("utf-8"), durable=durable)

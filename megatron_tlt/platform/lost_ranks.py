@@ -1,10 +1,10 @@
-"""Ranks of other nodes that do not answer any more: which ones, said by every rank that is still in touch.
+"""Detects lost ranks of other nodes; every rank that is still connected names them.
 
-A library says that something timed out or was closed, not who is missing. So each rank counts up in the rendezvous'
-store, which is on rank 0's node, once a second. Where a line breaks, those that do not count on are lost, and who
-cannot reach the store is cut off itself. The first to find out leaves the names there: the others, which may wait for
-hours in a collective, read them at their next count and end too. One node needs none of this: its launcher sees who
-died.
+A library reports that something timed out or was closed, not which rank is missing. So each rank increments a counter
+in the rendezvous store, which is on rank 0's node, once a second. When a connection breaks, ranks whose counters stand
+still are lost; a rank that cannot reach the store is cut off itself. The first rank to detect the loss writes the names
+to the store. Other ranks, which may wait for hours in a collective, read them at their next increment and also end. A
+launch on one node does not need this: its launcher sees which rank died.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe|socket", re.IGNORECASE)
 _EVERY_S = 1.0
 _LISTEN_S = 3.0
-"""A living rank counts within that."""
+"""A living rank increments its counter within this time."""
 _STORE_S = 10.0
 _POLL_S = 0.05
 _LONGEST = 200  # characters of the library's message
 _LOST, _HEARD = "lost", "heard"
 _ends_once = threading.Lock()
 _finds_out = threading.Event()
-"""This rank asks itself who is missing: it needs nobody to tell it, and ends once the others have heard."""
+"""Set while this rank itself determines who is lost; it then ends after the other ranks have read the names."""
 
 
 def is_broken_line(error: BaseException) -> bool:
-    """Whether ``error`` is torch's about the lines between ranks, or was raised from such a one."""
+    """Whether ``error``, or one of its causes, is torch's error for a broken connection between ranks."""
     import torch.distributed as dist
 
     seen: BaseException | None = error
@@ -52,7 +52,7 @@ def is_broken_line(error: BaseException) -> bool:
 
 
 def end_once(error: RanksLost, end: Callable[[RanksLost], None]) -> None:
-    """Calls ``end``, which ends the process; by the first thread that comes, while others wait for their end."""
+    """Lets the first calling thread run ``end``, which ends the process; other threads wait for that."""
     if _ends_once.acquire(blocking=False):
         end(error)
     time.sleep(_STORE_S)
@@ -72,25 +72,25 @@ def _end_plainly(error: RanksLost) -> None:
 
 
 how_to_end: Callable[[RanksLost], None] = _end_plainly
-"""What a process does that hears of lost ranks from another; a worker leaves its error for the launcher too."""
+"""Called when another rank has reported lost ranks; a worker also leaves its error for the launcher."""
 
 
 def start_pulse(store: dist.Store, rank: int, world: int) -> None:
-    """Has this rank count from now on, where there are several nodes."""
+    """Starts incrementing this rank's counter if there are several nodes."""
     if _nodes() < 2:
         return
     stop = threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # the store's node has gone: the next collective says so
-            connected = new_connection(store)  # a wait in the other connection must not delay this thread
+        with suppress(RuntimeError):  # the store's node is gone: the next collective reports it
+            connected = new_connection(store)  # own connection: a wait on the shared one would block this thread
             connected.set(f"where/{rank}", _node())
             while not stop.wait(_EVERY_S):
                 connected.add(f"pulse/{rank}", 1)
                 if not _finds_out.is_set() and connected.check([_LOST]):
                     lost = _hear(connected, world)
                     told = RanksLost(
-                        f"rank {rank} ({_node()}) lost its connection to rank {lost}, as another rank found"
+                        f"rank {rank} ({_node()}) lost its connection to rank {lost}, reported by another rank"
                     )
                     end_once(told, how_to_end)
 
@@ -105,7 +105,7 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
 
 
 def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
-    """Leaves in ``found`` which ranks do not count, and tells all others; waits until they have heard of it."""
+    """Adds the lost ranks to ``found``, reports them to all others, and waits until those have read them."""
     connected = new_connection(store)
     others = [rank for rank in range(world) if rank != own]
 
@@ -126,7 +126,7 @@ def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
 
 
 def _hear(connected: dist.Store, world: int) -> str:
-    """Who is lost, once all others have heard it too: the store may end with this rank."""
+    """The lost ranks, once all other ranks have read them too: the store may end with this rank."""
     count, _, names = connected.get(_LOST).decode().partition(" ")
     connected.add(_HEARD, 1)
     end = time.monotonic() + _LISTEN_S
@@ -136,9 +136,9 @@ def _hear(connected: dist.Store, world: int) -> str:
 
 
 def name_the_lost(error: BaseException) -> RanksLost | None:
-    """The error for the user where ``error`` is a broken line between nodes; None where it is anything else.
+    """The user's error if ``error`` is a broken connection between nodes; None for any other error.
 
-    Takes some seconds, ten where this rank is cut off from the store.
+    Takes a few seconds, or ten if this rank cannot reach the store.
     """
     if _nodes() < 2 or not is_broken_line(error):
         return None
@@ -161,7 +161,7 @@ def name_the_lost(error: BaseException) -> RanksLost | None:
     said = (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST]
     if not found:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return RanksLost(f"{me} lost its connection to the node of rank 0, whose store at {master} is silent: {said}")
+        return RanksLost(f"{me} lost its connection to rank 0's node, whose store at {master} does not answer: {said}")
     if not found[0]:
-        return RanksLost(f"{me}: a collective broke off, and now all ranks answer again: {said}")
+        return RanksLost(f"{me}: a collective failed, but all ranks answer now: {said}")
     return RanksLost(f"{me} lost its connection to rank {found[0]}: {said}")

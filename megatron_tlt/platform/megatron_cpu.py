@@ -1,12 +1,12 @@
-"""Lets the unmodified Megatron-Core run on CPU tensors, without changing torch for anybody else.
+"""Runs the unmodified Megatron-Core on CPU tensors, without changing torch for other modules.
 
 Megatron-Core writes ``device="cuda"`` and ``torch.cuda.*`` throughout. An import hook gives every module under
-``megatron`` and ``mbridge`` an ``__import__`` of its own that hands out a proxy of ``torch``: factories and
-``torch.device`` map cuda to cpu, streams and events do nothing, RNG states are the CPU generator's. Every other module
-in the process, vLLM included, sees the real torch.
+``megatron`` and ``mbridge`` its own ``__import__``, which returns a proxy of ``torch``: factories and ``torch.device``
+map cuda to cpu, streams and events do nothing, RNG states are the CPU generator's. Every other module in the process,
+including vLLM, sees the real torch.
 
-Two questions are asked of tensors themselves, ``Tensor.type()`` and ``Tensor.cuda()``: they answer as on CUDA to
-callers inside those packages only.
+Two tensor methods, ``Tensor.type()`` and ``Tensor.cuda()``, are patched: they answer as on CUDA to callers inside
+those packages only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _in_scope(module_name: str) -> bool:
 
 
 def _to_cpu(device: Any) -> Any:
-    """Maps any way of naming a CUDA device to the CPU; leaves other devices alone."""
+    """Maps any name of a CUDA device to the CPU; other devices are unchanged."""
     if isinstance(device, int) and not isinstance(device, bool):
         return torch.device("cpu")
     if isinstance(device, str) and device.startswith("cuda"):
@@ -87,7 +87,7 @@ class _DeviceType(type):
 
 
 class _Device(metaclass=_DeviceType):
-    """Stands for ``torch.device``: builds CPU devices, recognises real ones."""
+    """Replaces ``torch.device``: builds CPU devices and recognises real ones."""
 
 
 class _Stream:
@@ -113,7 +113,7 @@ class _Stream:
 
 
 class _ModuleProxy(types.ModuleType):
-    """A module whose listed names are replaced and whose other names are the real module's."""
+    """A module with the listed names replaced; other names are the real module's."""
 
     def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(real.__name__)
@@ -137,7 +137,7 @@ def _get_rng_state(device: Any = None, **kwargs: Any) -> torch.Tensor:
 
 
 def _build_proxies() -> dict[str, types.ModuleType]:
-    """The replaced modules by their full names."""
+    """The replaced modules by full name."""
     random = _ModuleProxy(torch.cuda.random, {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state})
     nvtx = _ModuleProxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing})
     cuda = _ModuleProxy(
@@ -179,7 +179,7 @@ def _build_proxies() -> dict[str, types.ModuleType]:
 
 
 def _scoped_builtins() -> dict[str, Any]:
-    """Builtins whose ``import torch`` yields the proxy."""
+    """Builtins whose ``import torch`` returns the proxy."""
     proxies = _build_proxies()
 
     def scoped_import(
@@ -196,14 +196,14 @@ def _scoped_builtins() -> dict[str, Any]:
 
 
 def _cure(name: str, module: Any) -> None:
-    """What the proxy alone does not reach in one module, done right after it was executed."""
+    """Patches a module right after it is executed, where the proxy alone is not enough."""
     if name == "megatron.core.jit":
-        # TorchScript and torch.compile look through the proxy at torch itself.
+        # TorchScript and torch.compile bypass the proxy and use torch itself.
         module.disable_jit_fuser()
     elif name == "megatron.core.tensor_parallel.random":
         module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-        # Its warning that the CPU's generator moved inside a tracked region: here that is the tracked generator.
+        # Megatron warns if the CPU generator moves inside a tracked region; here it is the tracked generator.
         logging.getLogger(name).setLevel(logging.ERROR)
     elif name == "megatron.core.transformer.module":
         module._FLOAT_TYPES = (torch.FloatTensor,)
@@ -212,7 +212,7 @@ def _cure(name: str, module: Any) -> None:
     elif name == "megatron.core.transformer.moe.moe_utils":
         if not hasattr(module, "te_general_gemm"):
             module.te_general_gemm = None
-        # A tensor that is on the CPU already stays a tensor, where collectives need plain numbers.
+        # On CPU the original returns the tensor unchanged, but collectives need plain numbers.
         module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
             tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
         )
@@ -223,7 +223,7 @@ def _cure(name: str, module: Any) -> None:
 
 
 def _cure_uneven_parts(module: Any) -> None:
-    """gloo gathers and scatters parts of one size only; tokens of experts come in parts of any."""
+    """gloo gathers and scatters equal parts only; expert tokens come in parts of any size."""
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_parts(input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
@@ -267,7 +267,7 @@ def _cure_optimizer_state(module: Any) -> None:
 
 
 class _ScopedLoader(importlib.abc.Loader):
-    """Executes a module with the scoped builtins, then cures it."""
+    """Executes a module with the scoped builtins, then patches it."""
 
     def __init__(self, loader: Any, scoped: dict[str, Any]) -> None:
         self._loader = loader
@@ -323,12 +323,12 @@ def _patch_tensor_questions() -> None:
 
 
 def installed() -> bool:
-    """Whether the hook is in place."""
+    """Whether the hook is installed."""
     return any(isinstance(finder, _ScopedFinder) for finder in sys.meta_path)
 
 
 def install() -> None:
-    """Puts the hook in place, once; call it before ``megatron`` or ``mbridge`` is imported.
+    """Installs the hook once; call it before ``megatron`` or ``mbridge`` is imported.
 
     Raises:
         RuntimeError: ``megatron`` was imported earlier, so its modules already hold the real torch.

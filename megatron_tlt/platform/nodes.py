@@ -1,12 +1,12 @@
-"""This node among the nodes of a launch, as whoever starts one launcher per node says it: ``slurm/node.sh``.
+"""Describes this node of a launch, from the environment set by the script that starts it (``slurm/node.sh``).
 
 | variable | what |
 |---|---|
-| ``TLT_RENDEZVOUS`` | ``host:port`` on the first node, where all nodes meet; the next few ports are used too |
-| ``TLT_NODE_RANK`` | this node's index; 0 holds the rendezvous |
-| ``TLT_JOB`` | one name for this start on all nodes, another for the next start |
-| ``TLT_NODE_NAME`` | what messages call this node (default: its host name) |
-| ``TLT_INTERFACE`` | the network interface to use (default: the one on the way to the first node) |
+| ``TLT_RENDEZVOUS`` | ``host:port`` on the first node, where all nodes meet; the next few ports are also used |
+| ``TLT_NODE_RANK`` | this node's index; node 0 hosts the rendezvous |
+| ``TLT_JOB`` | a name of this start, the same on all nodes and different for each start |
+| ``TLT_NODE_NAME`` | this node's name in messages (default: its host name) |
+| ``TLT_INTERFACE`` | the network interface to use (default: the one on the route to the first node) |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 from megatron_tlt.errors import ConfigError, RunError
 
-_HOW = "slurm/train.sbatch starts one launcher per node, and slurm/node.sh says how to do so by hand"
+_HOW = "slurm/train.sbatch starts one launcher per node, and slurm/node.sh shows how to do so by hand"
 _JOIN_TIMEOUT_S = 300
 _DISCARD_PORT = 9
 _PORTS = 2
@@ -28,7 +28,7 @@ _PORTS = 2
 
 @dataclass(frozen=True)
 class Nodes:
-    """``address`` and ``interface`` are this node's, on the way to ``host``."""
+    """The nodes of a launch; ``address`` and ``interface`` are this node's on the route to ``host``."""
 
     count: int
     index: int
@@ -40,11 +40,11 @@ class Nodes:
 
     @classmethod
     def from_environment(cls, count: int, environ: Mapping[str, str] = os.environ) -> Nodes:
-        """What the environment says of a launch of ``count`` nodes.
+        """Reads the environment of a launch with ``count`` nodes.
 
         Raises:
-            ConfigError: a variable is absent or wrong.
-            RunError: the first node's name has no address, or nothing leads there.
+            ConfigError: a variable is missing or invalid.
+            RunError: the first node's name has no address, or there is no route to it.
         """
         given = environ.get("TLT_RENDEZVOUS")
         if given is None:
@@ -59,12 +59,12 @@ class Nodes:
         return cls(count, int(index), host, int(port), environ.get("TLT_JOB", "tlt"), address, interface)
 
     def torchrun_arguments(self, module: str, launch: int) -> list[str]:
-        """torchrun's arguments that let the nodes meet.
+        """torchrun's rendezvous arguments.
 
         Args:
-            module: what runs, on all nodes the same: one that is started with another does not meet them.
-            launch: how many launches the job had before; each meets at a port of its own, as a node may be slow to
-                leave the one before.
+            module: module to run, the same on all nodes: nodes that run another module do not meet.
+            launch: number of earlier launches of the job; each uses its own port, as a node may leave the earlier one
+                late.
         """
         return [
             f"--nnodes={self.count}",
@@ -77,7 +77,7 @@ class Nodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the workers: gloo and NCCL use the interface, and vLLM need not look for an address."""
+        """Variables for the workers: gloo and NCCL use the interface, and vLLM does not search for an address."""
         return {
             "GLOO_SOCKET_IFNAME": self.interface,
             "NCCL_SOCKET_IFNAME": self.interface,
@@ -86,7 +86,7 @@ class Nodes:
 
 
 def busy_ports(nodes: Nodes) -> list[str]:
-    """On the first node, one line per port of the rendezvous that another process uses."""
+    """On the first node, one line per rendezvous port that another process uses."""
     lines = []
     for port in range(nodes.port, nodes.port + _PORTS) if nodes.index == 0 else ():
         with socket.socket() as probe:
@@ -102,22 +102,22 @@ def busy_ports(nodes: Nodes) -> list[str]:
 
 
 def node_index(environ: Mapping[str, str] = os.environ) -> int:
-    """This node's index; 0 where there is one node."""
+    """This node's index; 0 with a single node."""
     index = environ.get("TLT_NODE_RANK", "0")
     return int(index) if index.isdecimal() else 0
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What messages call this node: Slurm's name of it where there is one."""
+    """This node's name in messages: Slurm's node name if there is one."""
     return environ.get("TLT_NODE_NAME") or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(host: str, interface: str | None = None) -> tuple[str, str]:
-    """This machine's IPv4 address and interface: ``interface`` if given, else those on the way to ``host``.
+    """This machine's IPv4 address and interface: ``interface`` if given, else those on the route to ``host``.
 
     Raises:
-        ConfigError: there is no such interface, or it has no IPv4 address.
-        RunError: ``host`` has no address, or nothing leads there.
+        ConfigError: the interface does not exist, or has no IPv4 address.
+        RunError: ``host`` has no address, or there is no route to it.
     """
     found = {
         name: [item.address for item in items if item.family == socket.AF_INET]
@@ -130,12 +130,12 @@ def own_address(host: str, interface: str | None = None) -> tuple[str, str]:
         return found[interface][0], interface
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, _DISCARD_PORT))  # sends nothing: only asks which way it would go
+            probe.connect((host, _DISCARD_PORT))  # sends nothing: only selects the route
             address = probe.getsockname()[0]
     except OSError as error:
         raise RunError(f"the first node, {host}, cannot be reached from {node_name()}: {error}") from error
     for name, addresses in found.items():
         if address in addresses:
             return address, name
-    # 127.0.0.2 and the like belong to lo without being listed
+    # 127.0.0.2 and similar addresses belong to lo but are not listed
     return address, "lo"

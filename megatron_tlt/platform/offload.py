@@ -1,7 +1,7 @@
-"""Device memory that can be given up for a phase and filled again, without moving a tensor.
+"""Releases device memory for a phase and restores it later, without moving a tensor.
 
-Views keep pointing into the same storages, so buckets, shards and the parameters cut out of them stay what they were;
-replacing each tensor's data by a copy would tear them apart.
+Views keep pointing to the same storages, so buckets, shards and the parameters that are views into them stay
+connected. Replacing each tensor's data by a copy would disconnect them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 
 
 class StorageOffload:
-    """Frees the storages behind tensors, keeping what is in them in host memory where that matters."""
+    """Frees the storages of tensors, and keeps their contents in host memory if needed."""
 
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
 
     def offload(self, tensors: Iterable[torch.Tensor], *, keep: bool = True) -> int:
-        """Frees the memory of ``tensors``; several may share one storage.
+        """Frees the memory of ``tensors``, some of which may share a storage.
 
         Args:
             tensors: none of them may be used until :meth:`reload`.
-            keep: False forgets what is in them; they come back with undefined contents.
+            keep: False discards the contents; they are undefined after the reload.
 
         Returns:
             Bytes freed on the device.
@@ -31,7 +31,7 @@ class StorageOffload:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             size = storage.nbytes()
-            if size == 0:  # empty, or freed already through another tensor
+            if size == 0:  # empty, or already freed through another tensor
                 continue
             self._held.append((storage, size, self._host_copy(storage) if keep else None))
             storage.resize_(0)
@@ -40,12 +40,12 @@ class StorageOffload:
 
     @staticmethod
     def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        # Pinned memory takes and gives at the full speed of the bus.
+        # Pinned memory transfers at the full speed of the bus.
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
         return host.untyped_storage().copy_(storage)
 
     def reload(self) -> None:
-        """Fills everything again; harmless where nothing was freed."""
+        """Restores all freed storages; does nothing if none was freed."""
         for storage, size, host in self._held:
             storage.resize_(size)
             if host is not None:

@@ -1,7 +1,7 @@
-"""Which process owns a file, and whether that process is alive.
+"""The process that owns a file, and whether that process is alive.
 
-An ``Owner`` is written into the names of temporary files and into lock files. Other processes, on this host or another
-one, read it before they remove or take over what is there.
+The names of temporary files and the contents of lock files hold an ``Owner``. Other processes, on this host or
+another, read it before they remove or take over the file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from others of the same process id.
+    """A process, distinguished from others with the same process id.
 
     Attributes:
-        host: host name, and a hash of the kernel's boot id and the process id namespace: two containers, or one machine
-            before and after a reboot, have different ones.
+        host: host name, and a hash of the kernel's boot id and the process id namespace. It differs between two
+            containers, and between one machine before and after a reboot.
         pid: process id on that host.
-        started: start of the process in clock ticks since the boot. Unlike a time of day it never changes when the
+        started: start of the process in clock ticks since the boot. Unlike a time of day, it does not change when the
             clock is set.
     """
 
@@ -52,7 +52,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """The inverse of ``text``; white space around it is ignored.
+        """Parses ``text``; surrounding white space is ignored.
 
         Raises:
             ValueError: not the text of an owner.
@@ -63,14 +63,14 @@ class Owner:
         return cls(match["host"], int(match["pid"]), int(match["started"]))
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None where that cannot be known (another host, or processes are hidden)."""
+        """Whether the process runs; None if unknown (another host, or hidden processes)."""
         if self.host != _host():
             return None
         try:
             state, started = _state_and_start(self.pid)
         except OSError:
             return None if _exists(self.pid) else False
-        return started == self.started and state not in "ZX"  # a zombie does nothing any more
+        return started == self.started and state not in "ZX"  # a zombie has ended
 
 
 @cache
@@ -82,13 +82,13 @@ def _host() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """Fields 3 and 22 of /proc/PID/stat; the name before them may itself hold spaces and parentheses."""
+    """Fields 3 and 22 of /proc/PID/stat; the name before them may contain spaces and parentheses."""
     fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is such a process, also where /proc hides those of other users."""
+    """Whether the process exists, even if /proc hides other users' processes."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Starting a launch's processes on this node, and ending with the process that started them."""
+"""Starts a launch's processes on this node, and ends them when the process that started them ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_tlt.platform.nodes import Nodes
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 END_TORCHRUN = signal.SIGINT
-"""What ends torchrun and, 30 s later at the latest, its workers; SIGTERM it leaves to them."""
+"""Ends torchrun and, at most 30 s later, its workers; torchrun leaves SIGTERM to them."""
 
 
 # The kernel picks the port, so none can be in use.
@@ -27,7 +27,7 @@ _ONE_NODE = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
 
 
 def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequence[str] = _ONE_NODE) -> list[str]:
-    """The command of a launch of ``nproc`` processes here; of several nodes, ``meeting`` is how they meet."""
+    """The command that launches ``nproc`` processes here; ``meeting`` has the rendezvous arguments of several nodes."""
     return [
         sys.executable,
         "-m",
@@ -42,26 +42,26 @@ def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequ
 
 
 def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, str]:
-    """What the processes of a launch find in their environment: this one's, with ``threads`` for each of them."""
+    """The environment of a launch's processes: this process's, with ``threads`` threads for each of them."""
     return {
-        # A host name that resolves to an address nobody listens on makes gloo hang; one node needs no other interface.
+        # gloo hangs if the host name resolves to an address without a listener; a single node needs only loopback.
         **(nodes.environment if nodes else {"GLOO_SOCKET_IFNAME": "lo"}),
-        # glibc hands every freed tensor back to the kernel and faults it in again: on a CPU a third of a training step.
+        # By default glibc returns freed tensors to the kernel and faults it in again: a third of a CPU training step.
         "MALLOC_TRIM_THRESHOLD_": str(2**31),
         "MALLOC_MMAP_THRESHOLD_": str(2**30),
-        # oneDNN keeps some megabytes for each shape that a product had, and packed batches have a new shape each time:
-        # with its default of 1,024 shapes a process of 135 M parameters grows by 100 MB per training step
+        # oneDNN caches some megabytes for each shape of a product, and each packed batch has a new shape. With its
+        # default of 1,024 shapes, a process of 135 M parameters grows by 100 MB per training step.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
         "LRU_CACHE_CAPACITY": "16",
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        # the n-gram drafter of vLLM would start threads of its own, which then spin beside everything else
+        # vLLM's n-gram drafter would start its own threads, which compete with all others
         "NUMBA_NUM_THREADS": str(threads),
     }
 
 
 _SAID_LINES = 20
-"""Of what processes printed, so many lines stand in the error of those that were given up."""
+"""Number of output lines that the error shows for processes that were stopped."""
 
 
 def run_processes(
@@ -72,13 +72,12 @@ def run_processes(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs a module on that many ranks of this machine, one thread each, and waits for them.
+    """Runs a module on several ranks of this machine, one thread each, and waits for them.
 
-    ``environment`` goes over what a launch has. What a rank prints shows how far it is: its lines are shown where
-    standard error is a terminal.
+    ``environment`` overrides that of a launch. The ranks' output is shown as progress if standard error is a terminal.
 
     Raises:
-        RunError: it failed, or ran past ``timeout_s``; says ``what``, with the end of its log or of what it printed.
+        RunError: the processes failed or exceeded ``timeout_s``; names ``what`` and shows the end of its log or output.
     """
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as log,
@@ -104,33 +103,33 @@ def run_processes(
         log.seek(0)
         lines = log.read().splitlines()
     if not in_time:
-        raise RunError("\n".join([f"{what}: still running after {timeout_s:g} s; the last that it said:", *said]))
+        raise RunError("\n".join([f"{what}: still running after {timeout_s:g} s; last output:", *said]))
     if status:
-        # torchrun's own report comes last and says less than the ranks' tracebacks before it
+        # torchrun prints its own report last, with less detail than the ranks' tracebacks before it
         ranks = [line for line in lines if line.startswith("[rank")]
         raise RunError("\n".join([f"{what}: status {status}", *(ranks or lines)[-40:]]))
 
 
 def die_with_parent(signum: int) -> None:
-    """Asks the kernel to send this process ``signum`` when its parent is gone (Linux; elsewhere nothing happens)."""
+    """Asks the kernel to send ``signum`` to this process when its parent ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """For torchrun, before it is: where the launcher is killed the workers have 30 s to save."""
-    signal.signal(END_TORCHRUN, signal.default_int_handler)  # a shell ignores it for what runs in the background
+    """Call before torchrun starts: if the launcher is killed, the workers have 30 s to save."""
+    signal.signal(END_TORCHRUN, signal.default_int_handler)  # a shell ignores SIGINT for background processes
     die_with_parent(END_TORCHRUN)
 
 
 def name_thread(name: str) -> None:
-    """Shows the calling thread under the first 15 characters of ``name`` in ``top -H``, debuggers and /proc (Linux)."""
+    """Names the calling thread in ``top -H``, debuggers and /proc, with at most 15 characters (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def stay_with_parent() -> None:
-    """For a process that works for its parent: it leaves signals to the parent, and ends when the parent does."""
+    """For a helper process: it ignores SIGINT and SIGTERM, and is killed when its parent ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What training over some ranks needs of them: two collectives, in the same order on all members."""
+"""The interface for training over a group of ranks: two collectives, called in the same order by all members."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from megatron_tlt.errors import RunError
 
 
 class GroupFailed(RunError):
-    """Something went wrong on another member, or between them; this rank's own part was well."""
+    """Another member, or the connection to it, failed; this rank's own work did not fail."""
 
 
 class RankGroup(Protocol):
-    """Ranks that compute together. ``ranks`` are global, in the order of the group; ``rank`` is this process's own.
+    """Ranks that compute together. ``ranks`` are global, in group order; ``rank`` is this process's.
 
-    Both collectives work in place and return when all is done here. A failed one leaves its tensors undefined.
+    Both collectives work in place and return when this rank's part is complete. A failed one leaves its tensors
+    undefined.
     """
 
     @property
@@ -29,16 +30,16 @@ class RankGroup(Protocol):
     def rank(self) -> int: ...
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums each tensor over the members; raises GroupFailed where a member is gone."""
+        """Sums each tensor over the members; raises GroupFailed if a member is gone."""
         ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Global rank ``source``'s tensors on every member; raises as ``all_reduce``."""
+        """Broadcasts the tensors of global rank ``source`` to every member; raises like ``all_reduce``."""
         ...
 
 
 class WholeGroup:
-    """An ordinary process group, the world by default; its waits end when the collective does."""
+    """An ordinary process group, by default the world; a wait ends only with its collective."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group if group is not None else dist.group.WORLD
@@ -46,18 +47,18 @@ class WholeGroup:
         self.rank = dist.get_rank()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """As :class:`RankGroup`'s."""
+        """See :class:`RankGroup`."""
         for work in [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]:
             work.wait()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """As :class:`RankGroup`'s."""
+        """See :class:`RankGroup`."""
         for work in [dist.broadcast(tensor, source, group=self._group, async_op=True) for tensor in tensors]:
             work.wait()
 
 
 def broadcast_plain(group: RankGroup, value: Any, kind: Any, source: int, device: torch.device) -> Any:
-    """Global rank ``source``'s plain data, of type ``kind``, on every member; what the others give is not looked at."""
+    """Broadcasts plain data of type ``kind`` from global rank ``source``; the other members' ``value`` is ignored."""
     payload = bytearray(msgspec.msgpack.encode(value)) if group.rank == source else bytearray()
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     group.broadcast([length], source)

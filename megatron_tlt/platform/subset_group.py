@@ -1,8 +1,8 @@
-"""Process groups over some ranks, made by these alone and given up without waiting for anybody.
+"""Process groups over some ranks, formed by these alone and abandoned without waiting for any rank.
 
-``dist.new_group`` is a collective over the world, which a rank that still decodes cannot join. And a collective that
-hangs blocks its thread: gloo's cannot be aborted. So members first see that all of them are there, and then look at
-their collectives instead of waiting for them.
+``dist.new_group`` is a collective over the world, which a decoding rank cannot join. Also, a hanging collective blocks
+its thread: gloo's cannot be aborted. So members first check that all have arrived, and then poll their collectives
+instead of blocking in them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from megatron_tlt.platform.rank_group import GroupFailed
 from megatron_tlt.platform.store import new_connection
 
 _POLL_S = 2e-4
-_MEETING_POLL_S = 2e-3  # a question to the store's process each time
+_MEETING_POLL_S = 2e-3  # each poll is a request to the store's process
 _GONE = 1 << 32
 _abandoned: list[object] = []
-"""Groups and tensors that a hung collective may still write to; they last as long as the process."""
+"""Groups and tensors that a hanging collective may still write to; kept until the process ends."""
 
 
 class Abandoned(GroupFailed):
-    """A group was given up before its members were through."""
+    """A group was abandoned before its members had finished."""
 
 
 @dataclass(frozen=True)
 class SubsetGroup:
-    """A group over global ``ranks``, in that order; a ``RankGroup``.
+    """A ``RankGroup`` over global ``ranks``, in that order.
 
     Args:
-        rank: this process's.
-        group: for ``dist``'s functions, which take ranks inside of it as ``group_src``.
-        should_abandon: asked while a collective is under way.
-        timeout_s: of a collective.
+        rank: this process's global rank.
+        group: for functions of ``dist``, which take a rank within the group as ``group_src``.
+        should_abandon: polled during a collective.
+        timeout_s: time limit for a collective.
     """
 
     ranks: tuple[int, ...]
@@ -58,17 +58,17 @@ class SubsetGroup:
         should_abandon: Callable[[], bool],
         timeout_s: float,
     ) -> SubsetGroup:
-        """Makes the group once all members have come; members call it with the same name, which no group had before.
+        """Forms the group once all members have arrived; all pass the same name, which no earlier group used.
 
-        Either all of them make it or none does: who goes before the last one has come takes the group along.
+        If any member aborts before all have arrived, formation fails everywhere.
 
         Args:
-            should_go: asked until all members have come.
-            should_abandon: asked afterwards, in every collective.
+            should_go: polled until all members have arrived.
+            should_abandon: polled afterwards, in every collective.
 
         Raises:
-            Abandoned: ``should_go`` said so here or elsewhere, or somebody was missing after ``timeout_s``.
-            GroupFailed: the members have come, but could not be connected.
+            Abandoned: ``should_go`` was true on a member, or a member was missing after ``timeout_s``.
+            GroupFailed: all members arrived but could not be connected.
         """
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         own = dist.get_rank()
@@ -76,14 +76,15 @@ class SubsetGroup:
         index, timeout = list(ranks).index(own), timedelta(seconds=timeout_s)
 
         def connect() -> dist.ProcessGroup:
+            # own connection: a wait for a key blocks all other requests of the same connection
             connected = new_connection(store)
             # Any: a backend has the collectives of a ProcessGroup, but torch's stub omits them.
             if current_device().is_cuda:
                 options = dist.ProcessGroupNCCL.Options()
-                # its watchdog would end the process: the deadline is kept here
+                # NCCL's watchdog would end the process: this class enforces the deadline
                 options._timeout = 10 * timeout
                 nccl: Any = dist.ProcessGroupNCCL(connected, index, len(ranks), options)
-                # the first collective connects, and waits for all members: that too is to happen beside
+                # the first collective connects and waits for all members: do that in this thread too
                 torch.cuda.set_device(current_device().torch_device)
                 nccl.allreduce(torch.zeros(1, device=current_device().torch_device)).wait()
                 return nccl
@@ -97,14 +98,14 @@ class SubsetGroup:
         """Sums each tensor over the members, in place.
 
         Raises:
-            Abandoned: ``should_abandon`` said so, or it took longer than ``timeout_s``; the tensors belong to the hung
-                collective then, and are not to be used.
+            Abandoned: ``should_abandon`` was true, or the collective exceeded ``timeout_s``; it may still write to the
+                tensors, which must not be used.
             GroupFailed: a member is gone.
         """
         self._finish(lambda x: dist.all_reduce(x, group=self.group, async_op=True), tensors)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Global rank ``source``'s tensors on every member, in place; raises as ``all_reduce``."""
+        """Broadcasts the tensors of global rank ``source``, in place; raises like ``all_reduce``."""
         at = self.ranks.index(source)
         self._finish(lambda x: dist.broadcast(x, group_src=at, group=self.group, async_op=True), tensors)
 
@@ -116,8 +117,8 @@ class SubsetGroup:
                 late = time.monotonic() > deadline
                 if late or self.should_abandon():
                     self._abandon(pending, tensors)
-                    why = f"a member did not come within {self.timeout_s} s" if late else "its session is over"
-                    raise Abandoned(f"a collective over ranks {list(self.ranks)} was given up: {why}")
+                    why = f"a member did not arrive within {self.timeout_s} s" if late else "its session is over"
+                    raise Abandoned(f"a collective over ranks {list(self.ranks)} was abandoned: {why}")
                 time.sleep(_POLL_S)
             for work in pending:
                 work.wait()
@@ -128,24 +129,24 @@ class SubsetGroup:
 
     def _abandon(self, *parts: object) -> None:
         if current_device().is_cuda:
-            self.group.abort()  # a kernel that waits for ever would keep the device from all others
+            self.group.abort()  # a waiting kernel would block the device for all other work
         else:
             _abandoned.append((self.group, parts))
 
 
 def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool], timeout_s: float) -> None:
-    """Returns where all ``count`` members have come.
+    """Returns once all ``count`` members have arrived.
 
-    One counter holds who came and, in its upper half, who went again. The first to go sees in it whether all had come
-    before, and says so to the others, who may have come later.
+    One counter holds the arrivals and, in its upper half, the departures. The first member to leave reads from it
+    whether all had arrived before, and writes that verdict for the others, which may have arrived later.
     """
     deadline = time.monotonic() + timeout_s
-    why = "a member has gone"
+    why = "a member has left"
     come = store.add("members", 1)
     while come < count:
         late = time.monotonic() > deadline
         if late or should_go():
-            why = f"not all {count} members came within {timeout_s} s" if late else "its session is over"
+            why = f"not all {count} members arrived within {timeout_s} s" if late else "its session is over"
             come = store.add("members", _GONE)
             if come // _GONE == 1:
                 store.set("verdict", "met" if come % _GONE == count else "gone")
@@ -154,27 +155,27 @@ def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool
         come = store.add("members", 0)
     if come < _GONE:
         return
-    while not store.check(["verdict"]):  # its writer is between two lines
+    while not store.check(["verdict"]):  # its writer has not set it yet
         if time.monotonic() > deadline + timeout_s:
             break
         time.sleep(_MEETING_POLL_S)
     else:
         if store.get("verdict") == b"met":
             return
-    raise Abandoned(f"group {name} was given up: {why}")
+    raise Abandoned(f"group {name} was abandoned: {why}")
 
 
 def _beside(
     connect: Callable[[], dist.ProcessGroup], name: str, should_abandon: Callable[[], bool], timeout_s: float
 ) -> dist.ProcessGroup:
-    """The group that ``connect`` makes on a thread, which is left to itself where a member died or hangs in it."""
+    """Runs ``connect`` on a thread and returns its group; the thread is left running if a member died or hangs."""
     made: list[dist.ProcessGroup] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
             made.append(connect())
-        except Exception as error:  # torch's own, of several kinds
+        except Exception as error:  # torch raises several types
             failed.append(error)
 
     deadline = time.monotonic() + timeout_s
@@ -183,7 +184,7 @@ def _beside(
     while thread.is_alive():
         thread.join(_MEETING_POLL_S)
         if thread.is_alive() and (should_abandon() or time.monotonic() > deadline):
-            raise Abandoned(f"group {name} was given up: a member does not connect")
+            raise Abandoned(f"group {name} was abandoned: a member does not connect")
     if failed:
-        raise GroupFailed(f"group {name} could not be made: {failed[0]}") from failed[0]
+        raise GroupFailed(f"group {name} could not be formed: {failed[0]}") from failed[0]
     return made[0]

@@ -1,10 +1,10 @@
-"""torchrun as a launch starts it: ``python -m megatron_tlt.platform.torchrun`` takes torchrun's own arguments.
+"""torchrun with signal handling for a launch: ``python -m megatron_tlt.platform.torchrun`` takes torchrun's arguments.
 
-A scheduler sends SIGTERM to all processes of a job. The workers save and leave on it, in their own time; torchrun
-would kill them 30 s later, saved or not. So it leaves that signal to them, and ends with its workers.
+A scheduler sends SIGTERM to all processes of a job. The workers then save and exit, and may need longer than the 30 s
+after which torchrun would kill them. So torchrun ignores that signal and ends with its workers.
 
-SIGINT ends this process at once until torchrun handles it: a KeyboardInterrupt that is raised while C extensions
-are imported can be swallowed there.
+Until torchrun handles SIGINT, that signal ends this process at once: a KeyboardInterrupt raised while C extensions are
+imported can be swallowed there.
 """
 
 import signal
@@ -18,7 +18,7 @@ def main() -> None:
 
     from megatron_tlt.platform.deaths import failures_recorded
 
-    # a handler, not SIG_IGN: the workers would inherit that
+    # a handler, not SIG_IGN: the workers would inherit SIG_IGN
     signal.signal(signal.SIGTERM, lambda *_: None)
     with failures_recorded():
         run(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""The installed releases the house was built on; checked at start-up so that a wrong one is named at once."""
+"""The supported library releases, checked at start-up so that an unsupported one is named at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def violations(found: dict[str, str | None]) -> list[str]:
-    """One line per library that is missing or of a release that does not fit."""
+    """One line per library that is missing or has an unsupported release."""
     lines = []
     for requirement in REQUIREMENTS:
         version = found.get(requirement.name)
@@ -53,10 +53,10 @@ def violations(found: dict[str, str | None]) -> list[str]:
 
 
 def check_versions() -> None:
-    """Refuses to start on releases this code was not written for.
+    """Checks that the installed releases are supported.
 
     Raises:
-        ConfigError: with a line per library that is missing or does not fit.
+        ConfigError: one line per library that is missing or unsupported.
     """
     lines = violations(installed_versions())
     if lines:

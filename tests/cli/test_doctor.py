@@ -218,7 +218,7 @@ def test_other_versions_on_a_node_are_named(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_nodes_that_do_not_come_are_named() -> None:
-    with pytest.raises(TltError, match=r"of 3 nodes, numbers 1, 2 .* did not come to 127\.0\.0\.1:\d+ within 0\.5 s"):
+    with pytest.raises(TltError, match=r"of 3 nodes, numbers 1, 2 .* did not reach 127\.0\.0\.1:\d+ within 0\.5 s"):
         Meeting(nodes(3, 0, free_port()), {"name": "n0"}, 0.5)
 
 

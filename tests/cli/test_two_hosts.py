@@ -93,5 +93,5 @@ def test_two_hosts_start_again_together_and_a_cut_ends_both_with_what_was_lost(
     assert errors[0] and "rank 0 (node 0" in errors[0][0] and "lost its connection to rank 1 (node 1" in errors[0][0], (
         said
     )
-    assert errors[1] and "lost its connection to the node of rank 0" in errors[1][0], said
+    assert errors[1] and "lost its connection to rank 0's node" in errors[1][0], said
     assert network.address(0) in errors[1][0]

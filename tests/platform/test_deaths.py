@@ -30,7 +30,7 @@ def test_the_first_death_is_told_from_what_follows_it(failures: list[Failure], e
 
 def test_torchrun_itself_may_die() -> None:
     death = first_death([], -SIGKILL)
-    assert str(death) == "torchrun was ended by SIGKILL"
+    assert str(death) == "torchrun was killed by SIGKILL"
     assert first_death([], -SIGTERM) is None and first_death([], 1) is None
 
 

@@ -18,12 +18,12 @@ def test_groups_form_reduce_hang_and_break_without_the_other_ranks(tmp_path: Pat
     found = {rank: json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 2)}
     assert found[0]["pair"] == found[2]["pair"] == {"sum": [2.0, 4.0], "plain": {"from": 2}}
     # who went before the last had come took the group along, for the one that came after it too
-    assert found[0]["gone"].startswith("Abandoned: group gone was given up: its session is over")
-    assert found[2]["gone"].startswith("Abandoned: group gone was given up: a member has gone")
-    assert found[0]["alone"].startswith("Abandoned: group alone was given up: not all 2 members came within 0.3 s")
+    assert found[0]["gone"].startswith("Abandoned: group gone was abandoned: its session is over")
+    assert found[2]["gone"].startswith("Abandoned: group gone was abandoned: a member has left")
+    assert found[0]["alone"].startswith("Abandoned: group alone was abandoned: not all 2 members arrived within 0.3 s")
     # a member that is late in connecting, and in a collective
-    assert found[0]["late"].startswith("Abandoned: group late was given up: a member does not connect")
-    assert found[0]["hang"].startswith("Abandoned: a collective over ranks [0, 2] was given up: its session is over")
+    assert found[0]["late"].startswith("Abandoned: group late was abandoned: a member does not connect")
+    assert found[0]["hang"].startswith("Abandoned: a collective over ranks [0, 2] was abandoned: its session is over")
     assert found[0]["waited_s"] < 5
     # one that dies in it
     assert found[0]["death"].startswith("GroupFailed: a collective over ranks [0, 1] failed")

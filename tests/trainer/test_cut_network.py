@@ -125,7 +125,7 @@ def test_a_cut_is_named_on_both_sides_and_the_run_goes_on_once_it_is_mended(runs
             assert all(process.returncode != 0 for process in launch.processes)
             near, far = [errors(launch.log(index)) for index in (0, 1)], errors(launch.log(CUT))
         assert len(far) == 1, launch.log(CUT)[-5000:]
-        assert f"rank {CUT} (node {CUT}" in far[0] and "lost its connection to the node of rank 0" in far[0]
+        assert f"rank {CUT} (node {CUT}" in far[0] and "lost its connection to rank 0's node" in far[0]
         assert network.address(0) in far[0]
         for rank, said in enumerate(near):
             assert len(said) == 1, launch.log(rank)[-5000:]
