@@ -1,1 +1,1 @@
-"""What a layout needs and takes, before it is paid for: devices, memory and time models, searches, simulation."""
+"""Planning of a layout before a run: devices, memory and time models, searches, simulation."""

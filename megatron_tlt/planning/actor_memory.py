@@ -1,9 +1,9 @@
-"""What the actor needs on a device of each pipeline stage: weights, gradients, optimizer, activations; pure.
+"""Actor memory per device of each pipeline stage: weights, gradients, optimizer, activations; pure.
 
-Activations are counted tensor by tensor: those that autograd keeps of a layer as this project configures it, which
-``tests/planning/test_memory.py`` holds against what torch really keeps of Megatron's layers. Shapes: t tokens of a
+Activations are counted tensor by tensor: those that autograd keeps of a layer as this project configures it.
+``tests/planning/test_memory.py`` compares them with what torch keeps of Megatron's layers. Shapes: t tokens of a
 micro-batch on this rank, H hidden size, Q and K widths of queries and keys, F of the feed-forward layer, each over
-tensor parallelism. With sequence parallelism what is H wide is cut as well. The way of counting is that of "Reducing
+tensor parallelism. With sequence parallelism, tensors of width H are sharded too. The method follows "Reducing
 Activation Recomputation in Large Transformer Models" (2205.05198).
 """
 
@@ -16,8 +16,8 @@ from megatron_tlt.planning.machine import constants
 from megatron_tlt.planning.model_size import Held, ModelSize, held
 from megatron_tlt.reshard.actor_layout import stage_layers
 
-# Copies of (chunk, V / TP) in float32 that the log-probs of a chunk of logits work on: logits, softmax, gradient, and
-# two products of them (actor/log_probs.py).
+# Float32 copies of (chunk, V / TP) for the log-probs of a chunk of logits: logits, softmax, gradient, and two products
+# of them (actor/log_probs.py).
 _CHUNK_COPIES = 5
 
 
@@ -26,29 +26,29 @@ class LayerActivations:
     """Bytes of one micro-batch in one layer on one device."""
 
     kept: float
-    """Until the backward pass, without recompute of the whole layer."""
+    """Kept until the backward pass, without recompute of the whole layer."""
     input: float
-    """All that is kept where the whole layer is computed again."""
+    """Kept if the whole layer is recomputed."""
     working: float
-    """Alive only while the layer is worked on: gradients of the feed-forward part."""
+    """Alive only while the layer is computed: gradients of the feed-forward part."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on a device of one pipeline stage."""
+    """Bytes on one device of a pipeline stage."""
 
     held: Held
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Of all micro-batches in flight, at the peak of an update."""
+    """Activations of all micro-batches in flight, at the peak of an update."""
     logits: float
-    """The same, of the last stage's logits and what is worked on beside them."""
+    """As above, for the last stage's logits and their temporaries."""
     scoring: float
-    """Activations and logits of a pass without a backward pass."""
+    """Activations and logits of a forward pass without backward."""
     reduced: float
-    """Gradients (or weights) of a chunk of the model, which gloo copies to sum (or gather) them; NCCL does not."""
+    """Copies of one chunk's gradients (or weights) that gloo makes to reduce (or gather) them; NCCL makes none."""
 
     @property
     def states(self) -> float:
@@ -56,25 +56,25 @@ class StageMemory:
 
     @property
     def peak_on_cpu(self) -> float:
-        """Beyond states: gradients are summed when all activations are gone."""
+        """Peak on CPU beyond the states: gradients are reduced when all activations are freed."""
         return max(self.activations + self.logits, self.reduced)
 
 
 def layer_activations(model: ModelSize, actor: ActorJob) -> LayerActivations:
-    """What one micro-batch of ``actor.max_tokens`` leaves in one layer."""
+    """Activations of one micro-batch of ``actor.max_tokens`` in one layer."""
     layout = actor.layout
     tokens, itemsize = actor.max_tokens / layout.cp, actor.itemsize
     hidden = model.hidden / (layout.tp if layout.sp else 1)
     query, key = model.query / layout.tp, max(model.key / layout.tp, model.head_dim)
     modules = actor.recompute.modules if actor.recompute.granularity == "selective" else ()
-    # a norm keeps its input, and its output as the input of what is behind; torch's keeps the normed values as well
+    # a norm keeps its input and its output (the next layer's input); torch's norm also keeps the normalized values
     norms = 2.0 * (2 if actor.fused else 3) * hidden
     if "layernorm" in modules:
         norms -= 2 * hidden
-    # queries and keys turned by their positions, what they were cut from (values are views of it), attention's output
+    # rotated queries and keys, the tensor they were split from (values are views of it), attention's output
     attention = query + key + (query + 2 * key) + query + 4 * model.head_dim
     if not actor.fused and "core_attn" not in modules:
-        attention += query  # one output per sequence, laid together for the projection behind
+        attention += query  # one output per sequence, concatenated for the projection
     if model.qk_norm:
         attention += query if actor.fused else 2 * query + key
     feed_forward, routed_hidden = _feed_forward(model, actor)
@@ -89,26 +89,26 @@ def layer_activations(model: ModelSize, actor: ActorJob) -> LayerActivations:
 
 
 def _feed_forward(model: ModelSize, actor: ActorJob) -> tuple[float, float]:
-    """Numbers per token that the feed-forward part keeps at its width, and routed tokens at the hidden size."""
+    """Numbers per token kept by the feed-forward part at its width, and routed tokens at the hidden size."""
     layout = actor.layout
-    # gate and up in one, the gate's activation, up again (Megatron adds an offset to it), their product
+    # gate and up in one tensor, the gate's activation, up again (Megatron adds an offset to it), their product
     copies = 3 if actor.fused_activation else 5
     if not model.experts:
         return copies * model.ffn / layout.tp, 0.0
     expert_tensor = layout.etp or layout.tp
-    # each token goes to top_k experts; of a tensor-parallel rank's part of the tokens, where sequences are cut
+    # each token goes to top_k experts; with sequence parallelism, a tensor-parallel rank has its part of the tokens
     routed = model.top_k * (expert_tensor / layout.tp)
     if layout.ep > 1:
         routed *= constants()["memory"]["expert_imbalance"]
-    # behind the product another, with the router's probabilities
+    # after the product a second one, with the router's probabilities
     return (copies + 1) * routed * model.ffn / expert_tensor, routed * model.hidden * (2 if layout.ep > 1 else 1)
 
 
 def stage_memory(job: Job) -> list[StageMemory]:
-    """For each pipeline stage.
+    """Memory of each pipeline stage.
 
     Raises:
-        ConfigError: the layers cannot be shared out over the stages.
+        ConfigError: the layers cannot be divided among the stages.
     """
     model, actor = job.model, job.actor
     layout = actor.layout
@@ -121,7 +121,7 @@ def stage_memory(job: Job) -> list[StageMemory]:
 
 
 def micro_batches(job: Job) -> int:
-    """Of a data-parallel rank in one optimizer step, with responses of the greatest length; at least one."""
+    """Micro-batches of a data-parallel rank per optimizer step, for responses of maximum length; at least one."""
     share = -(-job.responses // job.mini_batches) / job.actor.layout.dp
     per_batch = max(1, job.actor.max_tokens // (job.prompt_tokens + job.response_tokens))
     return max(1, int(-(-share // per_batch)))
@@ -130,7 +130,8 @@ def micro_batches(job: Job) -> int:
 def _in_flight(job: Job, stage: int) -> float:
     """Micro-batches whose activations a stage holds at its peak, in units of all of the stage's layers.
 
-    1F1B: as many as there are stages from it on; interleaved, in chunks: Megatron's warm-up and one more (2104.04473).
+    1F1B: one for each stage from this one to the last. Interleaved, in chunks: Megatron's warm-up plus one
+        (2104.04473).
     """
     layout, count = job.actor.layout, micro_batches(job)
     if not layout.vpp:
@@ -143,19 +144,19 @@ def _stage(job: Job, layers: int, first: bool, last: bool, in_flight: float, one
     model, actor = job.model, job.actor
     layout = actor.layout
     own = held(model, layout, layers, first, last)
-    # the distributed optimizer cuts its state over data and context parallelism, an expert's over what is left of both
+    # the distributed optimizer shards its state over data and context parallelism; experts over what EP leaves of both
     replicas = layout.dp * layout.cp
     expert_replicas = max(1, layout.world // ((layout.etp or layout.tp) * layout.ep * layout.pp))
     optimizer = actor.state_bytes * (own.dense / replicas + own.expert / expert_replicas)
     tokens = actor.max_tokens / layout.cp
     vocabulary = -(-model.vocab // layout.tp)
-    # logits and their gradient in float32, or the logits a moment before they are widened
+    # logits and their gradient in float32, or the logits briefly in both dtypes
     whole = tokens * vocabulary * 4
     chunk = _CHUNK_COPIES * 4 * min(tokens, actor.chunk_tokens) * vocabulary
-    # a weight's gradient is whole for a moment before it is added to the buffer
+    # a weight's gradient exists in full before it is added to the buffer
     widest = max(vocabulary * model.hidden * (first or last), 2 * model.ffn * model.hidden // layout.tp)
     norms = (2 if actor.fused else 3) * one.input
-    ends = one.input if layout.pp > 1 else 0.0  # what goes to the next stage is held until its gradient is back
+    ends = one.input if layout.pp > 1 else 0.0  # the output to the next stage is kept until its gradient returns
     return StageMemory(
         held=own,
         weights=own.total * actor.itemsize,
@@ -172,7 +173,7 @@ def _stage(job: Job, layers: int, first: bool, last: bool, in_flight: float, one
 
 
 def _kept(actor: ActorJob, layers: int, one: LayerActivations) -> float:
-    """Of one micro-batch in all layers of a stage."""
+    """Bytes that one micro-batch keeps in all layers of a stage."""
     recompute = actor.recompute
     if recompute.granularity != "full":
         return layers * one.kept
@@ -183,7 +184,7 @@ def _kept(actor: ActorJob, layers: int, one: LayerActivations) -> float:
 
 
 def _transient(actor: ActorJob, layers: int, one: LayerActivations) -> float:
-    """The layers that are computed again at a time, and what a layer works on."""
+    """Layers that are recomputed at a time, and a layer's temporaries."""
     recompute = actor.recompute
     if recompute.granularity != "full":
         return one.working

@@ -1,8 +1,8 @@
 """Time per phase of a step: compute by rooflines, pipeline bubbles, traffic; pure.
 
-Operations are counted as in "Efficient Large-Scale Language Model Training on GPU Clusters" (2104.04473): two per
-weight and token forward, four backward, two more where a layer is computed again; causal attention sees half the pairs.
-Where processes share processor cores, what counts is the work of all of them: bubbles cost nothing there.
+FLOPs are counted as in "Efficient Large-Scale Language Model Training on GPU Clusters" (2104.04473): two per weight and
+token forward, four backward, two more if a layer is recomputed; causal attention covers half the pairs. If processes
+share processor cores, the work of all of them counts: pipeline bubbles cost nothing there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_tlt.planning.memory import MemoryPlan
 from megatron_tlt.planning.rollout_time import ResponseLengths, rollout_seconds
 from megatron_tlt.reshard.actor_layout import stage_layers
 
-# Each number that is kept of a layer is written and read once forward, and twice as often backward.
+# Each number kept of a layer is written and read once forward, and twice as often backward.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, by phase; ``offload`` is the actor's way to the host and back."""
+    """Seconds of one step, by phase; ``offload`` moves the actor to the host and back."""
 
     rollout: float
     log_probs: float
@@ -39,7 +39,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step's sequences: prompt and response tokens each on average, and over how many a token attends."""
+    """A step's sequences: mean prompt and response tokens, and the mean number of tokens attended to."""
 
     sequences: int
     tokens: float
@@ -54,24 +54,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of a micro-batch in one layer on one device, and bytes that it moves between devices in a pass."""
+    """Seconds of a micro-batch in one layer on one device, and bytes it moves between devices in a pass."""
 
     forward: float
     backward: float
-    """Without what is computed again."""
+    """Excludes recomputation."""
     again: float
     moved_seconds: float
-    """Of one pass through the layer, forward."""
+    """For one forward pass through the layer."""
 
 
 def layer_time(job: Job, machine: Machine, tokens: float, attended: float) -> LayerTime:
-    """A layer's, for a micro-batch of ``tokens`` (before context parallelism) on one device."""
+    """Time of a layer for a micro-batch of ``tokens`` (before context parallelism) on one device."""
     model, actor, layout = job.model, job.actor, job.actor.layout
     own = tokens / layout.cp
     products = _products(job, own)
     matmul = sum(2 * a * b * c / machine.matmul_rate(min(a, b, c)) for a, b, c in products)
     attention = 2 * own * attended * model.query / layout.tp / machine.attention
-    # what is computed again is written and read nevertheless
+    # recomputed values are also written and read
     kept = layer_activations(model, replace(actor, recompute=Recompute())).kept * tokens / actor.max_tokens
     traffic = _FORWARD_PASSES * kept / machine.memory_bandwidth
     forward = matmul + attention + traffic
@@ -100,7 +100,7 @@ def _products(job: Job, tokens: float) -> list[tuple[float, float, float]]:
         expert_tensor = layout.etp or tp
         rows = tokens * model.top_k * expert_tensor / tp
         width = model.ffn / expert_tensor
-        # a product for each of its experts
+        # one product for each of its experts
         own = model.experts / layout.ep
         each = [(rows / own, model.hidden, 2 * width), (rows / own, width, model.hidden)]
         return products + each * int(own)
@@ -132,14 +132,14 @@ def _layer_traffic(job: Job, machine: Machine, tokens: float) -> float:
 
 
 def _scatters(machine: Machine) -> int:
-    """Parts of a tensor that a reduce-scatter moves: gloo reduces all of it everywhere."""
+    """Parts of a tensor that a reduce-scatter moves: gloo reduces the whole tensor on every rank."""
     return 2 if machine.is_cpu else 1
 
 
 def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *, forward_only: bool) -> float:
-    """Seconds in which the pipeline takes ``sequences`` through the model, on all data-parallel ranks together.
+    """Seconds for ``sequences`` to pass through the model, over all data-parallel ranks together.
 
-    The slowest stage sets the pace; an interleaved pipeline's bubble is that much shorter (2104.04473, section 2.2).
+    The slowest stage limits the pipeline; interleaving divides the bubble (2104.04473, section 2.2).
     """
     model, actor, layout = job.model, job.actor, job.actor.layout
     tokens = sequences / layout.dp * work.tokens
@@ -147,16 +147,16 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
     count = max(1, round(tokens / room + 0.499))
     each = tokens / count
     one = layer_time(job, machine, each, work.attended)
-    # backward, collectives run again for gradients, and once more where the layer is computed again
+    # collectives run again backward for the gradients, and once more if the layer is recomputed
     per_layer = one.forward + one.moved_seconds
     if not forward_only:
-        # sequence parallelism gathers a product's input once more, for its weights' gradient
+        # sequence parallelism gathers a product's input again for its weights' gradient
         per_layer += one.backward + (1.5 if layout.sp else 1) * one.moved_seconds + one.again
         per_layer += one.moved_seconds if actor.recompute.granularity == "full" else 0.0
     own = each / layout.cp
     vocabulary = model.vocab / layout.tp
     head = 2 * own * model.hidden * vocabulary / machine.matmul_rate(min(own, model.hidden, vocabulary))
-    # logits are read and written about so often for log-probs, entropy and their gradient
+    # number of passes over the logits for log-probs, entropy and their gradient
     passes = 4 if forward_only else 10
     head = head * (1 if forward_only else 3) + passes * 4 * own * vocabulary / machine.memory_bandwidth
     stages = [len(layers) * per_layer for layers in stage_layers(layout, model.layers)]
@@ -170,21 +170,21 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
     link = machine.node_link if job.world <= job.devices_per_node else machine.network
     hop = (1 if forward_only else 2) * between / link if layout.pp > 1 else 0.0
     if machine.is_cpu:
-        # all ranks' work, over the cores; a rank's waiting is another's turn
+        # all ranks' work over the cores; while one rank waits, another computes
         busy = count * (sum(stages) / layout.pp + hop * (layout.vpp or 1))
         return busy * machine.sharing(job.world)
     return (count + (layout.pp - 1) / (layout.vpp or 1)) * (max(stages) + hop * (layout.vpp or 1))
 
 
 def _accumulation(job: Job, machine: Machine, stage: StageMemory) -> float:
-    """Seconds of adding a micro-batch's gradients to a stage's; unless fused, they are written first and read again."""
+    """Seconds to accumulate a micro-batch's gradients; unless fused, they are written first and read again."""
     actor = job.actor
     touched = 2 * actor.gradient_bytes + (0 if actor.fused else 2 * actor.itemsize)
     return stage.held.total * touched / machine.memory_bandwidth
 
 
 def optimizer_seconds(job: Job, machine: Machine) -> float:
-    """Gradients summed, weights stepped and gathered, gradients cleared, once."""
+    """Reduces gradients, steps and gathers weights, clears gradients; once."""
     actor, layout = job.actor, job.actor.layout
     stages = stage_memory(job)
     weights = max(stage.held.total for stage in stages)
@@ -201,20 +201,20 @@ def optimizer_seconds(job: Job, machine: Machine) -> float:
 
 
 def update_seconds(job: Job, machine: Machine, work: Workload) -> float:
-    """All mini-batches of a step."""
+    """Seconds of all mini-batches of a step."""
     one = pass_seconds(job, machine, work, work.sequences / job.mini_batches, forward_only=False)
     return job.mini_batches * (one + optimizer_seconds(job, machine))
 
 
 def step_time(job: Job, machine: Machine, memory: MemoryPlan, mean_response: float, reshard: float | None) -> StepTime:
-    """A whole step.
+    """Seconds of a whole step.
 
     Args:
-        job: what runs.
-        machine: on what.
-        memory: of the same job: what the KV cache holds.
-        mean_response: tokens.
-        reshard: seconds, where a plan of it says them; else an engine's weights over the slower link.
+        job: the job.
+        machine: the machine it runs on.
+        memory: the same job's memory plan, for the KV cache's capacity.
+        mean_response: mean response length in tokens.
+        reshard: seconds, if a reshard plan gives them; else an engine's weights over the slower link.
     """
     lengths = ResponseLengths.of(job, mean_response)
     work = Workload.of(job, lengths)
@@ -234,19 +234,19 @@ def step_time(job: Job, machine: Machine, memory: MemoryPlan, mean_response: flo
 
 
 def offload_seconds(job: Job, machine: Machine) -> float:
-    """The actor's weights and optimizer to the host and back."""
+    """Seconds to move the actor's weights and optimizer to the host and back."""
     if machine.is_cpu:
         return 0.0
     return 2 * max(stage.weights + stage.optimizer for stage in stage_memory(job)) / machine.host_link
 
 
 def _drafter_seconds(job: Job, machine: Machine, work: Workload) -> float:
-    """A session behind the update; in the bubble it costs the step nothing."""
+    """Seconds of a training session after the update; in the bubble it adds nothing to the step."""
     drafter, memory = job.drafter, drafter_memory(job)
     if drafter is None or memory is None or job.spot:
         return 0.0
     model = job.model
-    # layer forward and backward per draft; the head forward, again, and backward, and the target's forward
+    # per draft the layer forward and backward; the head forward, recomputed, and backward, and the target's forward
     drafted = model.hidden * (drafter.drafted or model.vocab)
     per_token = drafter.steps * (6 * model.draft_layer(drafter.taps) + 2 * model.vocabulary + 8 * drafted)
     tokens = drafter.session_steps * drafter.entries_per_step * work.tokens

@@ -1,4 +1,4 @@
-"""What devices can do at most, from their data sheets."""
+"""Peak figures of devices, from their data sheets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import yaml
 from megatron_tlt.errors import ConfigError
 
 DEFAULT_DEVICE = "H100-80GB"
-"""What a plan or a simulation is for unless it says so."""
+"""Default device of a plan or a simulation."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Figures of one device; see ``devices.yaml`` for the units that people write."""
+    """Figures of one device; ``devices.yaml`` uses human-readable units."""
 
     name: str
     memory_bytes: float
     flops: float
-    """Per second, dense, in bfloat16."""
+    """Dense bfloat16 operations per second."""
     memory_bandwidth: float
     """Bytes per second."""
     node_bandwidth: float
@@ -30,7 +30,7 @@ class DeviceSpec:
 
 @cache
 def known_devices() -> dict[str, DeviceSpec]:
-    """By name; those of ``devices.yaml``."""
+    """The devices of ``devices.yaml`` by name."""
     text = resources.files("megatron_tlt.planning").joinpath("devices.yaml").read_text()
     return {
         name: DeviceSpec(
@@ -45,10 +45,10 @@ def known_devices() -> dict[str, DeviceSpec]:
 
 
 def device(name: str) -> DeviceSpec:
-    """A known device.
+    """Looks up a known device.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no device of that name.
     """
     try:
         return known_devices()[name]

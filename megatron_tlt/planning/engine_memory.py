@@ -1,4 +1,4 @@
-"""What an engine's rank and the drafter's trainer need on a device; pure."""
+"""Device memory of an engine's rank and of the drafter's trainer; pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.speculation.graph_memory import ModelDimensions
 from megatron_tlt.speculation.graph_pool import GraphPlan
 
-# Queries that a further draft's attention takes at a time (drafter/layers.py).
+# Queries per chunk in the attention of a further draft (drafter/layers.py).
 _QUERY_CHUNK = 512
-# (chunk, V) in float32 that a chunk of the drafter's loss works on: logits, log-probs and gradients of both sides.
+# Float32 (chunk, V) tensors for a chunk of the drafter's loss: logits, log-probs and gradients of both sides.
 _LOSS_COPIES = 6
 
 
@@ -22,7 +22,7 @@ class EngineMemory:
 
     weights: float
     drafter: float
-    """Its head, which an engine has beside the policy."""
+    """The drafter's head in the engine, in addition to the policy."""
     graphs: float
     workspace: float
     """Activations of the largest step, sampler, tables."""
@@ -32,16 +32,16 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class DrafterMemory:
-    """Bytes of the trainer on one device."""
+    """Bytes of the drafter's trainer on one device."""
 
     states: float
     """Parameters, moments, and the target's embedding and head that it reads."""
     step: float
-    """Gradients, the copy to go back to, and activations."""
+    """Gradients, the copy for rollback, and activations."""
 
 
 def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
-    """One rank's; ``graphs`` None: the engine captures none."""
+    """Memory of one rank; with ``graphs`` None the engine captures none."""
     model, engine = job.model, job.engine
     padded = -(-model.vocab // (64 * engine.tp)) * 64 * engine.tp
     attention = model.hidden * 2 * (model.query / engine.tp + max(model.key / engine.tp, model.head_dim))
@@ -57,10 +57,10 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
         tensor_parallel_size=engine.tp,
         dtype_bytes=engine.itemsize,
     )
-    # prefill in pieces of batched_tokens through one layer, and float32 logits of every sequence to sample from
+    # prefill in chunks of batched_tokens through one layer, and float32 logits of every sequence for sampling
     logits = 3 * 4 * engine.max_sequences * (1 + job.draft_tokens) * padded
     workspace = engine.batched_tokens * dimensions.activation_bytes + logits + constants()["memory"]["engine"]
-    # keys and values; a head that several ranks share is on each of them
+    # keys and values; a KV head shared by several ranks is replicated on each of them
     heads = max(model.groups / engine.tp, 1)
     head = 0 if job.drafter is None else model.draft_head(job.drafter.taps, job.drafter.drafted)
     layers = model.layers + (job.drafter is not None)
@@ -74,7 +74,7 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
 
 
 def _graphs(plan: GraphPlan, model: ModelDimensions) -> float:
-    """The V1 runner's, piecewise and one for each number of tokens, whoever's; the largest one's activations."""
+    """Graphs of the V1 runner, piecewise and full: one for each number of tokens; the largest one's activations."""
     sizes = {(graph.kind != "target", graph.num_tokens) for graph in plan.graphs}
     layers = sum(1 if of_drafter else model.num_hidden_layers for of_drafter, _ in sizes)
     largest = max((tokens for _, tokens in sizes), default=0)
@@ -82,7 +82,7 @@ def _graphs(plan: GraphPlan, model: ModelDimensions) -> float:
 
 
 def drafter_memory(job: Job) -> DrafterMemory | None:
-    """The trainer's; the drafter is whole on each rank, in float32, and computes in the policy's dtype."""
+    """Memory of the trainer: each rank has the whole drafter in float32 and computes in the policy's dtype."""
     drafter, model, itemsize = job.drafter, job.model, job.actor.itemsize
     if drafter is None:
         return None
@@ -90,7 +90,7 @@ def drafter_memory(job: Job) -> DrafterMemory | None:
     shared = model.embeddings * itemsize
     tokens = drafter.max_tokens
     width = model.hidden * (drafter.taps + 1 if drafter.eagle3 else 1)
-    # a head's chunk of the loss, of which nothing outlives it
+    # one chunk of a head's loss, freed after the chunk
     loss = _LOSS_COPIES * 4 * min(tokens, drafter.chunk_tokens) * model.vocab
     activations = tokens * width * (2 + 4) + drafter.steps * tokens * _draft_layer(model, itemsize)
     activations += (drafter.steps - 1) * _unrolled_attention(job)
@@ -108,9 +108,9 @@ def _draft_layer(model: ModelSize, itemsize: int) -> float:
 
 
 def _unrolled_attention(job: Job) -> float:
-    """What a further draft's attention keeps of a row that is one sequence.
+    """Bytes that a further draft's attention keeps of a row with a single sequence.
 
-    Each chunk of queries has its own copy of all keys and values up to it, with a head for each query head.
+    Each chunk of queries has its own copy of all keys and values up to it, with one head per query head.
     """
     drafter, model = job.drafter, job.model
     assert drafter is not None

@@ -1,4 +1,4 @@
-"""A launch config as the memory and time models see it: plain numbers; pure."""
+"""A launch config as plain numbers for the memory and time models; pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_tlt.planning.model_size import EAGLE3_TAPS, ModelSize
 
 _WIDE = ("float32", "float")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
-# vLLM's own, where rollout.vllm says nothing (EngineArgs and CacheConfig of release 0.32).
+# vLLM's defaults for unset keys of rollout.vllm (EngineArgs and CacheConfig of release 0.32).
 _UTILIZATION, _SEQUENCES, _BATCHED_TOKENS, _BLOCK = 0.9, 256, 8192, 16
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """``recompute_*`` of Megatron's TransformerConfig; no granularity keeps every activation."""
+    """``recompute_*`` of Megatron's TransformerConfig; without a granularity every activation is kept."""
 
     granularity: str | None = None
     method: str = "uniform"
@@ -32,7 +32,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ActorJob:
-    """How the actor trains."""
+    """Training settings of the actor."""
 
     layout: Layout
     bf16: bool
@@ -40,15 +40,15 @@ class ActorJob:
     """Whether norms and attention are Transformer Engine's."""
     recompute: Recompute
     max_tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     chunk_tokens: int
-    """Whose logits are worked on at a time."""
+    """Tokens per chunk of logits."""
     state_bytes: float
-    """Per weight, of what the distributed optimizer shards: main weights and moments."""
+    """Bytes per weight that the distributed optimizer shards: main weights and moments."""
     gradient_bytes: int
     fused_activation: bool = False
     overlap: bool = False
-    """Whether data parallelism's traffic runs beside compute."""
+    """Whether the traffic of data parallelism overlaps compute."""
 
     @property
     def itemsize(self) -> int:
@@ -57,7 +57,7 @@ class ActorJob:
 
 @dataclass(frozen=True)
 class EngineJob:
-    """How vLLM decodes."""
+    """Decoding settings of vLLM."""
 
     tp: int
     spread_experts: bool
@@ -67,23 +67,23 @@ class EngineJob:
     max_sequences: int
     batched_tokens: int
     cache_tokens: int | None = None
-    """That the KV cache holds, where the config says it outright."""
+    """Tokens that the KV cache holds, if the config sets it."""
 
 
 @dataclass(frozen=True)
 class DrafterJob:
-    """How the drafter trains, whole on each rank."""
+    """Training settings of the drafter, replicated on each rank."""
 
     eagle3: bool
     taps: int
     steps: int
-    """Drafts that are trained behind one another."""
+    """Number of successive drafts that are trained."""
     max_tokens: int
     chunk_tokens: int
     entries_per_step: int
     session_steps: int
     moments: int = 2
-    """Tensors that its optimizer keeps per parameter: AdamW's two, unless the class is known to keep fewer."""
+    """Tensors that its optimizer keeps per parameter: two as AdamW, unless the class is known to keep fewer."""
     drafted: int | None = None
     """Tokens that an EAGLE-3 head can draft; None for the whole vocabulary."""
 
@@ -97,7 +97,7 @@ class Job:
     engine: EngineJob
     drafter: DrafterJob | None
     spot: bool
-    """Whether the drafter trains while engines wait, when the actor is off the device."""
+    """Whether the drafter trains while engines wait and the actor is offloaded."""
     devices_per_node: int
     prompt_tokens: int
     response_tokens: int
@@ -108,7 +108,7 @@ class Job:
     reference: bool = False
     draft_tokens: int = 0
     prompts: int = 1 << 30
-    """Of a step; each engine needs one."""
+    """Responses per step; each engine needs at least one."""
 
     @property
     def world(self) -> int:
@@ -120,17 +120,17 @@ class Job:
 
 
 def job_of(config: TltConfig) -> Job:
-    """A launch config's job.
+    """Converts a launch config.
 
     Raises:
-        ConfigError: its architecture is not to be had, or a layout whose layers are placed by hand.
+        ConfigError: the architecture is unavailable, or the layout places layers by hand.
     """
     model = ModelSize.of(sizes_of(config)[0])
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
     if layout.by_hand:
         raise ConfigError(
             "actor.megatron.pipeline_model_parallel_layout: found a layout given by hand, which cannot be planned "
-            "without Megatron; allowed: null, or num_layers_in_first_pipeline_stage and its like"
+            "without Megatron; allowed: null, or num_layers_in_first_pipeline_stage and similar keys"
         )
     return Job(
         model=model,
@@ -174,7 +174,7 @@ def _actor(config: TltConfig, layout: Layout) -> ActorJob:
 
 
 def _state_bytes(optimizer: dict[str, Any], bf16: bool) -> float:
-    """Per weight: a main copy where weights are narrow, and the moments."""
+    """Bytes per weight: a main copy if weights are narrow, and the moments."""
     kind = optimizer.get("optimizer", "adam")
     moments = [_width(optimizer.get(f"{name}_dtype")) for name in ("exp_avg", "exp_avg_sq")]
     if kind == "sgd":

@@ -1,13 +1,13 @@
-"""The best layout for equal devices: every one that fits, the fastest of them; pure.
+"""The fastest layout that fits, for equal devices; pure.
 
-The space: tensor (within a node), pipeline (interleaved too), context and expert parallelism, experts cut or whole,
-tokens of a micro-batch, recompute, and ranks of an engine; data parallelism is what is left. A step's time is a sum of
-what the actor's part decides and what the engine's part decides, and memory only couples the two, so the search goes
-through the two in turn and drops, without losing the best:
+The space: tensor (within a node), pipeline (also interleaved), context and expert parallelism, sharded or whole
+experts, tokens of a micro-batch, recompute, and ranks of an engine; data parallelism follows. A step's time is the sum
+of an actor part and an engine part, which only memory couples. So the search goes through the two in turn and drops,
+without losing the best:
 
 - a layout whose weights, gradients and optimizer alone do not fit;
-- recompute that is slower than one that fits with every engine already;
-- whatever cannot be faster than the best that was found, even with the fastest engine and without recompute.
+- recompute that is slower than one that already fits with every engine;
+- a choice that cannot be faster than the best found so far, even with the fastest engine and without recompute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONTEXTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A choice that fits, with what it takes."""
+    """A choice that fits, with its memory and time."""
 
     job: Job
     seconds: StepTime
@@ -50,17 +50,17 @@ class RankedLayout:
 
 @dataclass
 class SearchResult:
-    """The best choices, the fastest first, and how much was looked at."""
+    """The best choices, the fastest first, and the size of the search."""
 
     best: list[RankedLayout]
     choices: int = 0
-    """Pairs of an actor's and an engine's part that were priced, of all that the space has."""
+    """Evaluated pairs of an actor part and an engine part, of all pairs in the space."""
     layouts: int = 0
-    """Layouts of the actor that the libraries take."""
+    """Number of actor layouts that the libraries accept."""
 
 
 def actor_layouts(job: Job) -> Iterator[Layout]:
-    """Every layout of the job's world that the model and the libraries allow."""
+    """Every layout of the job's world size that the model and the libraries allow."""
     world, shape = job.world, job.model.shape
     most = job.responses // job.mini_batches
     for tp in divisors(job.devices_per_node):
@@ -83,7 +83,7 @@ def _expert_sizes(job: Job, tp: int, pp: int) -> list[tuple[int, int | None]]:
 
 
 def engine_sizes(job: Job) -> list[int]:
-    """Every number of ranks of an engine that vLLM and the prompts of a step allow."""
+    """Every number of ranks per engine that vLLM and the prompts of a step allow."""
     shape, spread = job.model.shape, job.engine.spread_experts
     return [
         tp
@@ -95,13 +95,13 @@ def engine_sizes(job: Job) -> list[int]:
 
 
 def micro_batch_tokens(job: Job) -> list[int]:
-    """Of one, two and four of the longest sequences, and what the config says."""
+    """Tokens of one, two and four of the longest sequences, and the config's value."""
     longest = job.prompt_tokens + job.response_tokens
     return sorted({longest, 2 * longest, 4 * longest, max(longest, job.actor.max_tokens)})
 
 
 def recomputes(job: Job) -> list[Recompute]:
-    """Those that differ for the model."""
+    """The recompute settings that differ for the model."""
     skipped = "mlp" if job.model.experts else "moe"
     return [one for one in RECOMPUTES if one.granularity != "selective" or skipped not in one.modules]
 
@@ -118,12 +118,12 @@ def search(
     """The ``keep`` fastest choices that fit.
 
     Args:
-        job: what runs; its own layout and sizes are but one choice.
-        machine: on what.
-        plan: the memory of a choice.
-        mean_response: tokens of a response.
-        keep: how many; the others are found as well only where ``prune`` lets them.
-        prune: False prices every choice, which gives the same best one.
+        job: the job; its own layout and sizes are one choice among others.
+        machine: the machine it runs on.
+        plan: computes a choice's memory.
+        mean_response: mean response length in tokens.
+        keep: number of choices; all but the best are guaranteed only without ``prune``.
+        prune: False evaluates every choice, and finds the same best one.
     """
     return _Search(job, machine, plan, mean_response, keep, prune).run()
 
@@ -176,16 +176,16 @@ class _Search:
         return max(stage.states for stage in stage_memory(job)) > self._plan(job).capacity
 
     def _worst(self) -> float:
-        """What a further choice has to beat."""
+        """Time that a further choice must beat."""
         return -self._found[0][0] if len(self._found) == self._keep else float("inf")
 
     def _try_tokens(self, job: Job, engines: list[tuple[float, int, StepTime]], fastest: float) -> None:
-        """One layout with one size of micro-batches, under every recompute and engine."""
+        """Tries one layout and micro-batch size with every recompute and engine."""
         for recompute in recomputes(job):
             own = replace(job, actor=replace(job.actor, recompute=recompute))
             seconds = actor_seconds(own, self._machine, self._work)
             if self._prune and sum(seconds) + fastest >= self._worst():
-                # the first is without recompute, which only adds to it
+                # the first has no recompute, which only adds time
                 return
             fitted = [self._try(own, seconds, engine) for engine in engines]
             if self._prune and all(fitted):
@@ -194,7 +194,7 @@ class _Search:
     def _try(self, job: Job, actor: tuple[float, float, float], engine: tuple[float, int, StepTime]) -> bool:
         rest, tp, decoding = engine
         if self._prune and sum(actor) + rest >= self._worst():
-            return True  # whether or not it fits: no slower recompute with this engine can be better
+            return True  # even if it does not fit: no slower recompute with this engine can be better
         self._result.choices += 1
         whole = replace(job, engine=replace(job.engine, tp=tp))
         memory = self._plan(whole)
@@ -210,13 +210,13 @@ class _Search:
 
 
 def actor_seconds(job: Job, machine: Machine, work: Workload) -> tuple[float, float, float]:
-    """Log-probs, update and offload: what the actor's part of a choice decides."""
+    """Seconds that depend on the actor part: log-probs, update and offload."""
     scored = pass_seconds(job, machine, work, work.sequences, forward_only=True) * (2 if job.reference else 1)
     return scored, update_seconds(job, machine, work), offload_seconds(job, machine)
 
 
 def overrides_of(found: Job) -> dict[str, Any]:
-    """A choice as the keys of a launch config, ``actor`` and ``rollout``."""
+    """A choice as keys of a launch config, ``actor`` and ``rollout``."""
     layout, actor = found.actor.layout, found.actor
     recompute = actor.recompute
     megatron: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: what its devices reach, from data sheets and assumptions or from a profile; pure."""
+"""Achieved figures of a plan's machine, from data sheets and assumptions or from a profile; pure."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ def constants() -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What devices reach in practice; rates are per device, in bytes or operations per second.
+    """Achieved figures of devices; rates are per device, in bytes or operations per second.
 
-    ``matmul`` maps a matrix's smallest side to the rate that products of that size reach; sides between are
-    interpolated. ``collective_latency``, likewise: a number of ranks, and the seconds of a small all-reduce among them.
-    ``cores``: of a machine whose processes compute on shared processor cores, how many there are; a step then takes the
-    work of all processes over the cores, that of moving data too, and nobody's waiting costs anything. Its rates are
-    those of a process with a core of its own.
+    ``matmul`` maps a matrix's smallest side to the rate of products of that size; sizes between are interpolated.
+    ``collective_latency`` likewise maps a number of ranks to the seconds of a small all-reduce among them. ``cores`` is
+    the number of processor cores if processes share them. Then a step takes the work of all processes, including data
+    movement, divided by the cores, and waiting costs nothing. Its rates are those of a process with its own core.
     """
 
     name: str
@@ -69,15 +68,15 @@ class Machine:
         return self.cores is not None
 
     def matmul_rate(self, smallest_side: float) -> float:
-        """Operations per second of a matrix product, by its smallest side (log-linear between what is known)."""
+        """Operations per second of a matrix product, by its smallest side (log-linear interpolation)."""
         return _between(self.matmul, smallest_side)
 
     def latency(self, ranks: int) -> float:
-        """Seconds of a collective among so many, beside what its bytes take (log-linear between what is known)."""
+        """Seconds of a collective among ``ranks`` ranks without its bytes (log-linear interpolation)."""
         return _between(self.collective_latency, ranks)
 
     def sharing(self, processes: int) -> float:
-        """How many processes have to share a core; 1 where each has a device."""
+        """Number of processes per core; 1 if each has a device."""
         return max(1.0, processes / self.cores) if self.cores is not None else 1.0
 
 
@@ -85,7 +84,7 @@ def from_data_sheet(name: str) -> Machine:
     """A known device under the assumptions of ``constants.yaml``.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no device of that name.
     """
     sheet, time = device(name), constants()["time"]
     return Machine(
@@ -104,7 +103,7 @@ def from_data_sheet(name: str) -> Machine:
 
 
 def processor(cores: int, memory_bytes: float) -> Machine:
-    """Processes on a machine's cores, under the assumptions of ``constants.yaml``; memory is that of all of them."""
+    """Processes on a machine's cores, under the assumptions of ``constants.yaml``; memory is the machine's total."""
     own = constants()["processor"]
     return Machine(
         name="cpu",
@@ -137,7 +136,7 @@ def from_measurements(
     cores: int | None,
     source: str,
 ) -> Machine:
-    """What was measured on one node; the network between nodes, which one node cannot see, and overlap stay assumed."""
+    """Measurements of one node; overlap and the network between nodes remain assumed."""
     own = constants()
     return Machine(
         name=name,
@@ -157,17 +156,17 @@ def from_measurements(
 
 
 def read_profile(path: Path) -> Machine:
-    """What ``tlt plan --profile`` wrote.
+    """Reads a profile written by ``tlt plan --profile``.
 
     Raises:
-        ConfigError: it cannot be read, or is no profile; one line per key.
+        ConfigError: it is unreadable or not a profile; one line per key.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a profile: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds no JSON object; allowed: a profile that `tlt plan --profile` wrote")
+        raise ConfigError(f"{path}: is not a JSON object; allowed: a profile written by `tlt plan --profile`")
     known = {field.name for field in fields(Machine)}
     optional = {"cores", "source"}
     problems = [f"{path}: {key}: unknown key; allowed: {', '.join(sorted(known))}" for key in values.keys() - known]
@@ -188,15 +187,15 @@ def read_profile(path: Path) -> Machine:
 
 
 def profile_text(machine: Machine) -> str:
-    """A profile as a file holds it; ``read_profile`` gives an equal machine back."""
+    """A profile's file contents; ``read_profile`` returns an equal machine."""
     return json.dumps(asdict(machine), indent=1) + "\n"
 
 
 def find_machine(given: str) -> Machine:
-    """A device's name, ``cpu`` for this machine's processor, or a profile's path.
+    """Looks up a device's name, ``cpu`` for this machine's processor, or a profile's path.
 
     Raises:
-        ConfigError: it is neither, or as ``read_profile``.
+        ConfigError: it is neither, or ``read_profile`` fails.
     """
     if given in known_devices():
         return from_data_sheet(given)
@@ -207,11 +206,11 @@ def find_machine(given: str) -> Machine:
     if path.is_file():
         return read_profile(path)
     names = ", ".join([*sorted(known_devices()), CPU])
-    raise ConfigError(f"--devices: found {given!r}; allowed: {names}, or a file that `tlt plan --profile` wrote")
+    raise ConfigError(f"--devices: found {given!r}; allowed: {names}, or a file written by `tlt plan --profile`")
 
 
 def _between(points: Sequence[tuple[int, float]], at: float) -> float:
-    """Log-linear between points; the first or the last one's value beyond them."""
+    """Log-linear interpolation; beyond the points, the first or last value."""
     if at <= points[0][0]:
         return points[0][1]
     for (low, left), (high, right) in itertools.pairwise(points):

@@ -15,7 +15,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What the devices of one pipeline stage hold at a phase's peak, in bytes by what it is for."""
+    """Peak memory of a phase on the devices of one pipeline stage, in bytes by use."""
 
     phase: str
     stage: int
@@ -33,7 +33,7 @@ class MemoryPlan:
     capacity: float
     phases: tuple[PhaseMemory, ...]
     cache_tokens: float
-    """What an engine's KV cache holds."""
+    """Tokens that an engine's KV cache holds."""
     longest: int
     """Tokens of the longest sequence."""
 
@@ -43,7 +43,7 @@ class MemoryPlan:
 
     @property
     def margin(self) -> float:
-        """Bytes left on the fullest device in the fullest phase; negative: it does not fit."""
+        """Bytes left on the fullest device in the fullest phase; negative if it does not fit."""
         return self.capacity - self.fullest.total
 
     @property
@@ -51,7 +51,7 @@ class MemoryPlan:
         return self.margin >= 0 and self.cache_tokens >= self.longest
 
     def problems(self) -> list[str]:
-        """Why it does not fit, one line each."""
+        """Reasons why it does not fit, one line each."""
         lines = []
         if self.margin < 0:
             fullest = self.fullest
@@ -72,14 +72,14 @@ def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: 
     """Memory on devices of ``capacity`` bytes.
 
     Args:
-        job: what runs.
-        capacity: of a device.
-        graphs: CUDA graphs of an engine; None: none.
-        on_gpu: whether there are a CUDA context, NCCL's buffers and an allocator that fragments; and whether the actor
-            leaves the device while engines decode.
+        job: the job.
+        capacity: bytes of a device.
+        graphs: CUDA graphs of an engine, or None.
+        on_gpu: whether there are a CUDA context, NCCL buffers and allocator fragmentation, and whether the actor is
+            offloaded while engines decode.
 
     Raises:
-        ConfigError: the layers cannot be shared out over the stages.
+        ConfigError: the layers cannot be divided among the stages.
     """
     own = constants()["memory"]
     engine = engine_memory(job, graphs)
@@ -90,7 +90,7 @@ def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: 
     if job.engine.cache_tokens is not None:
         cache = job.engine.cache_tokens * engine.cache_token
     else:
-        # what vLLM takes is a share of the device, of which weights and workspace are a part
+        # vLLM takes a fraction of the device, which includes weights and workspace
         cache = job.engine.utilization * capacity - loaded - engine.workspace
     decoding = {"weights": engine.weights, "KV cache": max(0.0, cache), "workspace": engine.workspace}
     if engine.drafter:
@@ -108,7 +108,7 @@ def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: 
 
 
 def _groups(job: Job) -> int:
-    """Communicators with a peer: the actor's by dimension, the world's, the engine's."""
+    """Number of communicators with a peer: the actor's by dimension, the world's, the engine's."""
     layout = job.actor.layout
     sizes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp, job.world, job.engine.tp)
     return sum(size > 1 for size in sizes)
@@ -117,7 +117,7 @@ def _groups(job: Job) -> int:
 def _phases(
     job: Job, stage: StageMemory, decoding: dict[str, float], loaded: float, on_gpu: bool
 ) -> dict[str, dict[str, float]]:
-    """Parts beside what is always there."""
+    """Memory of each phase in addition to what is always allocated."""
     actor = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
     trainer = drafter_memory(job)
     phases: dict[str, dict[str, float]] = {"rollout": dict(decoding) if on_gpu else dict(actor)}
@@ -126,7 +126,7 @@ def _phases(
     if trainer is not None:
         trained = {"drafter's states": trainer.states, "drafter's step": trainer.step}
         if job.spot:
-            # trained while the actor is off the device; then it stays until the engines have the newest one
+            # trained while the actor is offloaded; then it stays until the engines have received it
             phases["drafter, in the bubble"] = trained if on_gpu else actor | trained
             beside |= {"drafter's states": trainer.states}
     scoring = beside | {"activations": stage.scoring}

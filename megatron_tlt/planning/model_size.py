@@ -1,4 +1,4 @@
-"""The sizes of a model that memory and time follow from, and its parameters by where a layout puts them; pure."""
+"""Sizes of a model that determine memory and time, and its parameters by their placement in a layout; pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_tlt.models.families import FAMILIES, head_dim
 Count = TypeVar("Count", float, NDArray[np.float64])
 
 EAGLE3_TAPS = 3
-"""Hidden states that an EAGLE-3 head reads."""
+"""Number of hidden states that an EAGLE-3 head reads."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class ModelSize:
     groups: int
     head_dim: int
     ffn: int
-    """Width of a dense feed-forward layer; of one expert where there are experts."""
+    """Width of a dense feed-forward layer, or of one expert."""
     vocab: int
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
     top_k: int = 0
-    """Experts that a token passes."""
+    """Number of experts per token."""
     dense_ffn: int = 0
-    """Width that a dense layer has, or would have: a drafter's has it."""
+    """Width of a dense layer, even if the model has none: a drafter's layer uses it."""
 
     @classmethod
     def of(cls, sizes: Any) -> ModelSize:
-        """From what ``models.architecture.sizes_of`` gives."""
+        """Converts the result of ``models.architecture.sizes_of``."""
         family = FAMILIES[sizes.model_type]
         experts = int(sizes.num_local_experts) if family.experts else 0
         return cls(
@@ -61,7 +61,7 @@ class ModelSize:
 
     @property
     def shape(self) -> ModelShape:
-        """What a layout divides."""
+        """The sizes that a layout divides."""
         return ModelShape(
             layers=self.layers,
             heads=self.heads,
@@ -79,23 +79,23 @@ class ModelSize:
 
     @property
     def key(self) -> int:
-        """Width of all keys; values are as wide."""
+        """Width of all keys; values have the same width."""
         return self.groups * self.head_dim
 
     @property
     def layer_attention(self) -> int:
-        """Weights of a layer's attention, which tensor parallelism cuts."""
+        """Weights of a layer's attention, which tensor parallelism shards."""
         projections = self.query + 2 * self.key
         return self.hidden * (projections + self.query) + (projections if self.qkv_bias else 0)
 
     @property
     def layer_norms(self) -> int:
-        """Weights of a layer that every tensor-parallel rank has: norms, and a router."""
+        """Weights of a layer that every tensor-parallel rank holds: norms, and a router."""
         return 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.experts * self.hidden
 
     @property
     def layer_feed_forward(self) -> int:
-        """Weights of a layer's feed-forward part, all experts."""
+        """Weights of a layer's feed-forward part, including all experts."""
         return 3 * self.hidden * self.ffn * max(1, self.experts)
 
     @property
@@ -105,18 +105,18 @@ class ModelSize:
 
     @property
     def active_layer(self) -> int:
-        """Weights of a layer that a token is multiplied with: of experts only its own."""
+        """Weights of a layer that a token is multiplied with: only its experts."""
         chosen = self.top_k or 1
         return self.layer_attention + 3 * self.hidden * self.ffn * chosen + self.experts * self.hidden
 
     @property
     def vocabulary(self) -> int:
-        """Weights of the embedding, and so of an output layer."""
+        """Weights of the embedding, and of an output layer."""
         return self.vocab * self.hidden
 
     @property
     def embeddings(self) -> int:
-        """Weights of embedding and output layer, which may be one."""
+        """Weights of embedding and output layer, which may be tied."""
         return self.vocabulary * (1 if self.tied else 2)
 
     @property
@@ -126,26 +126,26 @@ class ModelSize:
 
     @property
     def multiplied(self) -> int:
-        """Weights that a token is multiplied with; the embedding is looked up."""
+        """Weights that a token is multiplied with; the embedding is only a lookup."""
         return self.layers * self.active_layer + self.vocabulary
 
     @property
     def cached(self) -> int:
-        """Numbers that a token has in the KV cache, all layers."""
+        """Numbers per token in the KV cache, over all layers."""
         return 2 * self.layers * self.key
 
     def touched(self, tokens: Count) -> Count:
-        """Weights that one pass over so many tokens reads: of experts those that any of them chooses, each alike."""
+        """Weights that one pass over ``tokens`` tokens reads, with experts chosen uniformly."""
         chosen = 1.0 - (1.0 - (self.top_k or 1) / (self.experts or 1)) ** tokens
         layer = self.layer_attention + self.layer_norms + self.layer_feed_forward * chosen
         return self.layers * layer + self.vocabulary
 
     def draft_layer(self, taps: int = 0) -> int:
-        """Weights of a draft head's one layer over this model's hidden states, with what joins its inputs.
+        """Weights of a draft head's layer over this model's hidden states, including the projection of its inputs.
 
         Args:
-            taps: hidden states that an EAGLE-3 head sees; its attention takes embedding and features side by side.
-                0: an EAGLE head, which joins embedding and last hidden state.
+            taps: number of hidden states that an EAGLE-3 head reads; its attention takes embedding and features
+                concatenated. 0: an EAGLE head, which joins embedding and last hidden state.
         """
         layer = 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.dense_ffn
         if not taps:
@@ -153,13 +153,13 @@ class ModelSize:
         return taps * self.hidden**2 + layer + self.hidden * (self.query + 2 * self.key)
 
     def draft_head(self, taps: int = 0, drafted: int | None = None) -> int:
-        """Weights that a draft head learns; an EAGLE-3 head has its own output layer, of ``drafted`` tokens or all."""
+        """Weights that a draft head learns; EAGLE-3 has its own output layer, over ``drafted`` tokens or all."""
         return self.draft_layer(taps) + (self.hidden * (drafted or self.vocab) if taps else 0)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Weights on one device: those that data parallelism replicates, and experts', which EP spreads first."""
+    """Weights on one device: those that data parallelism replicates, and experts', which EP shards first."""
 
     dense: int
     expert: int
@@ -170,12 +170,12 @@ class Held:
 
 
 def held(model: ModelSize, layout: Layout, layers: int, first: bool, last: bool) -> Held:
-    """What a device of a pipeline stage of ``layers`` layers holds under ``layout``."""
+    """Weights of a device in a pipeline stage of ``layers`` layers under ``layout``."""
     tp = layout.tp
     attention = model.layer_attention // tp + model.layer_norms
     vocabulary = -(-model.vocab // tp) * model.hidden
     dense = layers * attention
-    # the last stage has a copy of a tied embedding, unless it is the first one too
+    # the last stage has a copy of a tied embedding, unless it is also the first one
     dense += vocabulary * (first + (last and not (first and model.tied))) + (model.hidden if last else 0)
     if not model.experts:
         return Held(dense + layers * model.layer_feed_forward // tp, 0)

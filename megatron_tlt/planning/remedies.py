@@ -1,4 +1,4 @@
-"""What would fit where a config does not: the fewest changes, as overrides for the command line; pure."""
+"""Suggests the fewest changes with which a config fits, as command-line overrides; pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALL_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Change:
-    """One key changed, or some that go together; ``kind``: of two changes of a kind only one makes sense."""
+    """One changed key, or several that belong together; at most one change of each ``kind`` is used."""
 
     kind: str
     overrides: tuple[str, ...]
@@ -27,14 +27,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Changes with which a job fits, and the margin that they leave in bytes."""
+    """Changes with which a job fits, and the margin they leave in bytes."""
 
     overrides: tuple[str, ...]
     margin: float
 
 
 def remedies(job: Job, plan: Callable[[Job], MemoryPlan], count: int = 3) -> list[Remedy]:
-    """Up to ``count`` sets of changes with which ``plan`` fits, of as few changes as can be; widest margin first."""
+    """Up to ``count`` sets of as few changes as possible with which ``plan`` fits; widest margin first."""
     changes = list(_changes(job))
     for number in range(1, _MOST_CHANGES + 1):
         found = [remedy for chosen in combinations(changes, number) if (remedy := _tried(job, chosen, plan))]
@@ -98,7 +98,7 @@ def _changes(job: Job) -> Iterator[Change]:
 
 
 def _smaller(job: Job) -> Iterator[Change]:
-    """What leaves the layout alone."""
+    """Changes that keep the layout."""
     actor, engine, drafter = job.actor, job.engine, job.drafter
     longest = job.prompt_tokens + job.response_tokens
     if actor.recompute.granularity != "full":

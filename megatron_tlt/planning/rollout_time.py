@@ -1,4 +1,4 @@
-"""How long a rollout takes: a roofline for each engine step, and responses that end one after another; pure."""
+"""Rollout time from a roofline of each engine step, with responses that end at different times; pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_tlt.planning.engine_memory import EngineMemory
 from megatron_tlt.planning.job import Job
 from megatron_tlt.planning.machine import Machine, constants
 
-# Tokens for which a batch's contexts are taken as one length.
+# Tokens during which a batch's contexts are treated as one length.
 _LONGEST_STRIDE = 256
 
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """Response lengths of a step by a log-normal law cut off at the longest allowed; tokens."""
+    """Response lengths of a step: a log-normal distribution truncated at the longest allowed; tokens."""
 
     mean: float
     longest: int
@@ -28,7 +28,7 @@ class ResponseLengths:
         return cls(mean, job.response_tokens, constants()["workload"]["spread"])
 
     def quantiles(self, count: int) -> list[float]:
-        """``count`` lengths at equal steps of probability, ascending; of mean ``mean`` where the cut allows it."""
+        """``count`` lengths at equal steps of probability, ascending; their mean is ``mean`` if the limit allows it."""
         return list(_quantiles(self, count))
 
 
@@ -37,7 +37,7 @@ def _quantiles(lengths: ResponseLengths, count: int) -> tuple[float, ...]:
     law = NormalDist(0.0, lengths.spread)
     shape = [exp(law.inv_cdf((i + 0.5) / count)) for i in range(count)]
     low, high = 0.0, float(lengths.longest) * 100
-    for _ in range(60):  # the scale at which the cut-off law has the mean
+    for _ in range(60):  # the scale at which the truncated distribution has the mean
         scale = (low + high) / 2
         total = sum(min(lengths.longest, scale * x) for x in shape)
         low, high = (scale, high) if total < lengths.mean * count else (low, scale)
@@ -47,10 +47,10 @@ def _quantiles(lengths: ResponseLengths, count: int) -> tuple[float, ...]:
 def decode_step_seconds(
     job: Job, machine: Machine, engine: EngineMemory, batch: float, context: float, between_nodes: bool
 ) -> float:
-    """One engine step of ``batch`` requests with ``context`` tokens each, without drafts.
+    """Seconds of one engine step of ``batch`` requests with ``context`` tokens each, without drafts.
 
-    Weights (of experts those that some request chose) and caches are read once; products run beside that, so the larger
-    of the two counts. `planning.simulation.engine` adds them up, as drafts need the cost of each further token.
+    Weights (only of chosen experts) and caches are read once while products are computed, so the larger time counts.
+    `planning.simulation.engine` adds the two, as drafts need the cost of each further token.
     """
     model, own = job.model, job.engine
     read = model.touched(batch) / own.tp * own.itemsize + batch * context * engine.cache_token
@@ -66,13 +66,13 @@ def decode_step_seconds(
 def rollout_seconds(
     job: Job, machine: Machine, engine: EngineMemory, cache_tokens: float, lengths: ResponseLengths
 ) -> float:
-    """An engine decodes its share of a step's responses; those that do not fit wait for a place.
+    """Seconds in which an engine decodes its share of a step's responses; those that do not fit wait.
 
-    All engines get shares of like lengths, so this is the longest engine's time; speculation is left out.
+    All engines get equal distributions of lengths, so this is the longest engine's time; speculation is not included.
     """
     count = max(1, -(-job.responses // job.engines))
     waiting = lengths.quantiles(count)
-    # which is long is not known before: they begin in an order that has nothing to do with it
+    # lengths are unknown beforehand: the order of starts is independent of them
     waiting = [waiting[(i * 7919) % count] for i in range(count)] if count % 7919 else waiting
     between_nodes = job.engine.tp > job.devices_per_node
     running: list[list[float]] = []
@@ -80,7 +80,7 @@ def rollout_seconds(
     prompts = 2 * job.model.multiplied / job.engine.tp * job.prompt_tokens * count
     clock += prompts / machine.matmul_rate(job.engine.batched_tokens) * machine.sharing(job.world)
     held = 0.0
-    # vLLM takes on what fits now and puts some back later: on average as many run as can have a mean length
+    # vLLM admits what fits now and preempts some later: on average, the batch fits at its mean length
     most = max(1, min(job.engine.max_sequences, int(cache_tokens / (job.prompt_tokens + lengths.mean))))
     while waiting or running:
         while waiting and len(running) < most:

@@ -1,4 +1,4 @@
-"""A plan's figures as plain data, which tables and files show; pure."""
+"""Figures of a plan as plain data for tables and files; pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.planning.memory import MemoryPlan
 
 
 def summarize_step(job: Job, machine: Machine, memory: MemoryPlan, seconds: StepTime, moved: int) -> dict[str, Any]:
-    """Memory in bytes by phase and pipeline stage, seconds by phase; ``moved``: bytes that a reshard moves in all."""
+    """Memory in bytes by phase and pipeline stage, seconds by phase; ``moved``: total bytes that a reshard moves."""
     return {
         "parameters": job.model.parameters,
         "actor": str(job.actor.layout),

@@ -89,7 +89,7 @@ def test_what_is_reached_is_assumed_as_in_other_plans_or_measured(tmp_path: Path
     [
         ("{L4: measured.json}", None, r"profiles: found 'L4'; allowed: A100-40GB, .*L4-24GB"),
         ("{L4-24GB: none.json}", None, r"profiles.L4-24GB: .*none.json: cannot be read as a profile"),
-        ("{L4-24GB: measured.json}", 2, r"profiles.L4-24GB: measured.json is of a processor; allowed: a profile of a"),
+        ("{L4-24GB: measured.json}", 2, r"profiles.L4-24GB: measured.json is the profile of a processor; allowed:"),
     ],
 )
 def test_a_profile_that_is_none_of_a_device_is_named(

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds that a worker takes for so many units: nothing for none, else the larger of two lines.
+    """Seconds that a worker needs for a number of units: 0 for none, else the maximum of two lines.
 
-    ``slope`` is above 0, everything else at least 0.
+    ``slope`` is above 0; all other fields are at least 0.
     """
 
     fixed: float
@@ -31,7 +31,7 @@ class Curve:
         return max(self.fixed + self.slope * units, self.other_fixed + self.other_slope * units)
 
     def within(self, seconds: float) -> int:
-        """The most units that take at most ``seconds``, up to rounding."""
+        """Largest number of units that takes at most ``seconds``, up to rounding."""
         most = (seconds - self.fixed) / self.slope
         if self.other_slope > 0:
             most = min(most, (seconds - self.other_fixed) / self.other_slope)
@@ -41,13 +41,13 @@ class Curve:
 
 
 def apportion(total: int, curves: Sequence[Curve]) -> tuple[list[int], float]:
-    """Whole shares of ``total`` units, and the seconds of the worker that takes longest: the least there are.
+    """Integer shares of ``total`` units that minimize the time of the slowest worker, and that time in seconds.
 
-    Units go one by one to the worker that would end first with one more, which is optimal as curves rise; all those
-    that fit into a time that is surely too short are given out at once.
+    Each unit goes to the worker that would end first with one more unit; this is optimal because the curves increase.
+    All units that fit into a lower bound of the time are assigned at once.
     """
     if not curves:
-        raise ValueError("no worker to share among")
+        raise ValueError("no workers")
     if len(curves) == 1:
         return [total], curves[0](total)
     kinds = Counter(curves)
@@ -70,11 +70,11 @@ def apportion(total: int, curves: Sequence[Curve]) -> tuple[list[int], float]:
 
 
 def split_layers(seconds: NDArray[np.float64]) -> tuple[tuple[int, ...], float] | None:
-    """Layers of each stage so that the slowest stage is as fast as can be; None where they cannot be placed.
+    """Layers of each stage that minimize the slowest stage's time, and that time; None if they do not fit.
 
     Args:
-        seconds: [stages, layers + 1], of a stage with so many layers; infinite where its memory is short. Stages
-            without a layer are not allowed. Any table will do; dynamic programming over stages.
+        seconds: [stages, layers + 1], a stage's time by its number of layers; infinite where its memory is too small.
+            Stages without a layer are not allowed. Any table is valid; dynamic programming over stages.
     """
     width = seconds.shape[1]
     layers = width - 1
@@ -100,11 +100,11 @@ def split_layers(seconds: NDArray[np.float64]) -> tuple[tuple[int, ...], float] 
 
 @cache
 def _before(width: int) -> NDArray[np.int64]:
-    """[placed, own]: layers before a stage that has ``own`` of the first ``placed``; ``width`` where that cannot be."""
+    """[placed, own]: layers before a stage that has ``own`` of the first ``placed``; ``width`` if impossible."""
     placed, own = np.meshgrid(np.arange(width), np.arange(width), indexing="ij")
     return np.where(own <= placed, placed - own, width)
 
 
 def even_split(total: int, parts: int) -> tuple[int, ...]:
-    """As equal as whole numbers can be, the larger ones first."""
+    """Integers as equal as possible, the larger ones first."""
     return tuple(total // parts + (index < total % parts) for index in range(parts))

@@ -1,4 +1,4 @@
-"""Unequal devices and the links between them: a YAML file to plain data."""
+"""Unequal devices and the links between them, read from a YAML file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DeviceSection(Section):
-    """Figures of a device that ``devices.yaml`` lacks: GB, TFLOP/s in bf16, GB/s, GB/s per direction inside a node."""
+    """A device that ``devices.yaml`` lacks: GB, TFLOP/s in bf16, GB/s, GB/s per direction inside a node."""
 
     name: str = Field(min_length=1)
     memory: Positive
@@ -33,14 +33,14 @@ class DeviceSection(Section):
 
 
 class HeldSection(Section):
-    """So many devices of one kind in a node."""
+    """``count`` devices of one kind in a node."""
 
     device: str
     count: PositiveInt
 
 
 class NodeSection(Section):
-    """``count`` equal nodes, called ``name`` or, of several, ``name-0``, ``name-1`` and so on."""
+    """``count`` equal nodes, named ``name`` or, if several, ``name-0``, ``name-1`` and so on."""
 
     name: str = Field(min_length=1)
     count: PositiveInt = 1
@@ -48,9 +48,9 @@ class NodeSection(Section):
 
 
 class LinkSection(Section):
-    """Between nodes whose names match the two patterns (``*`` and ``?``); later links replace earlier ones.
+    """Links between nodes whose names match the two patterns (``*`` and ``?``); later links replace earlier ones.
 
-    ``bandwidth`` in GB/s is what one device reaches in one direction: of a card that eight share, an eighth.
+    ``bandwidth`` in GB/s is what one device reaches in one direction: an eighth of a network card shared by eight.
     """
 
     between: list[str] = Field(min_length=2, max_length=2)
@@ -63,13 +63,13 @@ def _assumed(name: str, section: str = "time") -> Any:
 
 
 class EfficiencySection(Section):
-    """What of the data sheets' figures is reached; what is not said is as ``constants.yaml`` has it for all plans."""
+    """Achieved fractions of the data sheets' figures; the defaults are those of ``constants.yaml`` for all plans."""
 
     compute: Fraction = _assumed("matmul")
     memory: Fraction = _assumed("memory_bandwidth")
     node_link: Fraction = _assumed("node_link")
     network: Fraction = _assumed("network_efficiency")
-    """Of links between nodes."""
+    """For links between nodes."""
     usable_memory: Fraction = _assumed("usable", "memory")
 
 
@@ -81,7 +81,7 @@ class ClusterSection(Section):
     links: list[LinkSection] = Field(default_factory=list)
     node_latency_us: NonNegativeFloat = 5.0
     host_bandwidth: Positive = Field(default_factory=lambda: constants()["time"]["host_link"] / 1e9)
-    """GB/s that are reached between a device and its host's memory."""
+    """Achieved GB/s between a device and its host's memory."""
     efficiency: EfficiencySection = Field(default_factory=EfficiencySection)
     profiles: dict[str, Path] = Field(default_factory=dict)
     """By a device's name, what ``tlt plan --profile`` measured there: its rates go before the data sheet's part.
@@ -92,18 +92,18 @@ class ClusterSection(Section):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices by number, in the order of the nodes; figures are those reached, efficiencies included.
+    """Devices by number, in the order of the nodes; figures are achieved ones, including efficiencies.
 
-    Devices of one class (equal figures, one node) are interchangeable: no cost depends on which of them is meant.
+    Devices of one class (equal figures, one node) are interchangeable: no cost depends on which one is used.
     """
 
     devices: tuple[DeviceSpec, ...]
     node_of: tuple[int, ...]
     nodes: tuple[str, ...]
     latency: tuple[tuple[float, ...], ...]
-    """Seconds, node to node; inside a node on the diagonal."""
+    """Seconds, node to node; the diagonal is inside a node."""
     bandwidth: tuple[tuple[float, ...], ...]
-    """Bytes per second and device, node to node; the diagonal is not used: a device has its own figure."""
+    """Bytes per second and device, node to node; the diagonal is unused: each device has its own figure."""
     host_bandwidth: float
     """Bytes per second between a device and its host's memory."""
 
@@ -122,20 +122,20 @@ class Cluster:
         return len(self.devices)
 
     def label(self, device: int) -> str:
-        """Such as ``a100-0:3``: the node, and the number inside it."""
+        """For instance ``a100-0:3``: the node, and the index inside it."""
         node = self.node_of[device]
         return f"{self.nodes[node]}:{device - self.node_of.index(node)}"
 
     def summary(self) -> str:
-        """Such as ``16 A100-80GB, 24 L40S-48GB``."""
+        """For instance ``16 A100-80GB, 24 L40S-48GB``."""
         return ", ".join(f"{count} {name}" for name, count in Counter(d.name for d in self.devices).items())
 
 
 def read_cluster(path: Path | str) -> Cluster:
-    """Reads a cluster's file.
+    """Reads a cluster file.
 
     Raises:
-        ConfigError: with one line per violation, each naming file, key, what was found and what is allowed.
+        ConfigError: one line per violation, each with file, key, value found and values allowed.
     """
     path = Path(path)
     try:
@@ -149,10 +149,11 @@ def read_cluster(path: Path | str) -> Cluster:
 
 
 def build_cluster(section: ClusterSection, folder: Path = Path()) -> Cluster:
-    """A section's cluster; ``folder`` is what profiles lie relative to.
+    """Builds the cluster; profile paths are relative to ``folder``.
 
     Raises:
-        ConfigError: a device is unknown, a name is taken, two nodes have no link, or a profile is none of a device.
+        ConfigError: an unknown device, a duplicate name, two nodes without a link, or a profile that is not of a
+            device.
     """
     problems: list[str] = []
     known = _reached(section, folder, problems)
@@ -161,7 +162,7 @@ def build_cluster(section: ClusterSection, folder: Path = Path()) -> Cluster:
     for index, entry in enumerate(section.nodes):
         for name in [entry.name] if entry.count == 1 else [f"{entry.name}-{n}" for n in range(entry.count)]:
             if name in names:
-                problems.append(f"nodes.{index}.name: {name!r} is there already")
+                problems.append(f"nodes.{index}.name: {name!r} exists already")
             names.append(name)
             for held, one in enumerate(entry.devices):
                 if one.device not in known:
@@ -177,7 +178,7 @@ def build_cluster(section: ClusterSection, folder: Path = Path()) -> Cluster:
 
 
 def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict[str, DeviceSpec]:
-    """Every device that a node may name with what it reaches: its data sheet's part of it, or what was measured."""
+    """Every device that a node may name, with its achieved figures: a fraction of the data sheet's, or measured."""
     share = section.efficiency
     sheets = known_devices() | {
         own.name: DeviceSpec(
@@ -205,8 +206,8 @@ def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict
             problems += [f"profiles.{name}: {line}" for line in str(error).splitlines()]
             continue
         if machine.is_cpu:
-            problems.append(f"profiles.{name}: {path} is of a processor; allowed: a profile of a device")
-        # the largest products' rate: micro-batches have thousands of tokens
+            problems.append(f"profiles.{name}: {path} is the profile of a processor; allowed: a profile of a device")
+        # use the largest products' rate: micro-batches have thousands of tokens
         flops = machine.matmul[-1][1]
         memory = machine.memory_bytes * share.usable_memory
         known[name] = DeviceSpec(name, memory, flops, machine.memory_bandwidth, machine.node_link)

@@ -1,7 +1,7 @@
 """Seconds of a plan: compute, memory traffic, pipeline bubble and communication of each task, then of the step.
 
-Every figure falls, or stays, when a device or a link gets faster: shares are the best for the figures as they are, and
-nothing else depends on the shares. What it leaves out is in the docstrings of the parts.
+Every cost decreases or stays equal when a device or a link gets faster: shares are optimal for the given figures, and
+nothing else depends on the shares. The docstrings below state what the model leaves out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_tlt.planning.hetero.plan import Grid, Plan, Shortage, TaskLayout
 from megatron_tlt.planning.hetero.workflow import WEIGHT_BYTES, Task, Workflow
 
 INFEASIBLE = 1e12
-"""Seconds from which a plan does not fit; what is above is how far it is from fitting."""
-# A forward pass is 1: backward is twice that, and recomputation another forward.
+"""Seconds from which a plan does not fit; the excess measures how far it is from fitting."""
+# In units of a forward pass: backward is two, and recomputation one.
 _TRAIN_PASSES, _TRAIN_HEAD_PASSES = 4, 3
 
 Stage = tuple[int, ...]
@@ -31,25 +31,25 @@ Stage = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Replica:
-    """What one data-parallel replica takes; without a curve it does not fit."""
+    """Cost of one data-parallel replica; without a curve it does not fit."""
 
     curve: Curve | None
     layers: tuple[int, ...] = ()
     shortage: float = 0.0
-    """0 where it fits, else how much of the model has no place, 0..1."""
+    """0 if it fits, else the fraction of the model without memory, 0..1."""
 
 
 @dataclass(frozen=True)
 class TaskCost:
-    """Seconds of a task by what they go into; ``shortage`` above 0 where it does not fit."""
+    """Seconds of a task by component; ``shortage`` is above 0 if it does not fit."""
 
     shortage: float
     work: float = 0.0
-    """Compute, memory traffic, bubble and the communication inside a replica, of the slowest replica."""
+    """Compute, memory traffic, bubble and communication inside a replica, for the slowest replica."""
     gradients: float = 0.0
     optimizer: float = 0.0
     swap: float = 0.0
-    """Leaving the devices to the group's other tasks, and coming back."""
+    """Offloading for the group's other tasks, and reloading."""
     shares: tuple[int, ...] = ()
     """Units (responses, micro-batches) of each replica, in the order of the sorted grid."""
 
@@ -59,7 +59,7 @@ class TaskCost:
 
 
 class Price(NamedTuple):
-    """Seconds of a step, and of each task by itself; from INFEASIBLE on, the plan or the task does not fit."""
+    """Seconds of a step and of each task; INFEASIBLE or more means that the plan or the task does not fit."""
 
     seconds: float
     tasks: tuple[float, ...]
@@ -70,9 +70,9 @@ class Price(NamedTuple):
 
 
 class CostModel:
-    """Costs of a workflow on a cluster; ``evaluations`` counts the plans that were asked for.
+    """Costs of a workflow on a cluster; ``evaluations`` counts the evaluated plans.
 
-    Without ``balanced``, batches and layers are split evenly whatever the devices are.
+    Without ``balanced``, batches and layers are split evenly even over unequal devices.
     """
 
     def __init__(self, cluster: Cluster, workflow: Workflow, *, balanced: bool = True) -> None:
@@ -98,7 +98,7 @@ class CostModel:
         return Price(self.workflow.step_seconds(tasks, plan.group_of), tasks)
 
     def task(self, index: int, plan: Plan) -> TaskCost:
-        """Of one task of a plan, without the weights that reach it."""
+        """Cost of one task of a plan, without the transfer of weights to it."""
         placement = plan.placements[index]
         return self.task_cost(index, placement.layout, self.classes(placement.grid), plan.shared(index))
 
@@ -108,9 +108,9 @@ class CostModel:
         return tuple(sorted(tuple(tuple(sorted([of[d] for d in stage])) for stage in row) for row in devices))
 
     def weights(self, index: int, plan: Plan) -> float:
-        """Seconds until new weights have reached a task's devices, each from the nearest that trains them.
+        """Seconds until new weights have reached a task's devices, each from the nearest device that trains them.
 
-        Senders are assumed to keep up: several engines' slices leave a device as one does.
+        Senders are assumed to keep up: sending to several engines takes as long as sending to one.
         """
         source = self._source[index]
         if source is None:
@@ -122,7 +122,7 @@ class CostModel:
         )
 
     def weights_seconds(self, index: int, layout: TaskLayout, used: set[int], nodes: frozenset[int]) -> float:
-        """As ``weights``, for classes that receive and nodes that send."""
+        """Like ``weights``, for classes that receive and nodes that send."""
         amount = WEIGHT_BYTES * self.workflow.tasks[index].parameters / (layout.tp * layout.pp)
         return max(min(amount / rate + wait for rate, wait in self._ways(one, nodes)) for one in used)
 
@@ -132,7 +132,7 @@ class CostModel:
         return [(device.node_bandwidth if node == own else bandwidth[node], latency[node]) for node in nodes]
 
     def task_cost(self, index: int, layout: TaskLayout, devices: Grid, shared: bool) -> TaskCost:
-        """Of a task over a grid of classes (see ``classes``); ``shared``: with other tasks in turn."""
+        """Cost of a task over a grid of classes (see ``classes``); ``shared``: takes turns with other tasks."""
         key = (index, layout, shared, devices)
         found = self._tasks.get(key)
         if found is None:
@@ -172,7 +172,7 @@ class CostModel:
     def _reduce(self, layout: TaskLayout, devices: Grid, amount: float) -> float:
         """Reduce-scatter of gradients and all-gather of weights over the replicas, at the slowest stage's links.
 
-        A stage is taken to have the mean number of layers, and nothing to overlap with.
+        Assumes that a stage has the mean number of layers, and no overlap.
         """
         dp = layout.dp
         if dp == 1:
@@ -185,7 +185,7 @@ class CostModel:
         return worst
 
     def replica(self, index: int, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
-        """Of one replica's stages, each a tensor-parallel group."""
+        """Cost of one replica's stages, each a tensor-parallel group."""
         key = (index, layout, stages)
         found = self._replicas.get(key)
         if found is None:
@@ -195,7 +195,7 @@ class CostModel:
         return found
 
     def _slowest(self, stage: Stage) -> tuple[float, float, float]:
-        """FLOP/s, bytes/s of memory and bytes usable: equal shards go at the pace of the slowest device."""
+        """FLOP/s, memory bytes/s and usable bytes: equal shards are limited by the slowest device."""
         devices = [self.cluster.classes[one][0] for one in dict.fromkeys(stage)]
         return (
             min(device.flops for device in devices),
@@ -227,7 +227,7 @@ class CostModel:
         return Replica(Curve(task.updates * (pp - 1) * slowest, slowest), split)
 
     def _stage_line(self, task: Task, layout: TaskLayout, stages: tuple[Stage, ...], stage: int) -> tuple[float, float]:
-        """Seconds of a micro-batch: without a layer, and for each layer."""
+        """Seconds of a micro-batch: without layers, and per layer."""
         model, (tp, pp, _) = task.model, layout
         flops, memory, _ = self._slowest(stages[stage])
         tokens = task.micro_batch_tokens
@@ -249,8 +249,9 @@ class CostModel:
         return fixed, each
 
     def _engine(self, task: Task, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
-        """Decoding reads all weights once a step, for as many steps as the longest response has tokens, or for as many
-        as the KV cache makes of it; each token costs its own compute and KV reads."""
+        """Decoding reads all weights once per step; each token adds its own compute and KV reads.
+
+        The number of steps is the longest response's tokens, or more if the KV cache limits the batch."""
         model, tp = task.model, layout.tp
         flops, memory, usable = self._slowest(stages[0])
         fixed, each = memory_line(task, layout, 0)
@@ -271,7 +272,7 @@ class CostModel:
         return Replica(Curve(task.longest * step, sequence, 0.0, sequence + waves), (model.layers,))
 
     def _pair(self, one: Stage, other: Stage) -> tuple[float, float]:
-        """Bytes per second and seconds of latency between two groups: the slowest pair of devices."""
+        """Bytes per second and latency in seconds between two groups: the slowest pair of devices."""
         key = (one, other)
         found = self._pairs.get(key)
         if found is None:
@@ -286,8 +287,9 @@ class CostModel:
         return inside if node == far else self.cluster.bandwidth[node][far], self.cluster.latency[node][far]
 
     def _collective(self, members: Stage) -> tuple[float, float]:
-        """Of a ring over devices: the slowest link of the tree over its nodes whose slowest link is fastest, and the
-        same of latencies; inside a node, the slowest of those that have a mate there."""
+        """Bandwidth and latency of a ring over devices: those of the slowest link in the best tree over its nodes.
+
+        Within a node, the slowest device that has a peer there."""
         found = self._collectives.get(members)
         if found is not None:
             return found
@@ -310,7 +312,7 @@ class CostModel:
         return rate, wait
 
     def shortages(self, plan: Plan) -> list[Shortage]:
-        """Which memory is short, one line for each task and kind of device; empty where the plan fits."""
+        """Memory shortages, one per task and kind of device; empty if the plan fits."""
         found: dict[tuple[str, str], Shortage] = {}
         for index, (task, placement) in enumerate(zip(self.workflow.tasks, plan.placements, strict=True)):
             if not self.task(index, plan).shortage:
@@ -332,7 +334,7 @@ class CostModel:
 
     @staticmethod
     def needed_bytes(task: Task, layout: TaskLayout, stage: int, layers: int) -> tuple[float, str]:
-        """Of a device with so many layers, and what they are; an engine's with KV cache for its longest sequence."""
+        """Bytes of a device with ``layers`` layers, and their use; for engines with one KV cache of maximum length."""
         fixed, each = memory_line(task, layout, stage)
         needed = fixed + each * layers
         if task.kind == "generate":

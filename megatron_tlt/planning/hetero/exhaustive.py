@@ -1,9 +1,8 @@
-"""The best plan of all, for a handful of devices.
+"""Finds the best plan by enumeration, for a handful of devices.
 
-Two reductions, both without loss. Devices of one class are interchangeable, so sets and orders of classes stand for
-those of devices. And a step is monotone in each task's seconds, which depend on the task's own devices and layout, on
-whether it shares them, and, where weights reach it, on the nodes that send them: for each of these the fastest
-placement will do.
+Two reductions lose nothing. Devices of one class are interchangeable, so sets and orders of classes replace those of
+devices. A step is monotone in each task's seconds. These depend on the task's own devices and layout, on whether it
+shares them, and, if it receives weights, on the sending nodes: for each combination the fastest placement is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Bag = tuple[int, ...]
 
 @cache
 def bags_within(bag: Bag) -> tuple[Bag, ...]:
-    """All non-empty parts of a bag, each once."""
+    """All distinct non-empty parts of a bag."""
     return tuple(sorted({part for size in range(1, len(bag) + 1) for part in combinations(bag, size)}))
 
 
@@ -36,7 +35,7 @@ def _without(bag: Bag, part: Bag) -> Bag:
 
 @cache
 def grids(bag: Bag, layout: TaskLayout) -> tuple[Grid, ...]:
-    """All grids over exactly these classes; tensor ranks inside a stage, and replicas, in sorted order only."""
+    """All grids over exactly these classes; tensor ranks inside a stage, and replicas, only in sorted order."""
     tp, pp, dp = layout
 
     def fill(left: Bag, stages: int) -> Iterator[tuple[Bag, ...]]:
@@ -64,23 +63,23 @@ Choice = tuple[float, TaskLayout, Grid]
 
 
 class Exhaustive:
-    """Finds the least cost over the space that ``Space`` draws from."""
+    """Finds the minimum cost over the space that ``Space`` draws from."""
 
     def __init__(self, model: CostModel) -> None:
         self.model, self.cluster, self.workflow = model, model.cluster, model.workflow
         self.space = Space(self.cluster, self.workflow)
         self.placements = 0
-        """Placements of single tasks that were looked at."""
+        """Number of evaluated placements of single tasks."""
         self._nodes = [node for _, node in self.cluster.classes]
         sources = {task.weights_from for task in self.workflow.tasks} - {None}
         if len(sources) > 1:
-            raise ValueError(f"weights of several tasks travel: {sorted(map(str, sources))}")
+            raise ValueError(f"several tasks send weights: {sorted(map(str, sources))}")
         self._trainer = self.workflow.index(str(sources.pop())) if sources else None
         self._best: dict[tuple[int, Bag, bool, frozenset[int] | None], Choice | None] = {}
         self._layouts: dict[tuple[int, Bag, bool], dict[TaskLayout, tuple[float, Grid]]] = {}
 
     def run(self) -> HeteroSearchResult:
-        """The best plan; where none fits, ``HeteroSearchResult.feasible`` is false and its plan one that does not."""
+        """The best plan; if none fits, ``HeteroSearchResult.feasible`` is false and its plan does not fit."""
         every: Bag = tuple(sorted(self.cluster.class_of))
         best: tuple[float, tuple[int, ...], tuple[Bag, ...], frozenset[int] | None] | None = None
         for grouping in self.space.groupings:
@@ -100,7 +99,7 @@ class Exhaustive:
 
     @staticmethod
     def _divisions(every: Bag, count: int) -> Iterator[tuple[Bag, ...]]:
-        """All ways to divide a bag among groups that are told apart, none empty."""
+        """All ways to divide a bag among distinguishable groups, none empty."""
         if count == 1:
             yield (every,)
             return
@@ -110,7 +109,7 @@ class Exhaustive:
                     yield (part, *rest)
 
     def _senders(self, grouping: tuple[int, ...], sets: tuple[Bag, ...]) -> list[frozenset[int] | None]:
-        """Nodes that the task whose weights travel may lie on."""
+        """Possible nodes of the task that sends weights."""
         if self._trainer is None:
             return [None]
         found = {frozenset(self._nodes[one] for one in part) for part in bags_within(sets[grouping[self._trainer]])}
@@ -126,7 +125,7 @@ class Exhaustive:
         return self.workflow.step_seconds(tuple(seconds), grouping)
 
     def _choice(self, task: int, bag: Bag, shared: bool, nodes: frozenset[int] | None) -> Choice | None:
-        """The fastest placement of a task within a bag; the task whose weights travel has to be on all of ``nodes``."""
+        """The fastest placement of a task within a bag; the task that sends weights must be on all of ``nodes``."""
         trains = task == self._trainer
         if not trains and self.workflow.tasks[task].weights_from is None:
             nodes = None
@@ -142,7 +141,7 @@ class Exhaustive:
         return self._best[key]
 
     def _exactly(self, task: int, bag: Bag, shared: bool, nodes: frozenset[int] | None) -> Choice | None:
-        """Over all of a bag's devices, by what the weights take on top for each layout."""
+        """Placements over all of a bag's devices, with each layout's time for the weights."""
         best: Choice | None = None
         for layout, (seconds, devices) in self._by_layout(task, bag, shared).items():
             if nodes is not None:
@@ -164,7 +163,7 @@ class Exhaustive:
         return self._layouts[key]
 
     def _plan(self, grouping: tuple[int, ...], sets: tuple[Bag, ...], nodes: frozenset[int] | None) -> Plan:
-        """The choices behind a step, with devices for classes."""
+        """The choices of a step, with devices for classes."""
         free = defaultdict(list)
         for device, kind in enumerate(self.cluster.class_of):
             free[kind].append(device)

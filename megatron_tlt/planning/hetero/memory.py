@@ -1,4 +1,4 @@
-"""Bytes that a task needs on a device, as lines over the layers that the device holds."""
+"""Bytes that a task needs on a device, as linear functions of the device's layers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from megatron_tlt.planning.hetero.workflow import WEIGHT_BYTES, Task
 
 GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
-"""fp32 weights and Adam's two moments, over the data-parallel ranks."""
+"""fp32 weights and Adam's two moments, sharded over the data-parallel ranks."""
 _ACTIVATION = 34.0
-"""Bytes per token and hidden unit of the layer that is being computed (Korthikanti et al., 2205.05198, table 2)."""
+"""Bytes per token and hidden unit of the layer being computed (Korthikanti et al., 2205.05198, table 2)."""
 _LOGIT_TOKENS, _LOGIT_BYTES = 4096, 6
 
 
 def embeddings(task: Task, stage: int, stages: int) -> int:
-    """Weights of embedding and output layer on a stage; the last of several has a copy where they are one."""
+    """Weights of embedding and output layer on a stage; if they are tied, the last of several has a copy."""
     if stages == 1:
         return task.model.embeddings
     return task.model.vocabulary * ((stage == 0) + (stage == stages - 1))
@@ -27,10 +27,10 @@ def _per_parameter(task: Task, layout: TaskLayout, frozen: bool) -> float:
 
 
 def memory_line(task: Task, layout: TaskLayout, stage: int) -> tuple[float, float]:
-    """Bytes on each device of a stage: without any layer, and for each layer.
+    """Bytes on each device of a stage: without layers, and per layer.
 
     Training recomputes all activations, so a layer keeps its input for each micro-batch in flight. An engine's KV cache
-    is on top: ``kv_room``.
+    is not included: see ``kv_room``.
     """
     model, (tp, pp, _) = task.model, layout
     fixed = embeddings(task, stage, pp) * _per_parameter(task, layout, task.drafter) / tp
@@ -47,5 +47,5 @@ def memory_line(task: Task, layout: TaskLayout, stage: int) -> tuple[float, floa
 
 
 def kv_share(task: Task, layout: TaskLayout) -> float:
-    """Bytes of KV cache for one token on each device of an engine; KV heads that are too few are repeated."""
+    """Bytes of KV cache per token on each device of an engine; KV heads are replicated if there are too few."""
     return WEIGHT_BYTES * task.model.cached / min(layout.tp, task.model.groups)

@@ -1,4 +1,4 @@
-"""A plan: which tasks share which devices, how each task is laid out over its own."""
+"""A plan: which tasks share which devices, and each task's layout on its devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Grid = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def grid(layout: TaskLayout, devices: tuple[int, ...]) -> Grid:
-    """The first devices of an order, tensor ranks next to each other, then stages, then replicas."""
+    """The first devices of an order: tensor ranks adjacent, then stages, then replicas."""
     tp, pp, dp = layout
     return tuple(
         tuple(devices[(replica * pp + stage) * tp : (replica * pp + stage + 1) * tp] for stage in range(pp))
@@ -39,7 +39,7 @@ def grid(layout: TaskLayout, devices: tuple[int, ...]) -> Grid:
 
 
 class Placement(NamedTuple):
-    """Of a task: the order of its group's devices, of which the layout takes the first; it leaves the others aside."""
+    """A task's order of its group's devices: the layout takes the first of them and leaves the others idle."""
 
     layout: TaskLayout
     order: tuple[int, ...]
@@ -54,7 +54,7 @@ class Placement(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Groups are disjoint and hold all tasks and all devices; a group's tasks have its devices in turn."""
+    """Disjoint groups that hold all tasks and all devices; a group's tasks take turns on its devices."""
 
     group_of: tuple[int, ...]
     """Group of each task."""
@@ -64,15 +64,15 @@ class Plan(NamedTuple):
     """Of each task."""
 
     def shared(self, task: int) -> bool:
-        """Whether the task has its devices in turn with another."""
+        """Whether the task takes turns on its devices with another."""
         return self.group_of.count(self.group_of[task]) > 1
 
 
 def layouts(task: Task, size: int) -> Iterator[TaskLayout]:
     """All layouts of a task over at most ``size`` devices.
 
-    Tensor parallelism divides the heads, and the KV heads or by them; pipelines are no deeper than the layers, and
-    engines have none, as in this package.
+    Tensor parallelism divides the heads, and either divides the KV heads or is a multiple of them. A pipeline has at
+    most one stage per layer; engines have no pipeline, as in this package.
     """
     model = task.model
     deepest = 1 if task.kind == "generate" else task.layers

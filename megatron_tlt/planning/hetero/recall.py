@@ -1,4 +1,4 @@
-"""The fastest placements of each task met so far, for other groups that hold the devices they take."""
+"""Cache of each task's fastest placements, for groups that contain the devices they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout
 
 _KEPT = 6
-"""Placements of a task for each number of devices, no two of them on as many of each class."""
+"""Placements of a task kept per number of devices, each with different device counts by class."""
 
 
 class _Known(NamedTuple):
@@ -22,11 +22,11 @@ class _Known(NamedTuple):
     order: tuple[int, ...]
     """Classes in the order of the grid."""
     counts: tuple[int, ...]
-    """How many of each class."""
+    """Number of devices of each class."""
 
 
 class Recall:
-    """A task's seconds hang on its own devices more than on the rest of a plan: what one plan found serves others."""
+    """Reuses placements between plans: a task's seconds depend mostly on its own devices."""
 
     def __init__(self, cluster: Cluster, tasks: int) -> None:
         self._class_of, self._classes = cluster.class_of, len(cluster.classes)
@@ -34,7 +34,7 @@ class Recall:
         self._sorted: list[list[_Known] | None] = [None] * tasks
 
     def learn(self, plan: Plan, seconds: Sequence[float], limit: float) -> None:
-        """From a plan's tasks that take less than ``limit`` seconds."""
+        """Adds a plan's tasks that take less than ``limit`` seconds."""
         for task, (placement, spent) in enumerate(zip(plan.placements, seconds, strict=True)):
             known = self._by_size[task][placement.layout.size]
             if spent >= limit or (len(known) == _KEPT and spent >= known[-1].seconds):
@@ -63,7 +63,7 @@ class Recall:
         return Placement(known.layout, (*order, *sorted(device for rest in free.values() for device in rest)))
 
     def seconds(self, task: int, counts: Sequence[int]) -> float:
-        """Of a task's fastest known placement among so many devices of each class; infinite where none is known."""
+        """Seconds of a task's fastest known placement within these device counts by class; infinite if unknown."""
         known = self._fastest(task, counts)
         return math.inf if known is None else known.seconds
 

@@ -1,4 +1,4 @@
-"""A plan in words and figures: who does what, shares, layers, seconds and memory, as plain data and as tables."""
+"""Report of a plan: assignment, shares, layers, seconds and memory, as plain data and as tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class StageReport:
     kind: str
     layers: int
     needed_bytes: float
-    """Of its device with least memory; engines: weights and the KV cache of one sequence, what is free is cache too."""
+    """Bytes on its device with the least memory; for engines weights and one sequence's KV cache (free memory is cache
+    too)."""
     usable_bytes: float
 
 
@@ -36,18 +37,18 @@ class TaskReport:
     group: int
     layout: str
     unit: str
-    """What ``share`` counts."""
+    """Unit of ``share``."""
     ends_at: float
-    """Seconds from the step's beginning; asynchronously, of its group's turn."""
+    """Seconds since the start of the step; asynchronously, since the start of its group's turn."""
     seconds: dict[str, float]
-    """By what they go into; ``weights`` is the new weights' way to it."""
+    """Seconds by component; ``weights`` is the transfer of new weights to the task."""
     unused: tuple[str, ...]
-    """Devices of its group that it leaves aside."""
+    """Devices of its group that it leaves idle."""
     replicas: tuple[ReplicaReport, ...]
 
     @property
     def margin(self) -> float:
-        """Of usable memory, the least part that is left on a device."""
+        """Smallest fraction of usable memory left on a device."""
         stages = [stage for replica in self.replicas for stage in replica.stages]
         return min(1 - stage.needed_bytes / stage.usable_bytes for stage in stages)
 
@@ -57,7 +58,7 @@ class PlanReport:
     step_seconds: float
     asynchronous: bool
     shortages: tuple[str, ...]
-    """Why it does not fit; empty where it does."""
+    """Memory shortages; empty if the plan fits."""
     tasks: tuple[TaskReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class PlanReport:
 
 
 def describe(model: CostModel, plan: Plan) -> PlanReport:
-    """Everything the cost model says of a plan."""
+    """Everything the cost model states about a plan."""
     price = model(plan)
     shortages = tuple(map(str, model.shortages(plan)))
     if shortages:
@@ -110,7 +111,7 @@ def _task(model: CostModel, plan: Plan, index: int, end: float) -> TaskReport:
 
 
 def print_report(report: PlanReport, console: Console | None = None) -> None:
-    """The tasks, then each task's replicas with their shares, layers and devices."""
+    """Prints the tasks, then each task's replicas with their shares, layers and devices."""
     console = console or Console()
     table = Table(
         title="tasks (computed from data sheets and assumed efficiencies, not measured)", title_justify="left"

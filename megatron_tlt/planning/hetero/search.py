@@ -1,6 +1,6 @@
-"""The search of HetRL (2512.12476): nested successive halving over groupings and sizes, a genetic search below.
+"""The search of HetRL (2512.12476): nested successive halving over groupings and sizes, with a genetic search inside.
 
-Everything is seeded, and the budget is a number of calls of the cost model.
+All randomness is seeded, and the budget is a number of calls of the cost model.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from megatron_tlt.planning.hetero.space import Grouping, Space, compositions
 
 _POPULATION = 16
 _FIRST_SIZES = 8
-"""Size vectors that a grouping begins with; where there are no more, all of them."""
+"""Number of size vectors that a grouping starts with; all of them if there are fewer."""
 _HALVING = 0.5
-"""Of the budget, for the rungs before the last grouping is left."""
+"""Fraction of the budget for the rounds until one grouping is left."""
 _TURN, _CHALLENGERS = 0.05, 4
-"""Of the budget, for each turn of the best grouping and of those next to it afterwards; plans that these begin with."""
+"""Fraction of the budget for each later turn of the best grouping and its neighbours; number of plans to start from."""
 _STILL, _SWAPS = 5, 0.5
-"""Evaluations of an arm without a better plan from which on it tries swaps, and for which part of its changes.
+"""Evaluations without a better plan after which an arm tries swaps, and the fraction of its changes that are swaps.
 
-A swap keeps parents from having groups in common, and so from passing on their placements: one is only made where the
-step should become shorter by what is known of the tasks."""
+After a swap, parents have no groups in common and cannot pass on placements. So an arm swaps only if the known times of
+the tasks predict a shorter step."""
 
 
 @dataclass(frozen=True)
 class HeteroSearchResult:
-    """The best plan of a search; ``trace`` has the best seconds after each evaluation that improved on them."""
+    """The best plan of a search; ``trace`` has the best seconds after each evaluation that improved them."""
 
     plan: Plan
     seconds: float
@@ -57,7 +57,7 @@ def _seconds(member: _Member) -> float:
 
 
 class _Budget:
-    """Calls the cost model, at most so many times, and keeps the best."""
+    """Calls the cost model a limited number of times and keeps the best plan."""
 
     def __init__(self, cost: CostModel, evaluations: int) -> None:
         self._cost, self.left, self.used = cost, evaluations, 0
@@ -74,13 +74,13 @@ class _Budget:
         return member
 
     def found(self) -> HeteroSearchResult:
-        assert self.best is not None, "a budget of at least one evaluation"
+        assert self.best is not None, "the budget must allow one evaluation"
         return HeteroSearchResult(self.best.plan, self.best.seconds, self.used, tuple(self.trace))
 
 
 @dataclass
 class _SizeArm:
-    """A genetic search over plans of one grouping with groups of given sizes; goes on where it stopped."""
+    """A genetic search over plans with one grouping and fixed group sizes; can be continued."""
 
     space: Space
     grouping: Grouping
@@ -88,10 +88,10 @@ class _SizeArm:
     rng: random.Random
     swaps: bool
     seeds: list[Plan] = field(default_factory=list)
-    """Plans that the population begins with."""
+    """Plans in the initial population."""
     drawn: int = 0
     still: int = 0
-    """Evaluations since the best plan became better."""
+    """Evaluations since the best plan last improved."""
     population: list[_Member] = field(default_factory=list)
 
     @property
@@ -99,7 +99,7 @@ class _SizeArm:
         return min(map(_seconds, self.population), default=math.inf)
 
     def run(self, steps: int, budget: _Budget) -> None:
-        """So many evaluations, or as many as are left."""
+        """Runs this many evaluations, or as many as are left."""
         for _ in range(min(steps, budget.left)):
             member = budget(self._next())
             self.still = 0 if member.seconds < self.best else self.still + 1
@@ -126,7 +126,7 @@ class _SizeArm:
         return min(self.rng.choices(self.population, k=3), key=_seconds)
 
     def _keep(self, member: _Member) -> None:
-        """In the place of one that costs the same, so that the population stays diverse, else of the worst."""
+        """Replaces a member of equal cost, so that the population stays diverse, else the worst."""
         for index, other in enumerate(self.population):
             if other.price == member.price:
                 self.population[index] = member
@@ -149,7 +149,7 @@ class _Branch:
         return min((arm.best for arm in self.arms), default=math.inf)
 
     def run(self, steps: int, budget: _Budget) -> None:
-        """Successive halving over size vectors: each rung gives the better half of them as much again in all."""
+        """Successive halving over size vectors: each round doubles the evaluations of the better half."""
         self._open(steps)
         alive, left = list(self.arms), steps
         rungs = math.ceil(math.log2(len(alive))) + 1 if len(alive) > 1 else 1
@@ -162,7 +162,7 @@ class _Branch:
         self.arms = sorted(self.arms, key=lambda arm: arm.best)[: max(2, math.ceil(len(self.arms) / 2))]
 
     def _open(self, steps: int) -> None:
-        """New arms: at first spread over the sizes, later near the best plan's."""
+        """Opens new arms: first spread over the sizes, later near the best plan's."""
         if self.groups == 1:
             self.arms = self.arms or [self._arm((self.space.cluster.size,))]
             return
@@ -185,7 +185,7 @@ class _Branch:
         return min((member for arm in self.arms for member in arm.population), key=_seconds)
 
     def begin(self, plan: Plan) -> None:
-        """Has the plan evaluated next by the arm of its sizes; an arm that is new for it draws no others."""
+        """Queues the plan for evaluation by the arm of its sizes; an arm created for it starts with this plan only."""
         sizes = tuple(map(len, plan.groups))
         arm = next((arm for arm in self.arms if arm.sizes == sizes), None)
         if arm is None:
@@ -199,11 +199,11 @@ class _Branch:
 
 
 def search(cost: CostModel, evaluations: int, seed: int = 0, *, swaps: bool = True) -> HeteroSearchResult:
-    """The best plan met within so many evaluations; it may still not fit (``HeteroSearchResult.feasible``).
+    """The best plan found within a number of evaluations; it may not fit (``HeteroSearchResult.feasible``).
 
     Args:
-        cost: of the cluster and the workflow to plan for.
-        swaps: whether arms that stand still exchange devices between groups; without, a plan's groups stay as drawn.
+        cost: cost model of the cluster and the workflow.
+        swaps: whether stalled arms exchange devices between groups; otherwise a plan's groups stay as drawn.
     """
     rng, budget = random.Random(seed), _Budget(cost, evaluations)
     space = Space(cost.cluster, cost.workflow)
@@ -222,7 +222,7 @@ def search(cost: CostModel, evaluations: int, seed: int = 0, *, swaps: bool = Tr
 
 
 def _challenged(best: _Branch, steps: int, budget: _Budget, rng: random.Random) -> _Branch:
-    """The best branch, or a better one that begins from its best plan with one task in another group."""
+    """The best branch, or a better one started from its best plan with one task in another group."""
     champion, plans = best.champion(), []
     for _ in range(_CHALLENGERS):
         plan = best.space.regrouped(champion.plan, rng)
@@ -240,7 +240,7 @@ def _challenged(best: _Branch, steps: int, budget: _Budget, rng: random.Random) 
 
 
 def random_search(cost: CostModel, evaluations: int, seed: int = 0) -> HeteroSearchResult:
-    """The best of so many plans drawn as the populations of ``search`` are, over all groupings and sizes."""
+    """The best of random plans, drawn like the populations of ``search``, over all groupings and sizes."""
     rng, budget, space = random.Random(seed), _Budget(cost, evaluations), Space(cost.cluster, cost.workflow)
     while budget.left > 0:
         grouping = rng.choice(space.groupings)

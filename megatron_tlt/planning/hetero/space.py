@@ -1,4 +1,4 @@
-"""The space of plans: groupings, sizes, and random plans that keep what talks much close together."""
+"""The space of plans: groupings, sizes, and random plans that place communicating devices close together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_tlt.planning.hetero.recall import Recall
 from megatron_tlt.planning.hetero.workflow import Workflow
 
 Grouping = tuple[int, ...]
-"""Group of each task, numbered in the order in which they first appear."""
+"""Group of each task, numbered in order of first appearance."""
 Groups = tuple[tuple[int, ...], ...]
-"""Devices of each group."""
+"""Number of devices of each group."""
 _SWAPS_DRAWN = 32
-"""Of which the best is made."""
+"""Number of random swaps from which the best is taken."""
 
 
 def groupings(tasks: int, most: int) -> Iterator[Grouping]:
-    """All ways to put tasks into at most ``most`` groups, each once."""
+    """All distinct ways to put tasks into at most ``most`` groups."""
 
     def extend(head: Grouping) -> Iterator[Grouping]:
         if len(head) == tasks:
@@ -34,7 +34,7 @@ def groupings(tasks: int, most: int) -> Iterator[Grouping]:
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``total`` as an ordered sum of ``parts`` numbers above 0."""
+    """All ways to write ``total`` as an ordered sum of ``parts`` positive numbers."""
     if parts == 1:
         yield (total,)
         return
@@ -44,7 +44,7 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 class Space:
-    """Draws plans and changes them. Random choices are the caller's generator's."""
+    """Draws plans and changes them; the caller provides the random generator."""
 
     def __init__(self, cluster: Cluster, workflow: Workflow) -> None:
         self.cluster, self.workflow = cluster, workflow
@@ -56,21 +56,21 @@ class Space:
         return list(groupings(len(self.workflow.tasks), self.cluster.size))
 
     def layouts(self, task: int, size: int) -> list[TaskLayout]:
-        """All of a task over at most ``size`` devices."""
+        """All layouts of a task over at most ``size`` devices."""
         found = self._layouts.get((task, size))
         if found is None:
             found = self._layouts[task, size] = list(layouts(self.workflow.tasks[task], size))
         return found
 
     def sizes(self, groups: int, rng: random.Random) -> tuple[int, ...]:
-        """Devices of each group: cuts at random places."""
+        """Devices of each group, from random cuts."""
         cuts = sorted(rng.sample(range(1, self.cluster.size), groups - 1))
         return tuple(b - a for a, b in zip([0, *cuts], [*cuts, self.cluster.size], strict=True))
 
     def plan(self, grouping: Grouping, sizes: Sequence[int], rng: random.Random, *, known_too: bool = False) -> Plan:
-        """A random plan; groups are mostly whole nodes, and tensor-parallel groups lie inside them.
+        """A random plan; most groups are whole nodes, and tensor-parallel groups lie inside them.
 
-        With ``known_too``, tasks take the best known placement for their devices as often as a random one.
+        With ``known_too``, a task takes the best known placement for its devices as often as a random one.
         """
         if rng.random() < 0.25:
             devices = rng.sample(range(self.cluster.size), self.cluster.size)
@@ -89,7 +89,7 @@ class Space:
     def placement(
         self, task: int, devices: Sequence[int], rng: random.Random, layout: TaskLayout | None = None
     ) -> Placement:
-        """A random layout (unless given), over most of the devices more often than over few, and an order."""
+        """A random layout (unless given), more often over most of the devices than over few, and an order."""
         if layout is None:
             choices = self.layouts(task, len(devices))
             layout = (
@@ -98,7 +98,7 @@ class Space:
         return Placement(layout, self.order(devices, layout, rng))
 
     def order(self, devices: Sequence[int], layout: TaskLayout, rng: random.Random) -> tuple[int, ...]:
-        """An order that leaves tensor-parallel groups inside nodes where it can; replicas or stages go node by node."""
+        """An order that keeps tensor-parallel groups inside nodes if possible; replicas or stages follow the nodes."""
         tp, pp, dp = layout
         chunks: list[list[int]] = []
         rest: list[int] = []
@@ -113,7 +113,7 @@ class Space:
         return tuple(device for chunk in used + left for device in chunk)
 
     def _by_node(self, devices: Sequence[int], rng: random.Random) -> list[list[int]]:
-        """Devices of each node, the nodes from the best to the worst by some figure, or in random order."""
+        """Devices of each node; the nodes sorted by a random criterion, or in random order."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for device in devices:
             nodes[self.cluster.node_of[device]].append(device)
@@ -128,7 +128,7 @@ class Space:
     # Changes of a plan
 
     def change_task(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Plan:
-        """Another layout or another order for one task, more often for a long one, on the same devices."""
+        """Changes the layout or the order of one task, preferring long tasks, on the same devices."""
         tasks = range(len(plan.placements))
         task = rng.choice(tasks) if rng.random() < 0.5 else rng.choices(tasks, seconds)[0]
         old, devices = plan.placements[task], plan.groups[plan.group_of[task]]
@@ -150,7 +150,7 @@ class Space:
         return self.with_placement(plan, task, new)
 
     def _exchanged(self, order: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
-        """Two positions that hold devices of unlike classes exchanged, where there are such."""
+        """Exchanges two positions with devices of different classes, if there are any."""
         changed = list(order)
         a = rng.randrange(len(order))
         unlike = [b for b, one in enumerate(order) if self.cluster.class_of[one] != self.cluster.class_of[order[a]]]
@@ -160,10 +160,10 @@ class Space:
         return tuple(changed)
 
     def swap_groups(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Plan | None:
-        """Devices of one class of a group against as many of another class of another group.
+        """Exchanges devices of one class of a group for as many of another class of another group.
 
-        Of some such swaps, the one behind which the step is shortest by what is known of each task, at no evaluation;
-        none where that is not shorter than the plan's. Tasks take the best placements known for their new devices.
+        Takes the best of several random swaps by the known seconds of each task, which needs no evaluation. None if it
+        does not shorten the plan's step. Tasks take the best known placements for their new devices.
         """
         if len(plan.groups) < 2:
             return None
@@ -177,13 +177,13 @@ class Space:
         for task, (placement, group) in enumerate(zip(plan.placements, plan.group_of, strict=True)):
             if best[group] != plan.groups[group]:
                 known = self.recall.best(task, best[group])
-                assert known is not None, "expected seconds are those of a known placement"
+                assert known is not None, "expected seconds imply a known placement"
                 placement = known
             placements.append(placement)
         return Plan(plan.group_of, best, tuple(placements))
 
     def _swap(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Groups | None:
-        """The groups behind a random swap; none where both classes drawn are the same."""
+        """The groups after a random swap; None if both drawn classes are the same."""
         one, other = self._unequal(plan, seconds, rng)
         left, right = (self._of_a_class(plan.groups[group], rng) for group in (one, other))
         if self.cluster.class_of[left[0]] == self.cluster.class_of[right[0]]:
@@ -194,7 +194,7 @@ class Space:
         return tuple(tuple(sorted(there.get(d, d) for d in devices)) for devices in plan.groups)
 
     def _expected(self, plan: Plan, seconds: Sequence[float], groups: Groups) -> float:
-        """Seconds of a plan's step over other groups: tasks take their fastest known placements there."""
+        """Step seconds of a plan with other groups: each task takes its fastest known placement there."""
         counts: dict[int, list[int]] = {}
         for group, (before, after) in enumerate(zip(plan.groups, groups, strict=True)):
             if before != after:
@@ -208,7 +208,7 @@ class Space:
 
     @staticmethod
     def _unequal(plan: Plan, seconds: Sequence[float], rng: random.Random) -> tuple[int, int]:
-        """Two groups; two times out of three the first is one that is busy for long, the second one that is not."""
+        """Two groups; with probability 2/3 the first is busier than the second."""
         groups = range(len(plan.groups))
         if rng.random() < 1 / 3:
             one, other = rng.sample(groups, 2)
@@ -226,7 +226,7 @@ class Space:
 
     @staticmethod
     def cross(plan: Plan, seconds: Sequence[float], other: Plan, others: Sequence[float]) -> Plan:
-        """Each task's faster placement of two plans of one grouping, where its devices are the same."""
+        """For each task the faster placement of two plans with one grouping, if its devices are the same."""
         placements = tuple(
             theirs if after < before and plan.groups[group] == other.groups[group] else own
             for own, theirs, before, after, group in zip(
@@ -236,7 +236,7 @@ class Space:
         return plan._replace(placements=placements)
 
     def resized(self, plan: Plan, seconds: Sequence[float], rng: random.Random) -> Plan:
-        """Some devices of one group given to another; their tasks are adapted."""
+        """Moves some devices from one group to another and adapts their tasks."""
         if len(plan.groups) < 2:
             return plan
         taker, giver = self._unequal(plan, seconds, rng)
@@ -257,8 +257,9 @@ class Space:
         return Plan(plan.group_of, tuple(groups), placements)
 
     def regrouped(self, plan: Plan, rng: random.Random) -> Plan:
-        """One task moved to another group, or to a new one with some of its group's devices; an empty group's devices
-        go with its task."""
+        """Moves one task to another group, or to a new one with some of its group's devices.
+
+        The devices of an emptied group move with its task."""
         task = rng.randrange(len(plan.group_of))
         old = plan.group_of[task]
         alone = plan.group_of.count(old) == 1
@@ -284,7 +285,7 @@ class Space:
         return Plan(tuple(numbers[group] for group in group_of), tuple(groups[group] for group in numbers), placements)
 
     def _adapted(self, task: int, placement: Placement, devices: tuple[int, ...], rng: random.Random) -> Placement:
-        """A placement for devices that have changed: the best known for them, much as it was, or anew."""
+        """A placement for changed devices: the best known, one close to the old, or a new one."""
         members, held = set(devices), set(placement.order)
         if members == held:
             return placement

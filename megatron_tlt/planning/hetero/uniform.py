@@ -1,4 +1,4 @@
-"""Plans of somebody who takes all devices for equal: even batches, layers and groups, devices as they are listed."""
+"""Plans that treat all devices as equal: even batches, layers and groups, devices in the listed order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_tlt.planning.hetero.space import Grouping, Space
 
 
 def uniform_plan(model: CostModel, *, whole: bool = False) -> HeteroSearchResult:
-    """The best of all such plans, each task with its own layout, under a model that is not ``balanced``.
+    """The best uniform plan, with one layout per task, under a model that is not ``balanced``.
 
     Args:
-        whole: one group, and every task over all devices: what this package's runtime can run today.
+        whole: one group, with every task over all devices: what this package can run today.
     """
     space = Space(model.cluster, model.workflow)
     tasks = len(model.workflow.tasks)
@@ -32,7 +32,7 @@ def uniform_plan(model: CostModel, *, whole: bool = False) -> HeteroSearchResult
 
 
 def _best_of(model: CostModel, space: Space, grouping: Grouping, whole: bool) -> HeteroSearchResult:
-    """Layouts are chosen task by task, that whose weights travel first: a step is monotone in each task's seconds."""
+    """Chooses layouts task by task, the sender of weights first: a step is monotone in each task's seconds."""
     count, size = max(grouping) + 1, model.cluster.size
     bounds = [size * group // count for group in range(count + 1)]
     groups = tuple(tuple(range(start, end)) for start, end in pairwise(bounds))
@@ -52,7 +52,7 @@ def _best_of(model: CostModel, space: Space, grouping: Grouping, whole: bool) ->
 
 
 def _placements(space: Space, task: int, devices: Sequence[int], whole: bool) -> Iterator[Placement]:
-    """Every layout, its tensor-parallel groups along the devices as listed, with replicas or stages outermost."""
+    """Every layout, with tensor-parallel groups of consecutive devices, and replicas or stages outermost."""
     for layout in space.layouts(task, len(devices)):
         tp, pp, dp = layout
         if whole and (layout.size < len(devices) or space.workflow.tasks[task].layers % pp):

@@ -1,4 +1,4 @@
-"""What one RL step has to do: tasks, the models they run, and which must wait for which."""
+"""The tasks of one RL step, the models they run, and their dependencies."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Task:
     prompt: float
     response: float
     longest: float
-    """Response tokens of the longest sequence: a rollout cannot end before it has."""
+    """Response tokens of the longest sequence: a lower bound of a rollout's decode steps."""
     after: tuple[str, ...] = ()
-    """Tasks whose results it needs."""
+    """Tasks whose results this task needs."""
     weights_from: str | None = None
-    """The task that trains its weights, which have to reach it in every step."""
+    """The task that trains its weights and sends them in every step."""
     micro_batch_tokens: int = 16384
     updates: int = 1
     """Optimizer steps."""
     scores_first: bool = False
-    """Whether a pass for log-probs goes before training."""
+    """Whether a forward pass for log-probs precedes training."""
     concurrent: int = 256
-    """Sequences that an engine decodes at most at a time."""
+    """Maximum number of sequences that an engine decodes at a time."""
     drafter: bool = False
-    """Whether it is an EAGLE head over ``model`` instead: embedding and output layer are shared, and not trained."""
+    """Whether it is an EAGLE head over ``model``: embedding and output layer are shared and frozen."""
 
     @property
     def layers(self) -> int:
@@ -51,17 +51,17 @@ class Task:
 
     @property
     def active_layer(self) -> int:
-        """Weights of a layer that a token is multiplied with."""
+        """Weights of a layer that are multiplied with a token."""
         return self.model.draft_layer() if self.drafter else self.model.active_layer
 
     @property
     def parameters(self) -> int:
-        """Weights that it needs."""
+        """Number of weights it needs."""
         return self.layers * self.layer + self.model.embeddings
 
     @property
     def trained(self) -> int:
-        """Weights that it trains, if it trains."""
+        """Number of weights it trains."""
         return self.parameters - (self.model.embeddings if self.drafter else 0)
 
     @property
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def units(self) -> int:
-        """What is shared among replicas: responses of a rollout, else micro-batches."""
+        """Number of units divided among replicas: responses for a rollout, else micro-batches."""
         return self.sequences if self.kind == "generate" else self.micro_batches
 
 
@@ -82,8 +82,9 @@ class Task:
 class Workflow:
     """Tasks in an order that respects ``after``.
 
-    Synchronous: a step ends before the next begins. Asynchronous: every group works on its own newest data all the
-    time (one step off), so the busiest one sets the pace.
+    Synchronous: a step ends before the next starts. Asynchronous: every group works all the time on its newest data
+        (one
+    step off), so the busiest group sets the pace.
     """
 
     tasks: tuple[Task, ...]
@@ -92,7 +93,7 @@ class Workflow:
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
-            raise ValueError(f"two tasks of one name: {names}")
+            raise ValueError(f"two tasks have the same name: {names}")
         for index, task in enumerate(self.tasks):
             if unknown := set(task.after) - set(names[:index]):
                 raise ValueError(f"{task.name}: after {sorted(unknown)}; allowed are tasks before it: {names[:index]}")
@@ -103,14 +104,14 @@ class Workflow:
         return next(index for index, task in enumerate(self.tasks) if task.name == name)
 
     def step_seconds(self, seconds: tuple[float, ...], group_of: tuple[int, ...]) -> float:
-        """Of a step, from each task's own; monotone in every one of them.
+        """Seconds of a step from each task's seconds; monotone in each of them.
 
-        Tasks of a group run one after another in the workflow's order, those of different groups side by side.
+        Tasks of a group run sequentially in the workflow's order; groups run in parallel.
         """
         return max(self.ends(seconds, group_of))
 
     def ends(self, seconds: tuple[float, ...], group_of: tuple[int, ...]) -> list[float]:
-        """When each task ends; asynchronously, how long its group has been busy by then."""
+        """The end time of each task; asynchronously, the time its group has been busy by then."""
         free: dict[int, float] = {}
         ends: list[float] = []
         for index, task in enumerate(self.tasks):
@@ -123,8 +124,9 @@ class Workflow:
 
 
 def workflow_of(config: TltConfig, model: ModelSize, response: float, *, asynchronous: bool = False) -> Workflow:
-    """The step of a launch config; prompts are taken to be half of what they may be, a drafter to see every response
-    once. Verifiers need no devices, so reward is no task."""
+    """The step of a launch config; reward is not a task, as verifiers need no devices.
+
+    Assumes prompts of half the maximum length, and a drafter that sees every response once."""
     rollout = Task(
         "rollout",
         "generate",

@@ -1,4 +1,4 @@
-"""What a round of drafts brings, and how well the drafter is aligned with a policy that moves."""
+"""Tokens gained per round of drafts, and the drafter's alignment with a policy that changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _MODEL_FREE = ("ngram", "suffix")
 
 @dataclass(frozen=True)
 class DraftShape:
-    """``depth`` levels of at most ``top_k`` candidates each, of which ``verify`` tokens (the one before them included)
-    go to the target. A chain of K, as the engines here draft, is (K, 1, K + 1); (0, 1, 1) is no speculation.
+    """``depth`` levels of at most ``top_k`` candidates each.
+
+    The target verifies ``verify`` tokens, including the one before the drafts.
+
+    A chain of K drafts, as the engines here use, is (K, 1, K + 1); (0, 1, 1) is no speculation.
     """
 
     depth: int = 0
@@ -23,7 +26,7 @@ class DraftShape:
 
     @property
     def name(self) -> str:
-        """off, eagle-3, or eagle-8_4_48 of a tree, as fastrl writes it."""
+        """off, eagle-3, or for a tree eagle-8_4_48, in fastrl's notation."""
         if not self.depth:
             return "off"
         if self.verify == self.depth + 1:
@@ -39,15 +42,15 @@ OFF = DraftShape()
 
 
 def chain(depth: int, drafter: str = "eagle") -> DraftShape:
-    """``depth`` drafts one behind another."""
+    """``depth`` successive drafts."""
     return DraftShape(depth, 1, depth + 1, drafter)
 
 
 def tokens_per_round(draft: DraftShape, acceptance: float, exponent: float) -> float:
-    """Tokens that a request gains in a round, the target's own included.
+    """Tokens that a request gains per round, including the target's own.
 
-    ``acceptance`` is the chance that a level with one candidate holds the target's token where the level before did.
-    With w candidates misses are w ** -exponent as likely.
+    ``acceptance`` is the probability that a level with one candidate contains the target's token, given that the level
+    before did. With w candidates, a miss is w ** -exponent times as likely.
     """
     if not draft.depth:
         return 1.0
@@ -58,26 +61,26 @@ def tokens_per_round(draft: DraftShape, acceptance: float, exponent: float) -> f
 
 @dataclass
 class Alignment:
-    """How far a drafter has come from cold (0) to aligned (1); training raises it, updates of the policy lower it."""
+    """Alignment of a drafter from cold (0) to aligned (1); training raises it, policy updates lower it."""
 
     constants: Constants
     level: float = 0.0
 
     def trained(self, steps: float) -> None:
-        """So many optimizer steps on the policy's newest responses."""
+        """Applies optimizer steps on the policy's newest responses."""
         self.level = 1.0 - (1.0 - self.level) * exp(-steps / self.constants.drafter_steps_to_align)
 
     def updated(self) -> None:
-        """The policy has moved by one update."""
+        """Applies one update of the policy."""
         self.level *= exp(-1.0 / self.constants.updates_to_drift)
 
     def acceptance(self, draft: DraftShape) -> float:
-        """Of one candidate."""
+        """Acceptance probability of one candidate."""
         if draft.model_free:
             return self.constants.model_free_acceptance
         cold, aligned = self.constants.cold_acceptance, self.constants.aligned_acceptance
         return cold + (aligned - cold) * self.level
 
     def tokens(self, draft: DraftShape) -> float:
-        """Per round; see ``tokens_per_round``."""
+        """Tokens per round; see ``tokens_per_round``."""
         return tokens_per_round(draft, self.acceptance(draft), self.constants.candidates_exponent)

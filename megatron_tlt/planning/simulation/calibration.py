@@ -1,7 +1,7 @@
-"""Where the constants that are not assumed come from: published figures, and a fit to TLT's 7B row alone.
+"""Derives the constants that are not assumed: from published figures, and from a fit to TLT's 7B row alone.
 
-Three constants are fitted, to four figures: the median and the spread of response lengths, and the efficiency of
-training. The row of the 32B model takes no part in it; with what the fit gave, it is a prediction.
+Three constants are fitted to four figures: median and spread of response lengths, and training efficiency. The row of
+the 32B model is not used in the fit; the fit predicts it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def model_of(name: str) -> ModelSize:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is assumed of TLT's runs, and may be assumed otherwise."""
+    """Assumptions about TLT's runs; may be changed."""
 
     engine_devices: tuple[int, int] = (2, 4)
-    """Of an engine of the small and of the large model."""
+    """Devices per engine of the small and of the large model."""
     prompts: int = 64
 
     def scenario(self, model: str, nodes: int, constants: Constants) -> Scenario:
-        """A published point's set-up."""
+        """The scenario of a published point."""
         recipe, assumed = published()["recipe"], published()["assumed"]
         large = "_32b" if model == LARGE else ""
         return Scenario(
@@ -83,12 +83,15 @@ class Setup:
         )
 
     def speedup(self, model: str, nodes: int, constants: Constants, seeds: Sequence[int] = SEEDS) -> dict[str, float]:
-        """TLT over VeRL."""
+        """Speed-up of TLT over VeRL."""
         return speedup(simulate(self.scenario(model, nodes, constants), ("off", "spot"), seeds, 1), "spot")
 
 
 def speculation_speedup(verify: int, batch: int, constants: Constants, depth: int | None = None) -> float:
-    """Of decoding alone: a cell of TLT's table for the 32B model on four devices, whose drafter is the best point's."""
+    """Speed-up of decoding alone: a cell of TLT's table for the 32B model on four devices.
+
+    The drafter is the best point's.
+    """
     assumed, best = published()["assumed"], published()["best_32b"]
     engine = EngineModel(model_of(LARGE), device(DEVICE), 4, constants)
     draft = DraftShape(depth or assumed["speculation_depth"], assumed["speculation_top_k"], verify)
@@ -107,10 +110,11 @@ def _solve(function: Any, value: float, low: float = 1e-3, high: float = 1.0 - 1
 
 
 def derive(constants: Constants) -> Constants:
-    """The four constants that follow from published figures, one from each, the others given.
+    """The four constants that follow from published figures, one from each; the others are given.
 
-    A pass of the drafter from the best point's speed-up and tokens per round, the gain of further candidates from the
-    row of 16 tokens at batch 1, the two acceptances from the published acceptance lengths under the recipe's first arm.
+    A drafter pass follows from the best point's speed-up and tokens per round. The gain of further candidates follows
+    from the row of 16 tokens at batch 1. The two acceptances follow from the published acceptance lengths under the
+    recipe's first arm.
     """
     known = published()
     best, lengths = known["best_32b"], known["acceptance_length"]
@@ -143,9 +147,9 @@ def fit(
     seeds: Sequence[int] = SEEDS,
     row: Mapping[int, float] | None = None,
 ) -> Constants:
-    """``FITTED``, by least squares of the logarithms of the 7B row's speed-ups; nothing else is looked at.
+    """Fits ``FITTED`` by least squares of the logarithms of the 7B row's speed-ups only.
 
-    It starts from the same place whatever ``constants`` say of the three, and every trial sees the same seeds.
+    The start point does not depend on ``constants``, and every trial uses the same seeds.
 
     Args:
         row: speed-ups by nodes; the published ones by default.

@@ -1,4 +1,4 @@
-"""The simulation's constants, each with where it comes from."""
+"""The simulation's constants with their sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_tlt.planning import machine
 
 @dataclass(frozen=True)
 class Constants:
-    """As in ``constants.yaml``, which says what each is; seconds, bytes per second, fractions, tokens."""
+    """See ``constants.yaml``, which explains each; seconds, bytes per second, fractions, tokens."""
 
     memory_efficiency: float
     node_link_efficiency: float
@@ -40,7 +40,7 @@ class Constants:
 
 @cache
 def documented() -> dict[str, dict[str, Any]]:
-    """Name to value, kind and source; those that all plans share have value and source from their table."""
+    """Name to value, kind and source; for constants shared by all plans, value and source come from their table."""
     text = resources.files("megatron_tlt.planning.simulation").joinpath("constants.yaml").read_text("utf-8")
     found: dict[str, dict[str, Any]] = yaml.safe_load(text)
     for entry in found.values():
@@ -52,7 +52,7 @@ def documented() -> dict[str, dict[str, Any]]:
 
 @cache
 def shipped() -> Constants:
-    """Those of the data file."""
+    """The constants of the data file."""
     return Constants(**{field.name: float(documented()[field.name]["value"]) for field in fields(Constants)})
 
 

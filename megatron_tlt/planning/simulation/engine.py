@@ -1,8 +1,8 @@
-"""How long an engine's steps take: data moved and work done over what the device reaches of its data sheet.
+"""Time of an engine's steps: data moved and work done, divided by the device's achieved rates.
 
-Reading weights and computing are taken not to overlap, so that a step costs a fixed part and a part for each token, as
-DAS (2511.13841, length-aware budget) measures it: what is gained by drafts hangs on that part, and its constants are
-derived from published tables. `planning.rollout_time` takes the larger of the two, as profiles measure them one by one.
+Reading weights and computing are assumed not to overlap, so a step has a fixed cost and a cost per token, as DAS
+(2511.13841, length-aware budget) measures it. The gain by drafts depends on the second, whose constants are derived
+from published tables. `planning.rollout_time` takes the larger of the two, as profiles measure them separately.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_tlt.planning.simulation.constants import Constants
 
 Array = NDArray[np.float64]
 _BYTES = 2
-"""Of a weight and of an entry of the KV cache."""
+"""Bytes of a weight and of an entry of the KV cache."""
 
 
 class EngineModel:
     """One engine of ``tp`` devices.
 
-    ``batch`` counts requests, ``context`` the tokens in their KV caches together; both may be arrays, the results are
-    seconds. ``draft_weights`` are read in one pass of the draft head: an EAGLE head's with the model's output layer
-    unless given.
+    ``batch`` is the number of requests, ``context`` the total tokens in their KV caches; both may be arrays, the
+    results are seconds. ``draft_weights`` are read in one pass of the draft head; by default those of an EAGLE head,
+    including the model's output layer.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class EngineModel:
         self._latency = constants.all_reduce_latency_s if tp > 1 else 0.0
 
     def _reduced(self, tokens: Array) -> Array:
-        """One all-reduce of the tokens' hidden states."""
+        """Seconds of one all-reduce of the tokens' hidden states."""
         return self._latency + tokens * self.model.hidden * _BYTES * self._per_reduced_byte
 
     def _pass(self, tokens: Array, per_request: float, context: Array) -> Array:
-        """The target over ``tokens``, ``per_request`` of each request's."""
+        """Seconds of a target pass over ``tokens`` tokens, ``per_request`` of each request."""
         model = self.model
         weights = model.touched(tokens) * _BYTES * self._per_byte + 2.0 * model.multiplied * tokens * self._per_flop
         work = 4.0 * model.layers * model.query * per_request * context * self._per_flop
@@ -58,12 +58,12 @@ class EngineModel:
         return weights + caches + 2 * self._reduced(tokens) + self.constants.draft_overhead_s
 
     def plain(self, batch: ArrayLike, context: ArrayLike) -> Array:
-        """A step without speculation."""
+        """Seconds of a step without speculation."""
         b, c = np.asarray(batch, dtype=np.float64), np.asarray(context, dtype=np.float64)
         return self._pass(b, 1.0, c) + self.constants.step_overhead_s
 
     def round(self, batch: ArrayLike, context: ArrayLike, draft: DraftShape) -> Array:
-        """A step that drafts and verifies; a drafter without a model costs one draft pass's overhead."""
+        """Seconds of a step that drafts and verifies; a drafter without a model costs one draft pass's overhead."""
         if not draft.depth:
             return self.plain(batch, context)
         b, c = np.asarray(batch, dtype=np.float64), np.asarray(context, dtype=np.float64)
@@ -73,10 +73,10 @@ class EngineModel:
         return verified + draft.depth * self._draft_pass(b * draft.top_k, c)
 
     def prefill(self, tokens: ArrayLike) -> Array:
-        """Prompts, or a preempted request's tokens again: bound by compute."""
+        """Seconds for prompts, or for recomputing a preempted request; compute-bound."""
         return 2.0 * self.model.multiplied * np.asarray(tokens, dtype=np.float64) * self._per_flop
 
     def kv_tokens(self, memory_fraction: float) -> float:
-        """Tokens that fit beside the weights where the engine may take this fraction of each device's memory."""
+        """Tokens that fit beside the weights if the engine uses this fraction of each device's memory."""
         weights = self.model.parameters * _BYTES
         return (memory_fraction * self.device.memory_bytes * self.tp - weights) / (self.model.cached * _BYTES)

@@ -1,4 +1,4 @@
-"""A launch config as a scenario."""
+"""Converts a launch config to a scenario."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_tlt.planning.simulation.lengths import LengthDistribution
 from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot
 
 _VLLM_MEMORY, _VLLM_SEQS = 0.9, 256
-"""What vLLM takes where the config does not say: ``gpu_memory_utilization`` and ``max_num_seqs``."""
+"""vLLM's defaults for ``gpu_memory_utilization`` and ``max_num_seqs``."""
 
 
 def scenario_of(
@@ -27,11 +27,11 @@ def scenario_of(
     arms: Sequence[DraftShape],
     prompt_tokens: float | None = None,
 ) -> Scenario:
-    """The step that a launch config describes.
+    """The step described by a launch config.
 
     Args:
-        arms: what speculation may do, the static strategy first.
-        prompt_tokens: of a prompt; half of the longest that is allowed where it is not known.
+        arms: speculation's strategies, the static one first.
+        prompt_tokens: tokens of a prompt; by default half of the longest allowed.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)

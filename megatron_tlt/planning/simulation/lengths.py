@@ -1,4 +1,4 @@
-"""How long responses are: a recorded trace, or a law with a long tail fitted to one; both cut off at a longest."""
+"""Response lengths: a recorded trace, or a long-tailed distribution fitted to one; both truncated at a maximum."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _FORMS = (
 
 
 class LengthDistribution(Protocol):
-    """A law of response lengths."""
+    """A distribution of response lengths."""
 
     def at(self, normal: Array, longest: float) -> Array:
-        """Tokens, whole and from 1 to ``longest``, where a standard normal variable is ``normal``."""
+        """Tokens, integer and from 1 to ``longest``, for values of a standard normal variable."""
 
 
 @dataclass(frozen=True)
 class LongTail:
-    """Log-normal; what would be longer than the longest is cut off there, as a rollout does."""
+    """Log-normal distribution; longer values are truncated at the longest, as in a rollout."""
 
     median: float
     sigma: float
@@ -43,7 +43,7 @@ class LongTail:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Lengths as they were recorded, sorted."""
+    """Recorded lengths, sorted."""
 
     tokens: tuple[float, ...]
 
@@ -55,10 +55,10 @@ class Recorded:
 
 
 def fit_long_tail(tokens: Sequence[float], longest: float) -> LongTail:
-    """The law of greatest likelihood; responses of ``longest`` and more are only known to be no shorter.
+    """Maximum-likelihood fit; responses of ``longest`` or more are treated as censored.
 
     Raises:
-        ConfigError: fewer than two lengths below ``longest`` that differ.
+        ConfigError: fewer than two different lengths below ``longest``.
     """
     from scipy.stats import CensoredData, lognorm
 
@@ -72,17 +72,17 @@ def fit_long_tail(tokens: Sequence[float], longest: float) -> LongTail:
 
 
 def draw(rng: np.random.Generator, groups: int, size: int, correlation: float) -> Array:
-    """(groups, size) standard normal variables, of which those of a group have a part in common."""
+    """(groups, size) standard normal variables; those of a group share a common part."""
     shared = rng.standard_normal((groups, 1))
     own = rng.standard_normal((groups, size))
     return np.asarray(np.sqrt(correlation) * shared + np.sqrt(1.0 - correlation) * own)
 
 
 def read_lengths(path: Path) -> Recorded:
-    """A trace.
+    """Reads a trace.
 
     Raises:
-        ConfigError: it cannot be read, or holds no lengths.
+        ConfigError: it is unreadable or contains no lengths.
     """
     file = path / _LENGTHS_FILE if path.is_dir() else path
     try:

@@ -1,4 +1,4 @@
-"""Seconds of what follows a rollout: log-probs, update, reshard, and the drafter's training."""
+"""Seconds of the phases after a rollout: log-probs, update, reshard, and the drafter's training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _BYTES = 2
 
 
 def forward_flops(scenario: Scenario, lengths: Array) -> Array:
-    """Of each sequence, its prompt included: two for each parameter and token, and causal attention."""
+    """FLOPs of each sequence, including its prompt: two per parameter and token, and causal attention."""
     model, tokens = scenario.model, lengths + scenario.prompt_tokens
     return 2.0 * model.multiplied * tokens + 2.0 * model.layers * model.query * tokens**2
 
 
 def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
-    """Log-probs and update of a step's responses, in the order that mini-batches take them.
+    """Seconds of log-probs and update for a step's responses, in the order of the mini-batches.
 
     Data-parallel ranks share a mini-batch as evenly as its longest sequence allows. A pipeline of p stages and v chunks
-    is empty for the time of (p - 1) / v micro-batches (FlexTrain).
+    is idle for the time of (p - 1) / v micro-batches (FlexTrain).
     """
     actor, dp = scenario.actor, scenario.data_parallel
     shard = actor.tensor * actor.pipeline * actor.context
@@ -44,7 +44,7 @@ def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
 
 
 def reshard_seconds(scenario: Scenario) -> float:
-    """Every engine rank gets its slice anew over its slowest link, once its memory is mapped again."""
+    """Seconds in which every engine rank receives its slice over its slowest link, once its memory is mapped again."""
     constants = scenario.constants
     held = scenario.model.parameters * _BYTES / scenario.engine_devices
     link = scenario.device.node_bandwidth * constants.node_link_efficiency
@@ -55,9 +55,10 @@ def reshard_seconds(scenario: Scenario) -> float:
 
 
 def drafter_step_flops(scenario: Scenario, mean_length: float) -> float:
-    """Of one optimizer step of the drafter: its weights both ways, a frozen output layer forward and towards its input.
+    """FLOPs of one optimizer step of the drafter.
 
-    EAGLE-3 has an output layer of its own, which is trained.
+    Its weights forward and backward, and a frozen output layer forward and towards its input. EAGLE-3's own output
+    layer is trained.
     """
     model, spot = scenario.model, scenario.spot
     tokens = spot.entries_per_step * scenario.devices * (mean_length + scenario.prompt_tokens)
@@ -66,14 +67,14 @@ def drafter_step_flops(scenario: Scenario, mean_length: float) -> float:
 
 
 def bubble_steps(scenario: Scenario, ends: Array, responses: Array, mean_length: float) -> float:
-    """Optimizer steps that idle engines get done until the last rollout ends.
+    """Optimizer steps that idle engines complete until the last rollout ends.
 
-    A session starts once ``min_replicas`` are idle that hold ``min_entries`` responses among them, and whoever becomes
-    idle joins it; as in ``spot.coordinator``.
+    As in ``spot.coordinator``, a session starts once ``min_replicas`` engines are idle that hold ``min_entries``
+    responses together; each further idle engine joins it.
 
     Args:
-        ends: when each engine had nothing left.
-        responses: that each engine had decoded by then.
+        ends: time at which each engine had no requests left.
+        responses: number of responses that each engine had decoded by then.
     """
     spot = scenario.spot
     order = np.argsort(ends, kind="stable")

@@ -1,4 +1,4 @@
-"""What a simulation looks like: running requests per engine, phases per policy, speed-up against nodes."""
+"""Plots of a simulation: running requests per engine, phases per policy, speed-up over nodes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _COLORS = (BLUE, ORANGE, GREEN, RED, PHASE_COLORS["reward"], PHASE_COLORS["draft
 
 
 def plot(by_nodes: Mapping[int, Mapping[str, Outcome]], path: Path, title: str) -> None:
-    """Writes the figure, in the format that the file's ending names.
+    """Writes the figure in the format of the file's extension.
 
     Args:
-        by_nodes: outcomes by number of nodes and policy; timelines and phases are those of the most nodes.
+        by_nodes: outcomes by number of nodes and policy; timelines and phases are drawn for the most nodes.
 
     Raises:
-        ValueError: an ending that matplotlib does not write.
+        ValueError: matplotlib does not support the extension.
     """
     outcomes = by_nodes[max(by_nodes)]
     watched = {name: outcome for name, outcome in outcomes.items() if outcome.running}
@@ -92,4 +92,4 @@ def _timelines(figure: Figure, grid: Any, watched: Mapping[str, Outcome]) -> Non
         axes.set_ylabel(f"{name}\nrunning", fontsize=8)
         axes.tick_params(labelbottom=row == len(watched) - 1)
         if row == len(watched) - 1:
-            axes.set_xlabel("seconds of one rollout; a line for each engine, eight at most")
+            axes.set_xlabel("seconds of one rollout; a line per engine, at most eight")

@@ -1,4 +1,4 @@
-"""What a policy does in one step: who speculates, who trains the drafter, which responses are kept."""
+"""A policy's actions in one step: who speculates, who trains the drafter, which responses are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
-    """``speculation`` is off, static (the first arm, always) or adaptive (gate and choice)."""
+    """``speculation`` is off, static (always the first arm) or adaptive (gate and choice)."""
 
     name: str
     speculation: str = "off"
@@ -36,11 +36,11 @@ POLICIES = {
         SchedulingPolicy("tail+spot", "adaptive", trains_drafter=True, batches_tails=True),
     )
 }
-"""The last is RollPacker and TLT together, which nobody has published."""
+"""The last combines RollPacker and TLT, which is unpublished."""
 
 
 def speculation_of(scenario: Scenario, policy: SchedulingPolicy, alignment: Alignment) -> Speculation:
-    """What an engine does under a policy, with a drafter as it is now."""
+    """An engine's speculation under a policy, with the drafter's current alignment."""
     if policy.speculation == "off":
         return Speculation()
     if policy.speculation == "static":
@@ -52,22 +52,22 @@ def speculation_of(scenario: Scenario, policy: SchedulingPolicy, alignment: Alig
 
 @dataclass
 class RolloutRound:
-    """A rollout, and what was kept of it."""
+    """A rollout and the responses kept from it."""
 
     rollout: Rollout
     seconds: float
     kept: Array
-    """Lengths of the responses that are trained on, a group behind the other."""
+    """Lengths of the responses used for training, group after group."""
     ends: Array
-    """When each engine was free."""
+    """Time at which each engine was free."""
     responses: Array
-    """That each engine had decoded by then."""
+    """Number of responses that each engine had decoded by then."""
 
 
 def spread(lengths_PG: Array, engines: int) -> tuple[Array, NDArray[np.intp]]:
-    """Groups over engines, as even as their number allows, each engine's in one row; and each response's place in it.
+    """Distributes groups over engines as evenly as possible: one row per engine, and each response's place in it.
 
-    P prompts, G responses to each. Groups are split only where there are fewer of them than engines.
+    P prompts, G responses per prompt. Groups are split only if there are fewer groups than engines.
     """
     prompts, group = lengths_PG.shape
     flat = lengths_PG.ravel()
@@ -84,15 +84,15 @@ def spread(lengths_PG: Array, engines: int) -> tuple[Array, NDArray[np.intp]]:
 
 @dataclass
 class Prompts:
-    """Where prompts come from: ever new ones, and with tail batching those that were put off."""
+    """Source of prompts: always new ones, and with tail batching also the deferred ones."""
 
     scenario: Scenario
     rng: np.random.Generator
     deferred: list[float] = field(default_factory=list)
-    """What their responses' lengths have in common, as standard normal variables."""
+    """The shared part of the lengths of each deferred prompt, as standard normal variables."""
 
     def plain_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
-        """Every prompt, every response, to its end."""
+        """Decodes every response of every prompt to its end."""
         one = self.scenario
         normal = draw(self.rng, one.prompts, one.group, one.constants.group_correlation)
         lengths = one.lengths.at(normal, one.max_response_tokens)
@@ -101,10 +101,10 @@ class Prompts:
         return RolloutRound(rollout, rollout.seconds_in_all, lengths.ravel(), rollout.ends_E, responses)
 
     def tail_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
-        """RollPacker: a long round of what was put off, once that fills one, else a short one.
+        """RollPacker: a long round of deferred prompts once they fill one, else a short round.
 
-        A short round launches more prompts and responses than it keeps, and is over with the first ``prompts`` that
-        have ``group`` responses. Responses beyond those go on until then: no place is freed earlier.
+        A short round launches more prompts and responses than it keeps. It ends when the first ``prompts`` prompts have
+        ``group`` responses. Excess responses run until then: no slot is freed earlier.
         """
         one = self.scenario
         shared = np.sqrt(one.constants.group_correlation)
@@ -127,7 +127,7 @@ class Prompts:
         self.deferred += common[left].tolist()
         kept = np.take_along_axis(lengths, first, axis=1)[chosen].ravel()
         responses = (rollout.finished_ER <= over).sum(axis=1).astype(np.float64)
-        # an engine is free when the round is over, or before where it had nothing left
+        # an engine is free when the round ends, or earlier if it has no requests left
         return RolloutRound(rollout, over, kept, np.minimum(rollout.ends_E, over), responses)
 
     def _decode(

@@ -1,8 +1,8 @@
-"""A rollout of many engines at once, from one event to the next.
+"""Simulates a rollout of many engines from event to event.
 
-Between two events (a response ends, one is admitted or preempted, the gate opens) an engine's batch stays, so the time
-to the next one is known in closed form. All engines take their own next event together, as rows of arrays: the cost is
-one pass over the requests for each event of the engine that has most.
+Between two events (a response ends, is admitted or preempted, the gate opens) an engine's batch does not change, so the
+time to the next event has a closed form. All engines take their next events together, as rows of arrays: the cost is
+one pass over the requests per event of the engine with the most events.
 
 Suffixes: E engines, R requests of an engine.
 """
@@ -21,16 +21,16 @@ from megatron_tlt.planning.simulation.engine import EngineModel
 
 Array = NDArray[np.float64]
 _GRID = 2048.0
-"""Tokens after which an engine's context is looked at anew, though nothing ends."""
+"""Tokens after which an engine's context is updated even without an event."""
 _WATERMARK = 0.99
-"""Share of the KV cache up to which requests are admitted, as in vLLM."""
+"""Fraction of the KV cache up to which requests are admitted, as in vLLM."""
 _TINY = 1e-6
 """Of a token."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine holds at a time: requests, and tokens in its KV cache."""
+    """Capacity of an engine: requests, and tokens in its KV cache."""
 
     max_seqs: int
     kv_tokens: float
@@ -38,43 +38,43 @@ class Limits:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What an engine may do, and what it brings.
+    """Strategies of an engine, and their gain.
 
-    The gate is ``speculation.gate.ElasticGate``, for engine steps in a row of one batch. Below it the strategy of the
-    highest tokens per second is taken, which is what a tuner settles on, less ``explore_cost`` of the time.
+    The gate is ``speculation.gate.ElasticGate``, for consecutive engine steps with one batch. While it is open, the
+    strategy with the most tokens per second is used, to which a tuner converges, minus ``explore_cost`` of the time.
     """
 
     arms: tuple[DraftShape, ...] = (OFF,)
     tokens: tuple[float, ...] = (1.0,)
-    """Per request and round, of each arm."""
+    """Tokens per request and round, for each arm."""
     threshold: float = float("inf")
     patience: int = 1
     hysteresis: int = 0
     explore_cost: float = 0.0
 
     def choose(self, engine: EngineModel, batch: Array, context: Array) -> NDArray[np.intp]:
-        """For each engine the index of its arm; of equals the first."""
+        """Index of each engine's arm; the first among equals."""
         rates = [gain / engine.round(batch, context, arm) for arm, gain in zip(self.arms, self.tokens, strict=True)]
         return np.argmax(rates, axis=0)
 
 
 @dataclass
 class Rollout:
-    """What came of it; seconds since the rollout began."""
+    """Results; seconds since the start of the rollout."""
 
     ends_E: Array
-    """When each engine had nothing left; 0 where it never had anything."""
+    """Time at which each engine had no requests left; 0 if it never had any."""
     finished_ER: Array
-    """When each response ended; NaN where there was none."""
+    """Time at which each response ended; NaN if there was none."""
     decoded_E: Array
     """Tokens."""
     rounds_E: Array
     """Engine steps."""
     seconds: dict[str, float]
-    """Of all engines together, by strategy, and under "prefill"."""
+    """Seconds of all engines together, by strategy, and under "prefill"."""
     preemptions: int
     running: list[list[tuple[float, int]]] = field(default_factory=list)
-    """Of the engines that were watched: (since when, so many requests)."""
+    """For each watched engine: (start time, number of requests)."""
 
     @property
     def seconds_in_all(self) -> float:
@@ -82,12 +82,12 @@ class Rollout:
 
     @property
     def idle_E(self) -> Array:
-        """Each engine's bubble."""
+        """Idle time of each engine at the end of the rollout."""
         return self.seconds_in_all - self.ends_E
 
 
 class _State:
-    """The engines that still decode; ``p`` is how many requests were admitted, in order, which the others wait for."""
+    """The engines that still decode; ``p`` is the number of requests admitted, in order."""
 
     def __init__(self, lengths_ER: Array, prompt: float) -> None:
         self.row = np.arange(len(lengths_ER))
@@ -100,18 +100,18 @@ class _State:
         self.is_open, self.calm = np.zeros(count, bool), np.zeros(count)
 
     def keep(self, rows: Any) -> None:
-        """Drops the others; ``rows`` is True for each to be kept."""
+        """Keeps the engines for which ``rows`` is True."""
         for name in ("row", "column", "length", "left", "p", "time", "context", "is_open", "calm"):
             setattr(self, name, getattr(self, name)[rows])
 
     def running(self, least: float) -> NDArray[np.bool_]:
-        """Requests that decode and have more than ``least`` tokens to go."""
+        """Requests that decode and have more than ``least`` tokens left."""
         alive = self.left > least
         width = alive.shape[1]
         return alive if (self.p >= width).all() else alive & (np.arange(width) < self.p[:, None])
 
     def compact(self) -> None:
-        """Drops columns that nobody needs, once they are a third."""
+        """Drops unused columns once they are a third."""
         alive = self.left > 0
         most = int(alive.sum(axis=1).max(initial=0))
         if not most or most > 0.67 * alive.shape[1]:
@@ -134,12 +134,12 @@ def simulate_rollout(
     """Decodes every response to its end.
 
     Args:
-        lengths_ER: tokens of each response, in the order of its engine's queue; 0 where there is none.
+        lengths_ER: tokens of each response, in the order of its engine's queue; 0 for none.
         prompt: tokens of a prompt.
         watched: engines whose running requests are recorded.
 
     Raises:
-        ValueError: a response that does not fit into an engine's KV cache by itself.
+        ValueError: a single response does not fit into an engine's KV cache.
     """
     longest = prompt + float(lengths_ER.max(initial=0.0))
     if longest > _WATERMARK * limits.kv_tokens:
@@ -186,13 +186,13 @@ def simulate_rollout(
 
 
 def _admit(engine: EngineModel, state: _State, limits: Limits, rollout: Rollout) -> None:
-    """First come, first served, as long as there is room; what comes in again is computed again."""
+    """Admits requests in order while there is room; a preempted request is computed again."""
     width = state.left.shape[1]
     if (state.p >= width).all():
         return
     computed = np.zeros(len(state.row))
     running = state.running(0.0).sum(axis=1)
-    while True:  # what has ended already is passed over
+    while True:  # skips responses that have already ended
         waits = state.p < width
         at = np.minimum(state.p, width - 1)
         rows = np.arange(len(at))
@@ -220,13 +220,13 @@ def _decode(
     running: NDArray[np.bool_],
     batch: Array,
 ) -> None:
-    """Up to each engine's next event."""
+    """Decodes up to each engine's next event."""
     tokens = np.minimum(np.where(running, state.left, np.inf).min(axis=1), _GRID)
     room = np.maximum(1.0, np.floor((limits.kv_tokens - state.context) / batch))
     tokens = np.minimum(tokens, np.where(batch > 1, room, np.inf))
     is_small = batch <= speculation.threshold
     state.is_open &= batch <= speculation.threshold + speculation.hysteresis
-    # so many steps more until the gate opens, the last of them with it open
+    # number of steps until the gate opens; it is open in the last of them
     wanted = np.where(is_small, speculation.patience - state.calm, np.inf)
     state.is_open |= wanted <= 1.0 + _TINY
     shut = ~state.is_open
@@ -254,12 +254,12 @@ def _decode(
 
 
 def _preempt(state: _State, limits: Limits, batch: Array) -> int:
-    """Where no token more fits for each request, the last one that came in goes back to the queue's head."""
+    """If the cache has no room for a token of each request, returns the last admitted request to the queue's head."""
     count = 0
     while (state.context + batch > limits.kv_tokens).any():
         running = state.running(_TINY)
         batch = running.sum(axis=1).astype(np.float64)
-        # those that have just ended are about to leave: they make room first
+        # responses that have just ended free their memory first
         ending = ((state.left > 0) & (state.left <= _TINY)).any(axis=1)
         rows = np.flatnonzero((state.context + batch > limits.kv_tokens) & (batch > 1) & ~ending)
         if not len(rows):

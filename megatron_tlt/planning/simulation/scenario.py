@@ -1,4 +1,4 @@
-"""What is simulated: model, cluster, batch and policy as plain data."""
+"""Input of a simulation: model, cluster, batch and policy as plain data."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from megatron_tlt.planning.simulation.rollout import Limits
 
 @dataclass(frozen=True)
 class Actor:
-    """The layout and batches of training; what tensor, pipeline and context leave of the devices is data."""
+    """Layout and batches of training; data parallelism follows from tensor, pipeline and context parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
     interleaved: int = 1
-    """Model chunks of a pipeline stage."""
+    """Model chunks per pipeline stage."""
     context: int = 1
     mini_batches: int = 1
     max_tokens_per_micro_batch: int = 32768
     recompute: bool = True
-    """Every layer's activations a second time."""
+    """Whether every layer's activations are recomputed."""
     log_prob_passes: int = 1
-    """2 where there is a reference model."""
+    """2 with a reference model."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """When idle engines may train the drafter, and on what; as in the section ``spot`` of a launch config."""
+    """When idle engines may train the drafter, and on what; see the ``spot`` section of a launch config."""
 
     min_replicas: int = 2
     min_entries: int = 64
     least_steps: int = 0
     entries_per_step: int = 16
-    """Of each device."""
+    """Tokens per step of each device."""
     unroll: int = 3
-    """Drafts trained behind one another."""
+    """Number of successive drafts that are trained."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """As in ``speculation.gate.ElasticGate``."""
+    """See ``speculation.gate.ElasticGate``."""
 
     threshold: int = 32
     patience: int = 3
@@ -55,7 +55,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class TailBatching:
-    """RollPacker (2509.21009): so many times the prompts and responses are launched in a short round."""
+    """RollPacker (2509.21009): factors by which a short round launches more prompts and responses."""
 
     prompts: float = 1.25
     responses: float = 1.25
@@ -63,7 +63,7 @@ class TailBatching:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster of ``devices`` alike, ``per_node`` in each node, each engine on ``engine_devices`` of them."""
+    """A cluster of ``devices`` equal devices, ``per_node`` in each node, ``engine_devices`` per engine."""
 
     model: ModelSize
     device: DeviceSpec
@@ -74,24 +74,24 @@ class Scenario:
     engine_devices: int
     prompts: int
     group: int
-    """Responses to each prompt."""
+    """Responses per prompt."""
     prompt_tokens: float
     max_response_tokens: int
     memory_fraction: float
-    """Of a device's memory that its engine may take."""
+    """Fraction of a device's memory that its engine may use."""
     max_seqs: int
     arms: tuple[DraftShape, ...]
-    """What adaptive speculation chooses among, off apart; the first is what static speculation does."""
+    """Strategies of adaptive speculation, except off; static speculation uses the first."""
     actor: Actor = Actor()
     gate: Gate = Gate()
     spot: Spot = Spot()
     tail: TailBatching = TailBatching()
     taps: int = 0
-    """Hidden states that an EAGLE-3 head reads; 0: the head is an EAGLE head."""
+    """Number of hidden states that an EAGLE-3 head reads; 0 for an EAGLE head."""
     drafted: int | None = None
     """Tokens that an EAGLE-3 head can draft; None for all."""
     explore_cost: float = 0.01
-    """Share of the time that the tuner may spend on trying, as by default in ``speculation.tuner_beg_mab``."""
+    """Fraction of the time that the tuner may spend on exploration; default as in ``speculation.tuner_beg_mab``."""
 
     @property
     def nodes(self) -> int:
@@ -113,13 +113,13 @@ class Scenario:
         return Limits(self.max_seqs, self.engine().kv_tokens(self.memory_fraction))
 
     def on(self, nodes: int) -> Scenario:
-        """The same step on so many nodes."""
+        """The same step on another number of nodes."""
         return replace(self, devices=nodes * self.per_node)
 
     def check(self) -> None:
         """
         Raises:
-            ConfigError: what cannot be simulated; one line each.
+            ConfigError: the scenario cannot be simulated; one line per reason.
         """
         actor, problems = self.actor, []
         if self.devices < 1 or self.devices % self.engine_devices:
@@ -137,7 +137,7 @@ class Scenario:
             weights = self.model.parameters * 2 / self.engine_devices / 1e9
             problems.append(
                 f"rollout.max_response_tokens: found {self.max_response_tokens}, with its prompt {longest:.0f}; "
-                f"allowed: what fits an engine's KV cache, {max(0.0, 0.99 * room):.0f} tokens beside {weights:.1f} GB "
+                f"allowed: at most an engine's KV cache, {max(0.0, 0.99 * room):.0f} tokens beside {weights:.1f} GB "
                 f"of weights per device of {self.device.name} (rollout.tensor_parallel_size, "
                 "rollout.vllm.gpu_memory_utilization)"
             )

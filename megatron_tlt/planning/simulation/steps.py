@@ -1,4 +1,4 @@
-"""Whole steps of reinforcement learning under each policy, and what they come to."""
+"""Whole RL steps under each policy, and their summary."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Step:
     seconds: Mapping[str, float]
     """By phase."""
     idle: float
-    """Share of the rollout that an engine waits for the last one, on average."""
+    """Mean fraction of the rollout that an engine waits for the last one."""
     tokens_per_round: float
-    """Per request and engine step."""
+    """Tokens per request and engine step."""
     drafter_steps: float
     """Optimizer steps of the drafter in the bubble."""
     alignment: float
-    """Of the drafter, when the rollout began."""
+    """Alignment of the drafter at the start of the rollout."""
     lengths_mean: float
     lengths_longest: float
     speculating: float
-    """Share of the engines' decoding time."""
+    """Fraction of the engines' decoding time."""
     preemptions: int
 
     @property
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """One policy over seeds: ``steps[seed]`` one behind another."""
+    """One policy over seeds: ``steps[seed]`` are consecutive."""
 
     policy: SchedulingPolicy
     steps: list[list[Step]] = field(default_factory=list)
@@ -72,11 +72,12 @@ class Outcome:
 def simulate_policy(
     scenario: Scenario, policy: SchedulingPolicy, seeds: Sequence[int], steps: int, watch: bool = False
 ) -> Outcome:
-    """``steps`` steps of each seed.
+    """Simulates ``steps`` steps of each seed.
 
-    A drafter that is trained starts where it settles: where a step's training makes good what an update of the policy
-    loses, for the bubble of a first step that is not counted. One that is not stays cold. The same seed
-    gives the same responses to every policy that does not batch tails.
+    A trained drafter starts at its equilibrium: training in a step compensates the loss by a policy update, for the
+        bubble
+    of a first step that is not counted. An untrained drafter stays cold. The same seed gives the same responses to
+    every policy without tail batching.
     """
     outcome = Outcome(policy)
     for seed in seeds:
@@ -109,7 +110,7 @@ def _until(points: list[tuple[float, int]], over: float) -> list[tuple[float, in
 
 
 def _settled(scenario: Scenario, steps: float) -> float:
-    """The level that a step of training and an update come back to."""
+    """The alignment at which a training step and an update cancel."""
     gain = 1.0 - exp(-steps / scenario.constants.drafter_steps_to_align)
     keep = exp(-1.0 / scenario.constants.updates_to_drift)
     return gain * keep / (1.0 - (1.0 - gain) * keep)
@@ -146,7 +147,7 @@ def _step(
 
 
 def _tokens_per_round(seconds: Mapping[str, float], scenario: Scenario, alignment: Alignment) -> float:
-    """Over the time that engines speculate; 1 where they do not."""
+    """Mean over the time that engines speculate; 1 if they do not."""
     spent = {arm: seconds.get(arm.name, 0.0) for arm in scenario.arms}
     total = sum(spent.values())
     return sum(alignment.tokens(arm) * time for arm, time in spent.items()) / total if total else 1.0
@@ -155,17 +156,17 @@ def _tokens_per_round(seconds: Mapping[str, float], scenario: Scenario, alignmen
 def simulate(
     scenario: Scenario, policies: Iterable[str], seeds: Sequence[int], steps: int, watch: bool = False
 ) -> dict[str, Outcome]:
-    """Every policy by name; see ``simulate_policy``.
+    """Simulates every policy by name; see ``simulate_policy``.
 
     Raises:
-        ConfigError: a cluster that cannot do it.
+        ConfigError: the cluster cannot run the scenario.
     """
     scenario.check()
     return {name: simulate_policy(scenario, POLICIES[name], seeds, steps, watch) for name in policies}
 
 
 def speedup(outcomes: Mapping[str, Outcome], name: str, over: str = "off") -> dict[str, float]:
-    """Ratio of mean step times over all seeds, with the least and the greatest of one seed."""
+    """Ratio of mean step times over all seeds, with the minimum and maximum of single seeds."""
     base, own = outcomes[over].totals(), outcomes[name].totals()
     pairs = [a / b for a, b in zip(base, own, strict=True)]
     ratio = fmean(base) / fmean(own)
@@ -173,7 +174,7 @@ def speedup(outcomes: Mapping[str, Outcome], name: str, over: str = "off") -> di
 
 
 def summarize(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
-    """A row of plain numbers for each policy."""
+    """One row of plain numbers per policy."""
     full = outcomes["off"].mean("lengths_mean") if "off" in outcomes else None
     return [
         {
