@@ -1,4 +1,4 @@
-"""The shape every benchmark's output has, and how its cases are timed on a noisy machine."""
+"""The common output format of benchmarks, and timing of their cases on a noisy machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CASE_WIDTH = 24
 
 @dataclass
 class BenchmarkResult:
-    """What was measured, on what, and whether it is good enough.
+    """Measurements of a benchmark, their environment, and the targets they meet.
 
     ``rows`` are flat dictionaries, one per case; ``targets`` maps a name to value, target, op and met.
     """
@@ -44,34 +44,34 @@ class BenchmarkResult:
     targets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def target(self, name: str, value: float, op: str, target: float) -> bool:
-        """Record whether ``value op target`` holds and return it; NaN meets nothing.
+        """Records whether ``value op target`` holds and returns it; NaN meets no target.
 
         Raises:
-            ValueError: ``op`` is not one of OPERATORS, or ``name`` is taken.
+            ValueError: ``op`` is not one of OPERATORS, or ``name`` exists already.
         """
         if op not in OPERATORS:
             raise ValueError(f"op {op!r}: allowed are {', '.join(OPERATORS)}")
         if name in self.targets:
-            raise ValueError(f"target {name!r} is there already")
+            raise ValueError(f"target {name!r} exists already")
         met = not math.isnan(value) and OPERATORS[op](value, target)
         self.targets[name] = {"value": value, "target": target, "op": op, "met": bool(met)}
         return bool(met)
 
     def incomplete(self, name: str) -> None:
-        """Record that a target's measurement is still to be made: running the benchmark again adds it."""
+        """Records that a target's measurement is missing: running the benchmark again adds it."""
         self.targets[name] = {"value": math.nan, "target": math.nan, "op": "incomplete", "met": False}
 
     @property
     def all_met(self) -> bool:
-        """Whether every target is met (True without any)."""
+        """Whether every target is met (True without targets)."""
         return all(entry["met"] for entry in self.targets.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data as it is written."""
+        """The plain data that is written."""
         return {"name": self.name, "environment": self.environment, "rows": self.rows, "targets": self.targets}
 
     def write(self, path: Path | str) -> None:
-        """Write JSON atomically; NaN and infinities become null.
+        """Writes JSON atomically; NaN and infinities become null.
 
         Raises:
             RunError: the disk is full.
@@ -83,9 +83,9 @@ class BenchmarkResult:
         return any(isinstance(v, list) or (isinstance(v, dict) and any(map(_is_list, v.values()))) for v in values)
 
     def print(self, console: Console | None = None) -> None:
-        """Print the rows and the targets as tables."""
+        """Prints the rows and the targets as tables."""
         console = console or Console()
-        # single measurements are in the JSON; a table shows what they come to
+        # single measurements are in the JSON; the table shows their summary
         columns = [c for c in dict.fromkeys(key for row in self.rows for key in row) if not self._is_raw(c)]
         if columns:
             for table in _tables(self.name, columns, self.rows, console):
@@ -101,7 +101,7 @@ class BenchmarkResult:
 
 
 def _tables(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> list[Table]:
-    """A table with a row per case; where its words do not fit, tables with a column per case, as many as fit."""
+    """A table with one row per case; if it is too wide, tables with one column per case, as many as fit."""
     table = Table(title=name or None)
     for column in columns:
         numeric = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
@@ -122,7 +122,7 @@ def _tables(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]
 
 
 def _lying(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A column per case, headed by its first value; without lines that none of them has anything for."""
+    """A transposed table: one column per case, headed by its first value; rows without any value are left out."""
     first, *others = columns
     table = Table(first.replace("_", " "), title=name or None)
     for row in rows:
@@ -156,10 +156,11 @@ def _text(value: Any) -> str:
 
 
 def interleave(cases: Mapping[str, Callable[[], T]], repeats: int, warmups: int = 0) -> dict[str, list[float]]:
-    """Time each case ``repeats`` times, in seconds, one round of all cases after another.
+    """Times each case ``repeats`` times, in seconds, in rounds of all cases.
 
-    Interleaving makes a slow spell of the machine hit all cases alike; each round begins with the next case, so that
-    none always runs first. ``warmups`` rounds before are not counted. Entry i of every list is round i: they pair up.
+    With interleaving, a slow period of the machine affects all cases equally. Each round starts with the next case, so
+    that no case always runs first. The ``warmups`` rounds before are not counted. Entry i of every list is from round
+    i.
 
     Raises:
         ValueError: ``repeats`` is less than 1.
@@ -182,10 +183,10 @@ def interleave(cases: Mapping[str, Callable[[], T]], repeats: int, warmups: int 
 def ratio_of_medians(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """median(a) / median(b), with the smallest and largest ratio of a pair (a[i], b[i]) as its spread.
 
-    ``low <= ratio <= high`` always: the spread is widened where the medians' ratio is outside the pairs'.
+    ``low <= ratio <= high`` always holds: the spread is widened if the medians' ratio is outside the pairs'.
 
     Raises:
-        ValueError: the two are empty, differ in length, or hold a number that is not positive and finite.
+        ValueError: the lists are empty, differ in length, or contain a number that is not positive and finite.
     """
     pairs = _ratios(a, b)
     ratio = statistics.median(a) / statistics.median(b)
@@ -193,10 +194,10 @@ def ratio_of_medians(a: Sequence[float], b: Sequence[float]) -> dict[str, float]
 
 
 def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
-    """The median of a[i] / b[i], with the smallest and largest: for pairs whose work differs from one to the next.
+    """The median of a[i] / b[i], with the smallest and largest: for pairs with different work.
 
     Raises:
-        ValueError: as ``ratio_of_medians``.
+        ValueError: see ``ratio_of_medians``.
     """
     pairs = _ratios(a, b)
     return {"ratio": statistics.median(pairs), "low": min(pairs), "high": max(pairs)}
@@ -204,7 +205,7 @@ def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> dict[str, float]
 
 def _ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
     if len(a) != len(b) or not a:
-        raise ValueError(f"{len(a)} and {len(b)} measurements: must be as many of each, at least 1")
+        raise ValueError(f"{len(a)} and {len(b)} measurements: must be equally many, at least 1")
     if not all(math.isfinite(x) and x > 0 for x in (*a, *b)):
         raise ValueError("a measurement is not positive and finite")
     return [x / y for x, y in zip(a, b, strict=True)]

@@ -1,4 +1,4 @@
-"""Tells from a run's metrics that its drafter is silent: not trained, not chosen, or no longer accepted."""
+"""Detects from a run's metrics that its drafter is unused: not trained, not chosen, or no longer accepted."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from megatron_tlt.observe.lasting_causes import STEPS, Row, StepsCheck
 from megatron_tlt.observe.metrics import LENGTH_CLASSES
 
 LEAST_ACCEPTANCE = 1.05
-"""Tokens per draft and verification, the target's own included, below which drafts cost more than they gain."""
+"""Tokens per draft and verification, including the target's own, below which drafts cost more than they gain."""
 
 _ACCEPTANCE = "speculation/acceptance_length_"
 _MODEL = "eagle"
-"""In the names of all drafters that have a model, and of pairs and bounds with them."""
+"""Substring in the names of drafters with a model, and of pairs and bounds with them."""
 _REASON = "spot/untrained_"
 _WHY_UNTRAINED = {
     "no_data": "no rank's buffer holds a response; raise drafter.buffer.disk_bytes or drafter.buffer.max_age",
-    "few_entries": "the engines that wait hold too few responses; lower spot.min_entries, or set spot.least_steps",
-    "short_wait": "engines wait too shortly for the last one; lower spot.min_replicas, or set spot.least_steps",
-    "no_step": "the wait ends before a training step does; lower drafter.entries_per_step, or set spot.least_steps",
-    "no_order": "no rank entered a session, and the log says why; set spot.least_steps to train after the update",
+    "few_entries": "waiting engines hold too few responses; lower spot.min_entries, or set spot.least_steps",
+    "short_wait": "the engines' wait for the last one is too short; lower spot.min_replicas, or set spot.least_steps",
+    "no_step": "the wait is shorter than a training step; lower drafter.entries_per_step, or set spot.least_steps",
+    "no_order": "no rank joined a session; the log gives the reason; set spot.least_steps to train after the update",
 }
 
 
 def _value(row: Row, name: str) -> float | None:
-    """A metric, or None where the row lacks it: it was not measured, or by an earlier release."""
+    """A metric, or None if the row lacks it: not measured, or written by an earlier release."""
     value = row.get(name)
     return float(value) if isinstance(value, int | float) else None
 
 
 class DrafterCheck(StepsCheck):
-    """Follows a run's steps; a cause that holds for ``steps`` steps in a row is a warning, once until it ends.
+    """Follows a run's steps; warns once about a cause that holds for ``steps`` steps in a row.
 
-    - ``untrained``: the drafter's version (optimizer steps) stays as it is;
+    - ``untrained``: the drafter's version (optimizer steps) does not change;
     - ``gate_closed``: the running batch was never small enough for speculation;
-    - ``never_chosen``: the tuner chooses among strategies, and never one of the drafter model;
-    - ``unaccepted_*``: a drafter's acceptance length is below ``LEAST_ACCEPTANCE``; steps without drafts of it do not
+    - ``never_chosen``: the tuner never chose a strategy of the drafter model;
+    - ``unaccepted_*``: a drafter's acceptance length is below ``LEAST_ACCEPTANCE``; steps without its drafts do not
       count.
     """
 
@@ -45,7 +45,7 @@ class DrafterCheck(StepsCheck):
         self._highest: dict[str, float] = {}
 
     def add(self, row: Row) -> list[str]:
-        """The new warnings after a step with these metrics; metrics that are absent give none."""
+        """Returns the new warnings after a step with these metrics; absent metrics cause none."""
         messages, unknown = self._unaccepted(row)
         messages |= self._untrained(row) | self._unused(row)
         return [f"{messages[name]} (for {self._causes.steps} steps)" for name in self._causes.add([*messages], unknown)]
@@ -55,7 +55,7 @@ class DrafterCheck(StepsCheck):
         before, self._version = self._version, version
         if version is None or version > (before or 0.0):
             return {}
-        state = f"has version {version:.0f} still" if version else "has never been trained"
+        state = f"still has version {version:.0f}" if version else "has never been trained"
         return {"untrained": f"the drafter {state}: {_why_untrained(row)}"}
 
     @staticmethod
@@ -68,18 +68,18 @@ class DrafterCheck(StepsCheck):
                 "gate_closed": "speculation is off: no engine had a running batch of at most "
                 "speculation.adaptive.threshold for speculation.adaptive.patience steps. Raise the threshold"
             }
-        # an untrained drafter is kept from drafting, which is a cause of its own
+        # an untrained drafter is withheld, which is a separate cause
         if row.get("speculation/drafter_version") is None or row.get("speculation/drafter_withheld"):
             return {}
         if any(value for name, value in shares.items() if _MODEL in name):
             return {}
         return {
             "never_chosen": f"the tuner never chose the drafter model. Raise {_steps_key(row)} or drafter.lr, start "
-            "from a trained one (drafter.path), or take its strategies out of speculation.adaptive.strategies"
+            "with a trained one (drafter.path), or remove its strategies from speculation.adaptive.strategies"
         }
 
     def _unaccepted(self, row: Row) -> tuple[dict[str, str], set[str]]:
-        """Messages of the drafters that are not accepted, and the causes that this step says nothing of."""
+        """Messages for drafters that are not accepted, and the causes for which this step has no data."""
         messages, unknown = {}, set()
         found = {name.removeprefix(_ACCEPTANCE) for name in row if name.startswith(_ACCEPTANCE)}
         for drafter in sorted((found | self._highest.keys()).difference(LENGTH_CLASSES)):
@@ -99,28 +99,28 @@ class DrafterCheck(StepsCheck):
 
 def _why_untrained(row: Row) -> str:
     if row.get("drafter/failed"):
-        return "its training fails, and the log says how; lower drafter.lr or set drafter.clip_grad"
+        return "its training fails; the log has the error; lower drafter.lr or set drafter.clip_grad"
     for reason, text in _WHY_UNTRAINED.items():
         if row.get(_REASON + reason):
             return text
     if row.get("drafter/entries") == 0:
         return _WHY_UNTRAINED["no_data"]
-    return f"its sessions end without a step, and the log says how; see {_steps_key(row)} and drafter.buffer"
+    return f"its sessions end without a step; the log gives the reason; see {_steps_key(row)} and drafter.buffer"
 
 
 def _steps_key(row: Row) -> str:
-    """The key for more training: with a spot section, ``drafter.session_steps`` has no effect."""
+    """The key for more training; with a spot section, ``drafter.session_steps`` has no effect."""
     return "spot.least_steps" if "spot/sessions" in row else "drafter.session_steps"
 
 
 def _remedy(drafter: str, row: Row) -> str:
     if _MODEL not in drafter:
-        return "Take another speculation.drafter, or speculation.adaptive, which turns it off where it does not pay"
+        return "Use another speculation.drafter, or speculation.adaptive, which turns it off when it does not pay"
     if row.get("drafter/version") is None:
-        return "Train it in the run (a drafter section), or take another speculation.drafter"
-    return f"Raise {_steps_key(row)} or drafter.lr, or start from a trained one (drafter.path)"
+        return "Train it in the run (a drafter section), or use another speculation.drafter"
+    return f"Raise {_steps_key(row)} or drafter.lr, or start with a trained one (drafter.path)"
 
 
 def drafter_warnings(rows: Iterable[Row]) -> list[str]:
-    """The warnings of a whole run's metrics rows, each with its step."""
+    """The warnings for all metrics rows of a run, each with its step."""
     return DrafterCheck().of_run(rows)

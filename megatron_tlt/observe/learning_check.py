@@ -1,4 +1,4 @@
-"""Tells from a run's metrics that it cannot learn, and the likely cause."""
+"""Detects from a run's metrics that it cannot learn, and the likely cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_tlt.observe.lasting_causes import STEPS as STEPS
 from megatron_tlt.observe.lasting_causes import Row, StepsCheck
 
-# STEPS in a row before a warning: at 16 responses a step of which 10 % are right, five steps without a mixed group
+# STEPS in a row before a warning: with 16 responses per step, 10 % of them correct, five steps without a mixed group
 # have a probability of 0.02 %.
 _NEARLY_ALL = 0.95
 
@@ -20,7 +20,7 @@ class _Cause:
 
 
 def _value(row: Row, name: str, default: float) -> float:
-    """A metric, or ``default`` where the row lacks it: metrics written by an earlier release."""
+    """A metric, or ``default`` if the row lacks it (written by an earlier release)."""
     value = row.get(name)
     return float(value) if isinstance(value, int | float) else default
 
@@ -32,46 +32,46 @@ def _no_signal(row: Row) -> bool:
 _SPECIFIC = {
     "verifier_errors": _Cause(
         lambda row: _value(row, "reward/verifier_error_share", 0.0) >= _NEARLY_ALL,
-        "the verifier fails on nearly all responses, which get reward 0; the log names its errors. Where they are "
+        "the verifier fails on nearly all responses, which get reward 0; the log names its errors. If they are "
         "time-outs, raise rewards.timeout_s or rewards.workers",
     ),
     "truncated": _Cause(
         lambda row: _value(row, "length/truncated", 0.0) >= _NEARLY_ALL,
-        "nearly all responses are cut at their longest length, before their answer. Raise rollout.max_response_tokens, "
-        "or start from a model that ends its responses",
+        "nearly all responses are truncated at the length limit, before their answer. Raise "
+        "rollout.max_response_tokens, or start with a model that ends its responses",
     ),
     "no_answer": _Cause(
         lambda row: _value(row, "reward/extracted", 1.0) <= 1.0 - _NEARLY_ALL,
-        "the verifier finds an answer in nearly no response. Ask for '#### ANSWER' as the last line in the prompt "
-        "(prompt_suffix of a file's params), or start from a model that was trained on such solutions",
+        "the verifier finds an answer in almost no response. Ask for '#### ANSWER' as the last line in the prompt "
+        "(prompt_suffix of a file's params), or start with a model that was trained on such solutions",
     ),
 }
 _GENERAL = {
     "all_wrong": _Cause(
         lambda row: _no_signal(row) and _value(row, "reward/correct", 1.0) == 0.0,
-        "every response is wrong, so the policy loss has no gradient. Take easier tasks, a larger "
+        "every response is wrong, so the policy loss has no gradient. Use easier tasks, a larger "
         "algorithm.group_size, or a stronger start model",
     ),
     "all_right": _Cause(
         lambda row: _no_signal(row) and _value(row, "reward/correct", 0.0) == 1.0,
-        "every response is right, so the policy loss has no gradient. Take harder tasks",
+        "every response is right, so the policy loss has no gradient. Use harder tasks",
     ),
     "same_rewards": _Cause(
         lambda row: _no_signal(row) and 0.0 < _value(row, "reward/correct", 0.0) < 1.0,
         "the responses to a problem are all right or all wrong, so the policy loss has no gradient. Raise "
-        "rollout.sampling.temperature or algorithm.group_size, or take tasks of medium difficulty",
+        "rollout.sampling.temperature or algorithm.group_size, or use tasks of medium difficulty",
     ),
 }
 
 
 class LearningCheck(StepsCheck):
-    """Follows a run's steps; a cause that holds for ``steps`` steps in a row is a warning, once until it ends.
+    """Follows a run's steps; warns once about a cause that holds for ``steps`` steps in a row.
 
-    Rewards that are all the same are a warning of their own only where no specific cause explains them.
+    Equal rewards in all groups cause their own warning only if no specific cause explains them.
     """
 
     def add(self, row: Row) -> list[str]:
-        """The new warnings after a step with these metrics; metrics that are absent give none."""
+        """Returns the new warnings after a step with these metrics; absent metrics cause none."""
         causes = _SPECIFIC | _GENERAL
         holding = {name for name in causes if causes[name].holds(row)}
         if holding & _SPECIFIC.keys():
@@ -81,5 +81,5 @@ class LearningCheck(StepsCheck):
 
 
 def learning_warnings(rows: Iterable[Row]) -> list[str]:
-    """The warnings of a whole run's metrics rows, each with its step."""
+    """The warnings for all metrics rows of a run, each with its step."""
     return LearningCheck().of_run(rows)

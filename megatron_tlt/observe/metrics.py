@@ -1,4 +1,4 @@
-"""One row of numbers per step: ``metrics.jsonl``, TensorBoard, and Weights & Biases when asked for."""
+"""One row of numbers per step: ``metrics.jsonl``, TensorBoard, and optionally Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_tlt.platform.files import atomic_write_text
 
 METRICS_FILE = "metrics.jsonl"
 LENGTH_CLASSES = ("short", "medium", "long")
-"""Thirds of a step's responses by length, as metrics of each are named."""
+"""Names in metrics for the thirds of a step's responses by length."""
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
@@ -31,12 +31,12 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
 
 
 class MetricsWriter:
-    """Writes a run's metrics; for rank 0 only.
+    """Writes a run's metrics; used on rank 0 only.
 
     Args:
-        folder: the run's folder; created when missing.
+        folder: the run's folder; created if missing.
         tensorboard: also write event files to ``folder/tensorboard``.
-        wandb: also log there; the same run is continued on resume.
+        wandb: also log to Weights & Biases; a resumed run continues its run there.
 
     Raises:
         ConfigError: ``wandb`` is given and the package is not installed.
@@ -74,25 +74,25 @@ class MetricsWriter:
         if self._board is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # purge_step makes TensorBoard itself forget what a killed run wrote beyond the resumed step.
+            # purge_step makes TensorBoard drop the events that a killed run wrote after the resumed step.
             self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self._purge_step)
         return self._board
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one row.
+        """Appends one row.
 
         Raises:
-            RunError: the disk is full; no part of the row is left behind.
+            RunError: the disk is full; no partial row remains.
         """
         numbers = {name: _number(value) for name, value in values.items()}
         self._file.append([{"step": int(step), "wall_time": round(time.time(), 3), **numbers}])
         self._log_elsewhere(step, numbers)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Add ``values`` to the row of ``step``, or log them where a killed run left no such row.
+        """Adds ``values`` to the row of ``step``, or logs them if a killed run left no such row.
 
         Raises:
-            RunError: the disk is full; the file is then as it was.
+            RunError: the disk is full; the file is unchanged.
         """
         numbers = {name: _number(value) for name, value in values.items()}
         rows = read_jsonl(self._file.path)
@@ -115,7 +115,7 @@ class MetricsWriter:
             self._wandb.log(known, step=int(step))
 
     def truncate_after(self, step: int) -> int:
-        """Drop the rows of steps after ``step`` (the resumed one), so that none is there twice; return how many."""
+        """Drops the rows after the resumed ``step``, so that no step is written twice; returns their number."""
         self._purge_step = step + 1
         if self._board is not None:
             self._board.close()
@@ -123,7 +123,7 @@ class MetricsWriter:
         return self._file.truncate_after(step)
 
     def close(self) -> None:
-        """Flush and close everything."""
+        """Flushes and closes everything."""
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: bars on a terminal, one short line per step elsewhere."""
+"""Progress output of a run: bars on a terminal, otherwise one short line per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-# What a step's line shows, in this order, where it is measured: metric name -> label, format.
+# Contents of a step's line, in this order, if measured: metric name -> label, format.
 STEP_LINE = {
     "reward/mean": ("reward", "{:.3f}"),
     "eval/pass_at_1": ("pass@1", "{:.3f}"),
@@ -26,7 +26,7 @@ STEP_LINE = {
 
 
 def session_line(metrics: Mapping[str, float]) -> str | None:
-    """What a drafter's session came to, by draft in a row; None where nothing was trained."""
+    """Results of a drafter session, by position in the draft; None if nothing was trained."""
     depths = [depth for depth in range(1, 100) if f"drafter/loss_depth_{depth}" in metrics]
     if not depths or not metrics.get("drafter/steps"):
         return None
@@ -39,14 +39,14 @@ def session_line(metrics: Mapping[str, float]) -> str | None:
 
 
 class Progress:
-    """Bars for the run and its present phase; silent on every rank but 0.
+    """Progress bars for the run and its current phase; silent on all ranks except 0.
 
     Args:
-        rank: only rank 0 shows anything.
-        total_steps: the length of the run's bar.
-        done_steps: where a resumed run begins.
-        enabled: False shows nothing at all (``observe.progress``).
-        stream: default standard output; bars only where it is a terminal.
+        rank: only rank 0 prints.
+        total_steps: length of the run's bar.
+        done_steps: steps already done by a resumed run.
+        enabled: False prints nothing (``observe.progress``).
+        stream: default standard output; bars are drawn only on a terminal.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Progress:
             self._bars.start()
 
     def start(self, phase: str, total: int | None = None) -> None:
-        """Begin the bar of ``phase`` with ``total`` units (None: unknown); the one before goes away."""
+        """Starts the bar of ``phase`` with ``total`` units (None: unknown); removes the previous one."""
         if self._bars is None:
             return
         if self._phase is not None:
@@ -78,12 +78,12 @@ class Progress:
         self._phase = self._bars.add_task(phase, total=total)
 
     def advance(self, amount: int = 1) -> None:
-        """Move the phase's bar on."""
+        """Advances the phase's bar."""
         if self._bars is not None and self._phase is not None:
             self._bars.advance(self._phase, amount)
 
     def message(self, text: str) -> None:
-        """Print one line above the bars."""
+        """Prints one line above the bars."""
         if not self._shown:
             return
         if self._bars is not None:
@@ -92,7 +92,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def step_done(self, step: int, values: Mapping[str, float]) -> None:
-        """Report step number ``step`` (counted from 1) with the metrics of STEP_LINE that are in ``values``."""
+        """Reports step ``step`` (counted from 1) with the metrics of STEP_LINE that are in ``values``."""
         if not self._shown:
             return
         parts = [f"{label} {form.format(values[key])}" for key, (label, form) in STEP_LINE.items() if key in values]
@@ -101,7 +101,7 @@ class Progress:
             self._bars.update(self._run, completed=step)
 
     def close(self) -> None:
-        """Take the bars off the terminal; harmless when called again."""
+        """Removes the bars from the terminal; may be called again."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None

@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained page about a run; no script, nothing from the network."""
+"""``report.html``: one self-contained page about a run, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Card:
-    """A plot with its title; ``svg`` None says that its data is missing."""
+    """A plot with its title; ``svg`` is None if its data is missing."""
 
     title: str
     caption: str
@@ -46,13 +46,13 @@ class Card:
 
 
 def write_report(run_folder: Path | str) -> Path:
-    """Render ``report.html`` from what the run's folder holds; missing pieces are left out with a note.
+    """Renders ``report.html`` from the run's folder; missing parts are left out with a note.
 
     Returns:
         The report's path.
 
     Raises:
-        RunError: there is no such folder, or the disk is full.
+        RunError: the folder does not exist, or the disk is full.
     """
     folder = Path(run_folder)
     run = load_run(folder)
@@ -83,7 +83,7 @@ def write_report(run_folder: Path | str) -> Path:
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it."""
+    """A value formatted for a table."""
     if value is None:
         return "–"  # noqa: RUF001
     if isinstance(value, bool):
@@ -96,7 +96,7 @@ def cell(value: Any) -> str:
 
 
 def make_subtitle(run: RunData) -> str:
-    """What ran: steps, processes, libraries."""
+    """What the run used: steps, processes, libraries."""
     parts: list[str] = []
     steps = section(run.summary, "steps") or (run.metrics[-1]["step"] if run.metrics else None)
     if steps is not None:
@@ -115,7 +115,7 @@ def make_subtitle(run: RunData) -> str:
 
 
 def make_tiles(run: RunData) -> list[Tile]:
-    """The headline numbers, from the summary where it has them, else from the metrics."""
+    """The headline numbers: from the summary if present there, else from the metrics."""
     tiles = [_start_end(run), _reward_tile(run), _speed_tile(run), _acceptance_tile(run), _gain_tile(run)]
     lengths: Mapping[str, Any] = section(run.summary, "rollout", "length") or describe_lengths(run.all_lengths())  # type: ignore[arg-type]
     if is_number(lengths.get("max_over_median")):
@@ -184,15 +184,15 @@ def _gain_tile(run: RunData) -> Tile | None:
     if gain is None:
         return None
     lengths = [section(run.summary, "speculation", f"{which}_acceptance_length") for which in ("frozen", "adapted")]
-    trained = "; acceptance of the first drafter {:.2f}, of the newest {:.2f}".format(*lengths) if all(lengths) else ""
+    trained = "; acceptance length {:.2f} (first drafter), {:.2f} (newest)".format(*lengths) if all(lengths) else ""
     if gain.gain is None:
         return Tile("Speculation", "unknown", f"{gain.unknown}{trained}")
-    detail = f"rollout time without it, estimated, over that with it, in {gain.known_steps} of {gain.steps} steps"
+    detail = f"estimated time without speculation over measured time, in {gain.known_steps} of {gain.steps} steps"
     return Tile("Speculation", f"{gain.gain:.2f}×", detail + trained)  # noqa: RUF001
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
+    """Seconds in a readable form."""
     if seconds < 90:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -200,25 +200,25 @@ def duration(seconds: float) -> str:
 
 
 def make_cards(run: RunData) -> list[Card]:
-    """Every plot of the report, those without data included."""
+    """All plots of the report, including those without data."""
     timeline = last_step_timeline(run.trace)
     made: list[tuple[str, str, str | None]] = [
-        ("Reward and held-out accuracy", "held-out: problems never trained on", plots.plot_reward(run)),
+        ("Reward and held-out accuracy", "held-out: problems not used for training", plots.plot_reward(run)),
         ("Time per step", "by phase; hatched: waiting for the slowest rank", plots.plot_phase_times(run)),
-        ("Response length over steps", "in tokens, with its tail", plots.plot_length_bands(run)),
+        ("Response length over steps", "in tokens, including the tail", plots.plot_length_bands(run)),
         ("Response lengths", "all responses of the run; logarithmic counts", plots.plot_length_histogram(run)),
         ("Acceptance length", "tokens per decode step and request", speculation.plot_acceptance(run)),
-        ("Speculation's gain", "rollout time without it, estimated, over that with it", speculation.plot_gain(run)),
+        ("Speculation's gain", "estimated time without speculation over measured time", speculation.plot_gain(run)),
         (
             "Accepted drafts",
-            "by position in the draft, and by thirds of the response lengths",
+            "by draft position, and by thirds of the response lengths",
             speculation.plot_drafts(run),
         ),
-        ("Suffix history", "responses kept, and how well drafts from them are accepted", speculation.plot_history(run)),
+        ("Suffix history", "responses kept, and the acceptance of drafts from them", speculation.plot_history(run)),
         ("Rollout against actor", "the two log-probabilities of each sampled token", plots.plot_mismatch(run)),
         (
             "Last rollout's strategies",
-            "what drafted for which batch, on the rank that decoded longest",
+            "strategy by batch size, on the rank that decoded longest",
             speculation.plot_strategies(last_rollout(run.trace)),
         ),
         ("Tasks", "reward, held-out accuracy and response length of each", plot_tasks(run)),

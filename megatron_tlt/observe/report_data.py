@@ -1,4 +1,4 @@
-"""What a run's folder holds, read leniently: a missing or damaged piece becomes a note, never a crash."""
+"""Lenient reader of a run's folder: a missing or damaged file becomes a note, never a crash."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_tlt.observe.timeline import ENGINE_LANE, TRACE_FILE, read_trace
 CONFIG_FILE = "config.resolved.yaml"
 LENGTHS_FILE = "lengths.jsonl"
 RUN_FILES = (METRICS_FILE, SUMMARY_FILE, TRACE_FILE, LENGTHS_FILE, CONFIG_FILE)
-"""What a report is drawn from; a folder without any of them holds no run."""
+"""Files that a report uses; a folder without any of them contains no run."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class RunData:
-    """The pieces of a run; an absent one is empty and has a note.
+    """The data of a run; absent files give empty fields and a note.
 
     ``metrics``: one row per step (``step``, then numbers or None). ``lengths``: one row per step with ``lengths``
     (tokens), ``finish_reasons`` (reason -> count), ``acceptance`` (tokens per decode step of each response).
-    ``samples``: one row per response that was chosen to be read; none where the run wrote none.
+    ``samples``: one row per response chosen for reading; may be empty.
     """
 
     name: str
@@ -43,7 +43,7 @@ class RunData:
     notes: list[str] = field(default_factory=list)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, rows without it left out."""
+        """Steps and values of a metric; rows without it are left out."""
         pairs = [(row["step"], row[name]) for row in self.metrics if is_number(row.get(name))]
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
@@ -58,12 +58,12 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(values: Any) -> list[float]:
-    """The numbers in ``values``, whatever it is."""
+    """The numbers in ``values``, which may have any type."""
     return [float(v) for v in values if is_number(v)] if isinstance(values, Sequence) else []
 
 
 def section(nested: Mapping[str, Any], *path: str) -> Any:
-    """``nested[path[0]][path[1]]...`` or None where a part is missing."""
+    """``nested[path[0]][path[1]]...``, or None if a part is missing."""
     found: Any = nested
     for key in path:
         if not isinstance(found, Mapping) or key not in found:
@@ -73,10 +73,10 @@ def section(nested: Mapping[str, Any], *path: str) -> Any:
 
 
 def load_run(folder: Path | str) -> RunData:
-    """Read a run's folder.
+    """Reads a run's folder.
 
     Raises:
-        RunError: there is no such folder.
+        RunError: the folder does not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -86,7 +86,7 @@ def load_run(folder: Path | str) -> RunData:
     def piece(file: str, read: Callable[[Path], T], empty: T) -> T:
         path = folder / file
         if not path.exists():
-            run.notes.append(f"{file} is missing; what is drawn from it is left out.")
+            run.notes.append(f"{file} is missing; its plots are left out.")
             return empty
         try:
             return read(path)
@@ -98,7 +98,7 @@ def load_run(folder: Path | str) -> RunData:
     no_rows: list[dict[str, Any]] = []
     run.metrics = [row for row in piece(METRICS_FILE, read_jsonl, no_rows) if is_number(row.get("step"))]
     run.lengths = [row for row in piece(LENGTHS_FILE, read_jsonl, no_rows) if is_number(row.get("step"))]
-    if (folder / SAMPLES_FILE).exists():  # a run may write none
+    if (folder / SAMPLES_FILE).exists():  # this file is optional
         run.samples = piece(SAMPLES_FILE, read_jsonl, no_rows)
     run.trace = piece(TRACE_FILE, read_trace, {})
     run.summary = piece(SUMMARY_FILE, read_summary, {})
@@ -118,7 +118,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A span of the drawn timeline; ``start`` and ``duration`` in seconds since the step began."""
+    """A span of the drawn timeline; ``start`` and ``duration`` in seconds since the start of the step."""
 
     row: str
     category: str
@@ -128,7 +128,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One step's spans per row (a rank, or a rank's further lane), and counters: name -> rank -> [(seconds, value)]."""
+    """One step's spans per row (a rank, or another lane of it), and counters: name -> rank -> [(seconds, value)]."""
 
     step: int
     rows: list[str]
@@ -138,7 +138,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Engine steps of one strategy and batch; ``start`` and ``duration`` in seconds since the rollout's first one."""
+    """Engine steps with one strategy and batch; times in seconds since the first engine step of the rollout."""
 
     strategy: str
     batch: int
@@ -149,12 +149,12 @@ class Stretch:
 
 
 def last_rollout(trace: Mapping[str, Any]) -> list[Stretch]:
-    """The newest rollout's engine steps, of the rank that decoded longest; empty where there are none."""
+    """The newest rollout's engine steps on the rank that decoded longest; empty if there are none."""
     spans = [e for e in trace.get("traceEvents", []) if isinstance(e, dict) and e.get("ph") == "X"]
     events = [e for e in spans if e.get("cat") == ENGINE_LANE and is_number(section(e, "args", "rollout"))]
     if not events:
         return []
-    # a step may have several, where the policy is evaluated
+    # a step may have several rollouts, if the policy is evaluated
     newest = max((e["args"]["step"], e["args"]["rollout"]) for e in events)
     events = [e for e in events if (e["args"]["step"], e["args"]["rollout"]) == newest]
     last = max(events, key=lambda e: e["ts"] + e["dur"])
@@ -174,7 +174,7 @@ def last_rollout(trace: Mapping[str, Any]) -> list[Stretch]:
 
 
 def last_step_timeline(trace: Mapping[str, Any], max_rows: int = 64) -> StepTimeline | None:
-    """The newest step with a rollout (else the newest one) of a merged trace; None where there is none."""
+    """The newest step with a rollout, else the newest step, of a merged trace; None if there is none."""
     events = [e for e in trace.get("traceEvents", []) if isinstance(e, dict)]
     spans = [
         e

@@ -45,7 +45,7 @@ def plot_reward(run: RunData) -> str | None:
         for name, label, color, style in lines:
             steps, values = run.series(name)
             if name == "reward/correct" and (steps, values) in drawn:
-                continue  # a reward of 0 or 1 is the same line twice
+                continue  # for rewards of 0 or 1 both lines are the same
             if steps:
                 axes.plot(steps, values, color=color, label=label, **style)
                 drawn.append((steps, values))
@@ -57,7 +57,7 @@ def plot_reward(run: RunData) -> str | None:
 
 
 def plot_length_bands(run: RunData) -> str | None:
-    """Response length over steps: median, the middle 80 %, the 99th percentile, the longest."""
+    """Response length over steps: median, the middle 80 %, 99th percentile, maximum."""
     with matplotlib.rc_context(STYLE):
         figure = new_figure()
         axes = figure.subplots()
@@ -84,7 +84,7 @@ def plot_length_bands(run: RunData) -> str | None:
 
 
 def plot_length_histogram(run: RunData) -> str | None:
-    """Lengths of all responses, counts on a logarithmic axis so that the tail can be seen."""
+    """Lengths of all responses; counts on a logarithmic axis, so that the tail is visible."""
     lengths = run.all_lengths()
     if not lengths:
         return None
@@ -160,7 +160,7 @@ def plot_mismatch(run: RunData) -> str | None:
         axes = figure.subplots()
         for name, label, color in kinds:
             steps, values = run.series(f"mismatch/{name}")
-            # A zero has no place on this axis; a k3 of exact agreement may round below it.
+            # A logarithmic axis cannot show zero; the k3 of exact agreement may round below it.
             shown = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
             if shown:
                 axes.plot(*zip(*shown, strict=True), color=color, label=label)
@@ -173,7 +173,7 @@ def plot_mismatch(run: RunData) -> str | None:
 
 
 def plot_training(run: RunData) -> str | None:
-    """Small multiples of what the optimizer and the engines report."""
+    """Small plots of metrics from the optimizer and the engines."""
     names = {
         "actor/loss": "loss",
         "actor/grad_norm": "gradient norm",
@@ -205,7 +205,7 @@ def plot_training(run: RunData) -> str | None:
 
 
 def plot_timeline(timeline: StepTimeline) -> str:
-    """A Gantt chart of one step: a row per rank and lane; below it the running batch, where it was counted."""
+    """A Gantt chart of one step: a row per rank and lane; below it the running batch, if counted."""
     rows = {row: index for index, row in enumerate(timeline.rows)}
     running = next((c for name, c in timeline.counters.items() if "running" in name), None)
     height = 0.34 * len(rows) + 0.9
@@ -217,7 +217,7 @@ def plot_timeline(timeline: StepTimeline) -> str:
         else:
             axes = below = figure.subplots()
         labelled: set[str] = set()
-        # Parents come first in the trace, so a nested span is painted over the one it is in.
+        # Parents come first in the trace, so a nested span is drawn over its parent.
         for bar in timeline.bars:
             category = bar.category if bar.category in PHASE_COLORS else "other"
             label = None if category in labelled else category.replace("_", "-")
@@ -233,7 +233,7 @@ def plot_timeline(timeline: StepTimeline) -> str:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.005)
-        below.set_xlabel(f"seconds since step {timeline.step} began")
+        below.set_xlabel(f"seconds since the start of step {timeline.step}")
         legend(axes, 10)
         return to_svg(figure, "timeline")
 

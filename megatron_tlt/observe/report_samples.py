@@ -1,4 +1,4 @@
-"""The report's section of responses as text, by task: the newest step and evaluation, and a few earlier ones."""
+"""The report's section of response texts, by task: the newest step and evaluation, and a few earlier ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_tlt.observe.report_data import is_number
 from megatron_tlt.observe.samples import EVALUATION, GREEDY_EVALUATION, SAMPLES_FILE, TRAIN, shorten
 
 MAX_SAMPLES = 120
-"""On the page; the file has all."""
+"""Limit for the page; the file has all."""
 
 _MAX_CHARACTERS = 4000
 _STEPS = 4
 _TITLES = {TRAIN: "training", EVALUATION: "held-out evaluation", GREEDY_EVALUATION: "held-out evaluation, greedy"}
-# A browser drops or misplaces control characters; Unicode has a picture of each.
+# Browsers drop or misplace control characters; Unicode has a visible symbol for each.
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: "\u2421"}
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One response: ``facts`` in a line, ``texts`` by title (prompt, response, answers), all of it plain text."""
+    """One response: ``facts`` in a line, ``texts`` by title (prompt, response, answers), all as plain text."""
 
     facts: str
     correct: bool
@@ -34,7 +34,7 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class ShownRollout:
-    """The samples of one task from one step's training rollout or evaluation; ``newest`` of its kind and task."""
+    """The samples of one task from a training rollout or an evaluation; ``newest`` within its kind and task."""
 
     title: str
     newest: bool
@@ -42,16 +42,16 @@ class ShownRollout:
 
 
 def shown_rollouts(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[ShownRollout]]:
-    """Of the rows of ``samples.jsonl``: task -> rollouts, the newest step first, MAX_SAMPLES responses at most.
+    """Groups the rows of ``samples.jsonl``: task -> rollouts, the newest step first, at most MAX_SAMPLES responses.
 
-    Of each task and kind: the newest, the first, and some between. What there is no room for is the oldest.
+    For each task and kind: the newest, the first, and some between. If there is no room, the oldest are dropped.
     """
     found: dict[tuple[str, str], dict[float, list[Mapping[str, Any]]]] = {}
     for row in rows:
         if is_number(row.get("step")):
             by_step = found.setdefault((_text(row.get("task")), _text(row.get("origin"))), {})
             by_step.setdefault(row["step"], []).append(row)
-    # (steps of this kind that are newer, task, origin, step): what is newest is taken first
+    # (number of newer steps of this kind, task, origin, step): the newest are taken first
     order = sorted(
         (age, *key, step) for key, by_step in found.items() for age, step in enumerate(_spread(sorted(by_step)))
     )
@@ -67,7 +67,7 @@ def shown_rollouts(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[ShownRol
 
 
 def render_samples(rows: Sequence[Mapping[str, Any]], environment: jinja2.Environment) -> Markup | None:
-    """The section, every text of the run escaped; None without rows. ``environment`` must escape by itself."""
+    """The section with every text of the run escaped; None without rows. ``environment`` must autoescape."""
     tasks = shown_rollouts(rows)
     if not tasks:
         return None
@@ -79,7 +79,7 @@ def render_samples(rows: Sequence[Mapping[str, Any]], environment: jinja2.Enviro
 
 
 def _spread(steps: Sequence[float]) -> list[float]:
-    """At most _STEPS of the ascending ``steps``, newest first: the last, the first, and evenly between."""
+    """At most _STEPS of the ascending ``steps``, newest first: the last, the first, and evenly spaced ones between."""
     if len(steps) <= _STEPS:
         return list(reversed(steps))
     return [steps[(len(steps) - 1) * n // (_STEPS - 1)] for n in reversed(range(_STEPS))]
@@ -92,7 +92,7 @@ def _sample(row: Mapping[str, Any]) -> ShownSample:
         _number("reward {:.3g}", row.get("reward")),
         "correct" if row.get("correct") is True else "not correct",
         _number("{:,} tokens", row.get("length")),
-        "cut at the longest length" if row.get("finish_reason") == "length" else "",
+        "truncated at the length limit" if row.get("finish_reason") == "length" else "",
         _number("acceptance length {:.2f}", row.get("acceptance_length")),
         _text(row.get("problem")),
     ]

@@ -61,7 +61,7 @@ def plot_acceptance(run: RunData) -> str | None:
 
 
 def plot_gain(run: RunData) -> str | None:
-    """How many times as long rollouts would take without speculation, over steps; each engine's, where several."""
+    """Speed-up of rollouts by speculation over steps; with several engines also each engine's."""
     steps, gains = run.series("speculation/gain")
     if not steps:
         return None
@@ -70,9 +70,9 @@ def plot_gain(run: RunData) -> str | None:
         axes = figure.subplots()
         engine = 0
         while (found := run.series(f"speculation/gain_engine_{engine}")) and found[0]:
-            axes.plot(*found, color=INK["muted"], lw=0.8, label=None if engine else "of an engine")
+            axes.plot(*found, color=INK["muted"], lw=0.8, label=None if engine else "single engine")
             engine += 1
-        axes.plot(steps, gains, color=BLUE, marker=".", label="of the rollout")
+        axes.plot(steps, gains, color=BLUE, marker=".", label="rollout")
         axes.axhline(1.0, color=INK["muted"], lw=1.0, ls=":", label="no speculation")
         axes.set_ylabel("time without, over with")
         steps_axis(axes)
@@ -81,9 +81,9 @@ def plot_gain(run: RunData) -> str | None:
 
 
 def plot_drafts(run: RunData) -> str | None:
-    """Shares of drafts accepted by position, and acceptance lengths by class of length, over the drafter's versions.
+    """Share of drafts accepted by position, and acceptance length by length class, over drafter versions.
 
-    Over the steps, where the drafter is not one that is trained.
+    The x axis is the step if the drafter is not trained.
     """
     trained = bool(run.series("speculation/drafter_version")[0])
     with matplotlib.rc_context(STYLE):
@@ -118,7 +118,7 @@ def _plot_over_versions(axes: Axes, run: RunData, name: str, trained: bool, colo
 
 
 def plot_history(run: RunData) -> str | None:
-    """The suffix trees' history of responses over steps, in memory, and how well the drafts made of it are accepted."""
+    """The suffix trees' history over steps: responses in memory, and the acceptance of drafts from them."""
     steps, held = run.series("speculation/suffix_mib")
     if not steps:
         return None
@@ -136,11 +136,11 @@ def plot_history(run: RunData) -> str | None:
 
 
 def plot_strategies(stretches: Sequence[Stretch]) -> str | None:
-    """One rollout: the running batch over time before the strategy in force, and tokens per request and step."""
+    """One rollout: the running batch over time with the active strategy, and tokens per request and step."""
     if not stretches:
         return None
     names = sorted({stretch.strategy for stretch in stretches}, key=lambda name: (name != "off", name))
-    # the first is that of "off"
+    # the first colour is that of "off"
     speculating = itertools.cycle(STRATEGY_COLORS[1:])
     colors = {name: STRATEGY_COLORS[0] if name == "off" else next(speculating) for name in names}
     with matplotlib.rc_context(STYLE):

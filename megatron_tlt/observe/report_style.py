@@ -1,4 +1,4 @@
-"""How the report's plots look: their colours, which are CSS variables and follow the theme, and inline SVG."""
+"""Style of the report's plots: colours as CSS variables that follow the theme, and inline SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-# Colours matplotlib draws with; each stands for the CSS variable of its name in the report.
+# Colours used in matplotlib; each stands for the CSS variable of its name in the report.
 INK = {"text": "#101112", "muted": "#202122", "grid": "#303132", "card": "#404142"}
 PHASE_COLORS = {
     "rollout": "#3b7dd8",
@@ -54,11 +54,11 @@ STYLE: dict[str, Any] = {
     "hatch.linewidth": 0.6,
 }
 STANDALONE: dict[str, Any] = {**STYLE, "grid.color": "#dde0e4"}
-"""Of a plot in a file of its own, which has no page to take its colours from."""
+"""Style of a plot in its own file, where no page defines the colours."""
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Inline SVG of ``figure``; ``name`` keeps the ids of several plots on one page apart."""
+    """Inline SVG of ``figure``; ``name`` makes ids unique among the plots of a page."""
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -68,7 +68,7 @@ def to_svg(figure: Figure, name: str) -> str:
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    # Only salted ids (clip paths, markers, hatches) are referred to; patch_1 and the like would collide on the page.
+    # Only salted ids (clip paths, markers, hatches) are referenced; ids such as patch_1 would collide on the page.
     text = re.sub(r' id="(?![a-z][0-9a-f]{10}")[^"]*"', "", text)
     for color, variable in CSS_NAMES.items():
         text = text.replace(color, f"var({variable})")
@@ -76,14 +76,14 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def new_figure(height: float = 2.7, width: float = 6.4) -> Figure:
-    """An empty figure, sizes in inches."""
+    """An empty figure; sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure
 
 
 def steps_axis(axes: Any) -> None:
-    """Whole steps below."""
+    """Integer steps on the x axis."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.margins(x=0.02)

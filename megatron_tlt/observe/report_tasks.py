@@ -12,11 +12,11 @@ from megatron_tlt.observe.report_style import PHASE_COLORS, STYLE, legend, new_f
 _PREFIX = "task/"
 _COLORS = tuple(PHASE_COLORS[n] for n in ("rollout", "log_probs", "update", "reshard", "reward", "evaluate", "drafter"))
 MAX_TASKS = len(_COLORS)
-"""That are drawn: those with most responses."""
+"""Maximum number of tasks drawn: those with the most responses."""
 
 
 def tasks_of(run: RunData) -> list[str]:
-    """The tasks of a run's metrics, those with most responses first."""
+    """The tasks in a run's metrics, those with the most responses first."""
     responses: dict[str, float] = {}
     for row in run.metrics:
         for key in row:
@@ -54,5 +54,5 @@ def _plot(axes: Any, run: RunData, metric: str, **style: Any) -> None:
 
 
 def _shown(task: str) -> str:
-    # a $ would begin a formula, and a leading _ hides a line from the legend
+    # matplotlib reads $ as a formula, and hides a label with a leading _ from the legend
     return task.replace("$", r"\$").removeprefix("_")

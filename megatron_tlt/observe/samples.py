@@ -1,4 +1,4 @@
-"""``samples.jsonl``: some responses of every step and evaluation as text, chosen by task, for people to read."""
+"""``samples.jsonl``: texts of some responses of every step and evaluation, chosen by task, for reading."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ TRAIN = "train"
 EVALUATION = "evaluation"
 GREEDY_EVALUATION = "greedy_evaluation"
 ORIGINS = (TRAIN, EVALUATION, GREEDY_EVALUATION)
-"""Where a response comes from: a row's ``origin``."""
+"""Values of a row's ``origin``."""
 
 SampleRow = dict[str, Any]
-"""A line of the file, without ``step`` until it is written; ``trainer/samples.py`` lists its keys."""
+"""A line of the file; ``step`` is added on writing. ``trainer/samples.py`` lists its keys."""
 
 _ROLES = ("best", "worst", "longest")
 
 
 def choose_samples(rewards: Sequence[float], lengths: Sequence[int], count: int) -> dict[int, list[str]]:
-    """At most ``count`` responses by index, each with the reasons it was chosen for.
+    """At most ``count`` responses by index, each with the reasons for choosing it.
 
-    In this order: ``best`` (highest reward), ``worst`` (lowest reward), ``longest``; one response may be several of
-    these. What ``count`` exceeds three by are ``other`` responses, evenly spaced over the rest. Of equal rewards the
-    first is best and the last is worst, so that equal rewards too give two responses to read. Of equal lengths the
-    first is longest.
+    In this order: ``best`` (highest reward), ``worst`` (lowest reward), ``longest``; one response may have several
+    reasons. A ``count`` above three adds ``other`` responses, evenly spaced over the rest. Among equal rewards the
+    first is best and the last is worst, so that equal rewards also give two responses. Among equal lengths the first is
+    longest.
     """
     indices = range(len(rewards))
     if not rewards or count <= 0:
@@ -47,9 +47,10 @@ def choose_samples(rewards: Sequence[float], lengths: Sequence[int], count: int)
 
 
 def shorten(text: str, max_characters: int) -> tuple[str, int]:
-    """``text`` without its middle where it is longer, and how many characters that is; the gap says so itself.
+    """``text`` without its middle if it is too long, and the number of characters left out, which the gap states.
 
-    Both ends stay: a response ends in its answer. Lone surrogates, which UTF-8 has not, become question marks.
+    Both ends are kept: a response ends with its answer. Lone surrogates, which UTF-8 cannot encode, become question
+        marks.
     """
     text = text.encode("utf-8", "replace").decode("utf-8")
     left_out = len(text) - max_characters
@@ -60,11 +61,11 @@ def shorten(text: str, max_characters: int) -> tuple[str, int]:
 
 
 class SampleLog:
-    """A run's ``samples.jsonl``; for rank 0 only.
+    """A run's ``samples.jsonl``; used on rank 0 only.
 
     Args:
-        folder: the run's.
-        kept_step: of a resumed run the last step that is not done again; rows of later steps are dropped.
+        folder: the run's folder.
+        kept_step: last step of a resumed run that is not repeated; rows of later steps are dropped.
     """
 
     def __init__(self, folder: Path, kept_step: int) -> None:
@@ -73,20 +74,20 @@ class SampleLog:
         self._kept_step = kept_step
 
     def add(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """The rows of a training step.
+        """Adds the rows of a training step.
 
         Raises:
-            RunError: the disk is full; no part of a row is left behind.
+            RunError: the disk is full; no partial row remains.
         """
         self._file.append(_numbered(step, rows))
 
     def add_evaluation(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """The rows of the evaluation after ``step``, in place of those of an earlier one after the same step.
+        """Writes the rows of the evaluation after ``step``; replaces those of an earlier evaluation after that step.
 
-        A checkpoint is older than the evaluation of its step, so a resumed run evaluates again.
+        A step's checkpoint is older than its evaluation, so a resumed run evaluates again.
 
         Raises:
-            RunError: the disk is full; the file is then as it was.
+            RunError: the disk is full; the file is unchanged.
         """
         new = _numbered(step, rows)
         if step > self._kept_step:
@@ -96,7 +97,7 @@ class SampleLog:
         self._file.replace(kept + new)
 
     def close(self) -> None:
-        """Close the file; further rows fail."""
+        """Closes the file; further rows fail."""
         self._file.close()
 
 

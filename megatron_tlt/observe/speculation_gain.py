@@ -1,4 +1,4 @@
-"""What speculation gained over a run, from the metrics of its steps."""
+"""Speed-up by speculation over a run, from its steps' metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunGain:
-    """The time of a run's rollouts without speculation over that with it.
+    """Rollout time without speculation divided by that with it.
 
     Attributes:
-        gain: over the steps in which it is known; None where there are none.
-        known_steps: how many these are.
-        steps: of the run.
-        coverage: median over the steps of the share of the time without speculation at batches near measured ones.
+        gain: over the steps in which it is known; None if there are none.
+        known_steps: number of these steps.
+        steps: number of steps of the run.
+        coverage: share of the time without speculation at batches near measured ones; median over the steps.
     """
 
     gain: float | None
@@ -26,7 +26,7 @@ class RunGain:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, float | None]]) -> RunGain | None:
-        """From the metrics rows of a run's steps; None where it did not speculate."""
+        """Computes the gain from a run's metrics rows; None if it did not speculate."""
         measured = [row for row in rows if row.get("speculation/rollout_s")]
         if not measured:
             return None
@@ -39,18 +39,18 @@ class RunGain:
 
     @property
     def unknown(self) -> str | None:
-        """Why there is no gain; None where there is one."""
+        """Why the gain is unknown; None if it is known."""
         if self.gain is not None:
             return None
         return (
             f"engine steps without drafts were measured near {self.coverage:.0%} of the batches, by time, that "
-            "rollouts would have without speculation; 90% are needed. At most 1% of the steps are spent on that, so a "
-            "longer run measures more"
+            "rollouts have without speculation; 90% are needed. At most 1% of the steps are spent on that, so a longer "
+            "run measures more"
         )
 
     @staticmethod
     def line(summary: Mapping[str, Any]) -> str | None:
-        """What the terminal says of a run with this summary; None where it did not speculate."""
+        """The terminal's line for a run with this summary; None if it did not speculate."""
         found = summary.get("speculation", {})
         gain, unknown = found.get("gain"), found.get("gain_unknown")
         if gain is None:

@@ -1,4 +1,4 @@
-"""``summary.json``: what the benchmarks, CI and the report read of a run, under keys that stay."""
+"""``summary.json``: the results of a run for benchmarks, CI and the report, under stable keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron_tlt.platform.files import atomic_write_text
 SUMMARY_FILE = "summary.json"
 
 _EVALUATION = {
-    "pass_at_1": "share of sampled responses that are right, averaged over the held-out problems",
-    "pass_at_k": "share of problems with at least one right response among the samples",
-    "greedy": "share of problems whose greedy response is right",
-    "problems": "held-out problems asked",
+    "pass_at_1": "share of sampled responses that are correct, averaged over the held-out problems",
+    "pass_at_k": "share of problems with at least one correct response among the samples",
+    "greedy": "share of problems whose greedy response is correct",
+    "problems": "number of held-out problems",
     "samples": "sampled responses per problem (the k of pass_at_k)",
     "pass_at_1_by_task.*": "pass_at_1 of each task's problems",
 }
@@ -31,14 +31,14 @@ _TIMES = {
     "reward": "waiting for verifiers after decoding",
     "log_probs": "the actor's (and the reference's) log-probabilities",
     "update": "forward, backward and optimizer",
-    "reshard": "weights from the actor to the engines, checks included",
+    "reshard": "weights from the actor to the engines, including checks",
     "evaluate": "held-out evaluation",
     "checkpoint": "saving",
 }
 
 SUMMARY_KEYS: dict[str, str] = {
     "world_size": "processes, one per device",
-    "steps": "optimizer steps done, those before a resume included",
+    "steps": "optimizer steps done, including those before a resume",
     "tokens_seen": "prompt and response tokens trained on; a prompt counts once for each of its responses",
     "actor.backend": "the training library",
     "actor.layout.*": "parallel sizes: tensor, pipeline, data, context, expert",
@@ -51,41 +51,41 @@ SUMMARY_KEYS: dict[str, str] = {
     "rollout.length.p99": "tokens",
     "rollout.length.max": "tokens",
     "rollout.length.mean": "tokens",
-    "rollout.length.max_over_median": "how long the tail is",
-    "rollout.acceptance_length": "tokens per decode step and request, bonus token included (1.0 = nothing gained)",
+    "rollout.length.max_over_median": "longest over median length",
+    "rollout.acceptance_length": "tokens per decode step and request, including the bonus token (1.0 = no gain)",
     "rollout.tokens_per_s": "generated tokens of all ranks over rollout time",
     "rollout.logprob_mismatch.mean_abs": "mean |actor - rollout| log-probability per token",
     "rollout.logprob_mismatch.max_abs": "largest |actor - rollout| of any token",
     "rollout.logprob_mismatch.k3_kl": "k3 estimate of KL(rollout || actor) per token",
     "reshard.tensors": "tensors sent in one synchronization",
-    "reshard.verified_tensors": "of these, how many every engine proved to hold",
-    "reshard.seconds": "median duration of the phase: waking, transfer, making room",
-    "reshard.transfer_seconds": "median duration of the transfer in it, checks included",
-    "reshard.sent_mib": "MiB from rank to rank in one synchronization, checksums included (direct)",
-    "reshard.lower_bound_mib": "MiB that ranks need and do not hold themselves (direct)",
-    "reshard.staging_mib": "MiB of buffers on the rank that takes most",
+    "reshard.verified_tensors": "of these, the number that every engine verified",
+    "reshard.seconds": "median duration of the phase: wake-up, transfer, freeing memory",
+    "reshard.transfer_seconds": "median duration of its transfer, including checks",
+    "reshard.sent_mib": "MiB from rank to rank in one synchronization, including checksums",
+    "reshard.lower_bound_mib": "MiB that ranks need and do not hold",
+    "reshard.staging_mib": "MiB of buffers on the rank with the most",
     **{f"time.{key}": f"seconds over the whole run: {text}" for key, text in _TIMES.items()},
-    "memory.peak_gib": "largest memory of all ranks together: on CPUs resident, verifiers included; else device memory",
+    "memory.peak_gib": "largest total over all ranks: on CPUs resident memory with verifiers, else device memory",
     "reward.first": "mean training reward of the first step",
     "reward.last": "mean training reward of the last step",
     "reward.mean": "mean training reward over all steps",
-    "learning.warnings": "how often a cause was named for which the run could not learn",
+    "learning.warnings": "number of warnings about a cause that prevents learning",
     "speculation.enabled": "whether rollout speculated",
     "speculation.drafter": "kind of drafter",
     "speculation.num_speculative_tokens": "draft tokens per step",
-    "speculation.gain": "rollout time without speculation, estimated, over that with it; null where unknown",
+    "speculation.gain": "estimated rollout time without speculation over measured time, or null",
     "speculation.gain_steps": "steps in which the gain is known",
     "speculation.gain_unknown": "why the gain is unknown, or null",
-    "speculation.frozen_acceptance_length": "teacher-forced, of the drafter as the run started with it (last step)",
-    "speculation.adapted_acceptance_length": "the same of the trained drafter, on the same responses",
-    "speculation.warnings": "how often a cause was named for which a drafter was silent",
+    "speculation.frozen_acceptance_length": "teacher-forced, of the drafter from the start of the run (last step)",
+    "speculation.adapted_acceptance_length": "the same for the trained drafter, on the same responses",
+    "speculation.warnings": "number of warnings about an unused drafter",
     "environment.*": "describe_environment(): versions and hardware",
 }
-"""Dotted key -> meaning; ``*`` stands for any further keys. New keys may come, none changes its meaning."""
+"""Dotted key -> meaning; ``*`` stands for any further keys. Keys may be added; none changes its meaning."""
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists stay values, an empty mapping vanishes."""
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists are values, an empty mapping disappears."""
     return dict(_items(nested, prefix))
 
 
@@ -111,9 +111,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ValueError(f"{path}: {parent} is a value already")
+                raise ValueError(f"{path}: {parent} is already a value")
         if leaf in section:
-            raise ValueError(f"{path}: is there already")
+            raise ValueError(f"{path}: exists already")
         section[leaf] = value
     return nested
 
@@ -129,7 +129,7 @@ def undocumented_keys(summary: Mapping[str, Any]) -> list[str]:
 
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
-    """Write the nested ``summary`` as JSON, atomically; NaN and infinities become null.
+    """Writes the nested ``summary`` as JSON, atomically; NaN and infinities become null.
 
     Raises:
         RunError: the disk is full.
@@ -153,7 +153,7 @@ def read_summary(path: Path | str) -> dict[str, Any]:
 
 
 def describe_lengths(lengths: Sequence[int]) -> dict[str, float]:
-    """``rollout.length.*`` of response lengths in tokens; empty for none."""
+    """``rollout.length.*`` for response lengths in tokens; empty without lengths."""
     if len(lengths) == 0:
         return {}
     values = np.asarray(lengths, dtype=np.float64)
@@ -170,7 +170,7 @@ def describe_lengths(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def time_totals(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """``time.*`` as sums of the ``time/*`` metrics of all rows, in seconds; phases never timed are 0."""
+    """``time.*`` as sums of the ``time/*`` metrics of all rows, in seconds; 0 for phases never timed."""
     totals = dict.fromkeys(_TIMES, 0.0)
     for row in rows:
         for key, value in row.items():
@@ -180,6 +180,6 @@ def time_totals(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
 
 
 def reward_summary(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """``reward.*`` of the ``reward/mean`` metric; empty where no row has it."""
+    """``reward.*`` from the ``reward/mean`` metric; empty if no row has it."""
     values = [value for row in rows if (value := row.get("reward/mean")) is not None]
     return {"first": values[0], "last": values[-1], "mean": sum(values) / len(values)} if values else {}

@@ -1,8 +1,7 @@
-"""Who did what when: spans per rank, merged into one Chrome/Perfetto trace.
+"""Timeline of a run: spans per rank, merged into one Chrome/Perfetto trace.
 
-Each rank appends its events to ``timeline.rank<r>.jsonl``; rank 0 merges them into ``timeline.json`` now and then.
-Times inside are integer nanoseconds since the Unix epoch, so spans nest exactly; the ranks of one
-machine share the clock.
+Each rank appends its events to ``timeline.rank<r>.jsonl``; rank 0 merges them into ``timeline.json`` every few steps.
+Times are integer nanoseconds since the Unix epoch, so spans nest exactly; the ranks of one machine share the clock.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from megatron_tlt.observe.jsonl import JsonLinesFile, dumps, read_jsonl
 from megatron_tlt.platform.files import atomic_write_text
 
 PHASES = ("rollout", "idle", "reward", "log_probs", "update", "reshard", "evaluate", "checkpoint", "drafter")
-"""Categories the report knows a colour for; others are allowed."""
+"""Categories with a colour in the report; others are allowed."""
 
 TRACE_FILE = "timeline.json"
 MAIN_LANE = "phases"
 ENGINE_LANE = "engine"
-"""Where stretches of engine steps are, below the phases; also their category."""
+"""Lane, and category, of runs of engine steps, below the phases."""
 SPOT_LANE = "spot"
-"""Where drafter training inside a rank's idle time is."""
+"""Lane of drafter training within a rank's idle time."""
 RANK_FILE_BYTES = 8 << 20
 TRACE_BYTES = 32 << 20
 
@@ -36,13 +35,13 @@ Event = dict[str, Any]
 class Timeline:
     """One rank's events.
 
-    ``now()`` is the time of day at construction carried on by the monotonic clock: never backwards within a rank, and
-    equal between ranks of one machine up to what the system clock was adjusted by between their constructions.
+    ``now()`` is the wall-clock time at construction, advanced by the monotonic clock. It never goes back within a rank,
+    and agrees between ranks of one machine unless the system clock was adjusted between their constructions.
 
     Args:
         rank: the row in the trace.
         folder: where ``flush()`` appends; None keeps everything in memory.
-        max_bytes: beyond this the rank's file loses its older half.
+        max_bytes: above this the rank's file drops its older half.
     """
 
     def __init__(self, rank: int, folder: Path | str | None = None, max_bytes: int = RANK_FILE_BYTES) -> None:
@@ -62,14 +61,14 @@ class Timeline:
         return time.perf_counter_ns() + self._offset_ns
 
     def begin_step(self, step: int) -> None:
-        """Events from here on belong to ``step``."""
+        """Assigns the following events to ``step``."""
         self.step = step
 
     @contextlib.contextmanager
     def span(self, name: str, category: str | None = None, *, lane: str = MAIN_LANE, **args: Any) -> Iterator[None]:
-        """Record the block, failed or not. ``category`` is one of PHASES, the name by default.
+        """Records the block, even if it fails. ``category`` is one of PHASES; default is ``name``.
 
-        Spans of one lane must nest; what runs beside the phases (a thread, a pool) takes a lane of its own.
+        Spans of one lane must nest; activity in parallel with the phases (a thread, a pool) needs its own lane.
         ``args`` (JSON values) are shown in the trace.
         """
         step, start = self.step, self._now_ns()
@@ -88,12 +87,12 @@ class Timeline:
         lane: str = MAIN_LANE,
         **args: Any,
     ) -> None:
-        """Record a span measured elsewhere: ``start`` on ``now()``'s clock, both in seconds."""
+        """Records a span measured elsewhere: ``start`` on the clock of ``now()``, both in seconds."""
         first, last = round(start * 1e9), round((start + duration) * 1e9)
         self._append(name, category, first, max(0, last - first), lane, self.step, args)
 
     def counter(self, name: str, value: float, at: float | None = None) -> None:
-        """Record that ``name`` (the running batch, say) has ``value`` from ``at`` (default: now) on."""
+        """Records that ``name`` (for instance the running batch) has ``value`` from ``at`` (default: now)."""
         when = self._now_ns() if at is None else round(at * 1e9)
         event = {"kind": "counter", "name": name, "rank": self.rank, "step": self.step, "start_ns": when}
         with self._lock:
@@ -110,12 +109,12 @@ class Timeline:
             self._pending.append(event)
 
     def to_events(self) -> list[Event]:
-        """The events not flushed yet (all of them without a folder), as plain data for ``merge``."""
+        """The events not flushed yet (all without a folder), as plain data for ``merge``."""
         with self._lock:
             return [dict(event) for event in self._pending]
 
     def flush(self) -> None:
-        """Append the pending events to the rank's file.
+        """Appends the pending events to the rank's file.
 
         Raises:
             RunError: the disk is full.
@@ -130,23 +129,23 @@ class Timeline:
             self._file.replace(rows[len(rows) // 2 :])
 
     def truncate_after(self, step: int) -> int:
-        """On resume: drop the events of steps after ``step``, so that none is there twice; return how many."""
+        """On resume, drops the events of steps after ``step``, so that none exists twice; returns their number."""
         return 0 if self._file is None else self._file.truncate_after(step)
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Flushes and closes the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
 
 
 def rank_file(folder: Path | str, rank: int) -> Path:
-    """Where a rank's events are."""
+    """Path of a rank's events."""
     return Path(folder) / f"timeline.rank{rank}.jsonl"
 
 
 def merge(event_lists: Sequence[Sequence[Event]], last_steps: int | None = None) -> dict[str, Any]:
-    """One Chrome trace of the ranks' events: times in microseconds since the first one, a process per rank.
+    """One Chrome trace of the ranks' events: times in microseconds since the first event, a process per rank.
 
     ``last_steps`` keeps that many of the newest steps.
     """
@@ -157,7 +156,7 @@ def merge(event_lists: Sequence[Sequence[Event]], last_steps: int | None = None)
     origin = min((event["start_ns"] for event in events), default=0)
     lanes: dict[int, dict[str, int]] = {}
     rows: list[Event] = []
-    # At one start the longer span first: that is the order a viewer nests them in.
+    # Of spans with equal start, the longer comes first: a viewer nests them in this order.
     for event in sorted(events, key=lambda e: (e["start_ns"], -e.get("duration_ns", 0))):
         rank = event["rank"]
         names = lanes.setdefault(rank, {MAIN_LANE: 0})
@@ -188,9 +187,9 @@ def _names(lanes: Mapping[int, Mapping[str, int]]) -> list[Event]:
 
 
 def write_trace(folder: Path | str, last_steps: int | None = None, max_bytes: int = TRACE_BYTES) -> Path:
-    """Merge the ranks' files of ``folder`` into its ``timeline.json``, atomically.
+    """Merges the ranks' files of ``folder`` into its ``timeline.json``, atomically.
 
-    The oldest steps are left out until it is at most ``max_bytes``; the newest step always stays.
+    The oldest steps are dropped until it has at most ``max_bytes``; the newest step is always kept.
 
     Raises:
         RunError: a file is damaged or the disk is full.
@@ -205,13 +204,13 @@ def write_trace(folder: Path | str, last_steps: int | None = None, max_bytes: in
             break
         keep = max(1, min(keep - 1, keep * max_bytes // len(text)))
     path = folder / TRACE_FILE
-    # Written again after every few steps: a flush to the disk each time would only slow the run.
+    # Rewritten every few steps: flushing to disk each time would only slow the run.
     atomic_write_text(path, text + "\n", durable=False)
     return path
 
 
 def trace_problems(trace: Mapping[str, Any]) -> list[str]:
-    """What a trace viewer would stumble over, one line each: missing fields, disorder, half overlaps in a row."""
+    """Defects for a trace viewer, one line each: missing fields, wrong order, partial overlaps in a row."""
     problems: list[str] = []
     open_ends: dict[tuple[int, int], list[float]] = {}
     named = {e["pid"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "process_name"}
@@ -229,7 +228,7 @@ def trace_problems(trace: Mapping[str, Any]) -> list[str]:
         if event["ph"] == "X":
             ends = open_ends.setdefault((event["pid"], event["tid"]), [])
             end = event["ts"] + event["dur"]
-            # Microseconds are rounded from nanoseconds; half a nanosecond is no overlap.
+            # Microseconds are rounded from nanoseconds; ignore overlaps of half a nanosecond.
             while ends and ends[-1] <= event["ts"] + 5e-4:
                 ends.pop()
             if ends and end > ends[-1] + 5e-4:

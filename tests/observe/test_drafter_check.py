@@ -43,9 +43,9 @@ def trained(count: int, changed: Row) -> list[Row]:
         ({"drafter/version": 0.0, "drafter/failed": 1.0}, "never been trained: its training fails.* drafter.lr"),
         ({"drafter/version": 0.0, "drafter/entries": 0.0}, "never been trained: no rank's buffer.* drafter.buffer"),
         ({"drafter/version": 0.0, "spot/untrained_few_entries": 1.0}, "too few responses.* spot.min_entries"),
-        ({"drafter/version": 0.0, "spot/untrained_short_wait": 1.0}, "too shortly.* spot.min_replicas"),
+        ({"drafter/version": 0.0, "spot/untrained_short_wait": 1.0}, r"too short\b.* spot.min_replicas"),
         ({"drafter/version": 0.0, "spot/untrained_no_step": 1.0}, "drafter.entries_per_step.* spot.least_steps"),
-        ({"drafter/version": 0.0, "spot/untrained_no_order": 1.0}, "no rank entered a session.* spot.least_steps"),
+        ({"drafter/version": 0.0, "spot/untrained_no_order": 1.0}, "no rank joined a session.* spot.least_steps"),
         ({"drafter/version": 0.0}, "sessions end without a step.* drafter.session_steps"),
         ({"drafter/version": 0.0, "spot/sessions": 1.0}, "sessions end without a step.* spot.least_steps"),
         ({**IDLE, "spot/sessions": 1.0}, "never chose the drafter model. Raise spot.least_steps or drafter.lr"),
@@ -72,7 +72,7 @@ def test_a_version_that_stays_is_an_alarm_and_a_new_one_ends_it() -> None:
     versions = [10, 20, 20, 20, 20, 30, 30, 30, 30]
     given = said([FINE | {"drafter/version": float(version)} for version in versions], steps=3)
     assert [len(texts) for texts in given] == [0, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert "version 20 still" in given[4][0]
+    assert "still has version 20" in given[4][0]
 
 
 def test_the_reason_is_that_of_the_step_that_warns() -> None:

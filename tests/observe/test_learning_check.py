@@ -26,12 +26,12 @@ UNTAUGHT = GOOD | {"reward/mixed_groups": 0.0, "reward/correct": 0.0, "reward/ex
     ("changed", "says"),
     [
         ({"reward/verifier_error_share": 1.0}, "verifier fails .* rewards.timeout_s"),
-        ({"length/truncated": 1.0}, "are cut .* rollout.max_response_tokens"),
-        ({"reward/extracted": 0.0}, "answer in nearly no response.*#### ANSWER"),
+        ({"length/truncated": 1.0}, "are truncated .* rollout.max_response_tokens"),
+        ({"reward/extracted": 0.0}, "answer in almost no response.*#### ANSWER"),
         ({"reward/mixed_groups": 0.0, "reward/correct": 0.0}, "every response is wrong.* easier tasks"),
         ({"reward/mixed_groups": 0.0, "reward/correct": 1.0}, "every response is right.* harder tasks"),
         ({"reward/mixed_groups": 0.0}, "all right or all wrong.*temperature"),
-        ({"reward/mixed_groups": 0.0, "reward/correct": 0.0, "reward/extracted": 0.0}, "answer in nearly no response"),
+        ({"reward/mixed_groups": 0.0, "reward/correct": 0.0, "reward/extracted": 0.0}, "answer in almost no response"),
     ],
 )
 def test_each_cause_is_named_alone_and_once(changed: dict[str, float], says: str) -> None:
@@ -65,7 +65,7 @@ def test_rewards_that_are_the_same_are_named_once_their_cause_is_gone() -> None:
     check = LearningCheck(steps=2)
     wrong = GOOD | {"reward/mixed_groups": 0.0, "reward/correct": 0.0}
     said = [text for row in (UNTAUGHT, UNTAUGHT, wrong, wrong) for text in check.add(row)]
-    assert ["answer in nearly no" in said[0], "every response is wrong" in said[1]] == [True, True]
+    assert ["answer in almost no" in said[0], "every response is wrong" in said[1]] == [True, True]
 
 
 def test_metrics_of_a_run_that_learns_leave_the_report_without_a_warning(tmp_path: Path) -> None:

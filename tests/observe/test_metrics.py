@@ -57,7 +57,7 @@ def test_torn_line_is_dropped_and_repaired(tmp_path: Path, caplog: pytest.LogCap
     path.write_bytes(path.read_bytes()[:-9])
     with caplog.at_level(logging.WARNING):
         assert [row["step"] for row in read_metrics(path)] == [1, 2]
-    assert "line 3 is torn" in caplog.text
+    assert "line 3 is incomplete" in caplog.text
     write(tmp_path, range(3, 5))
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
 

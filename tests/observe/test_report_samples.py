@@ -60,7 +60,7 @@ def test_a_response_is_shown_with_what_was_judged() -> None:
         "reward 1",
         "not correct",
         "1,234 tokens",
-        "cut at the longest length",
+        "truncated at the length limit",
         "acceptance length 1.26",
         "gcd/1",
     ]

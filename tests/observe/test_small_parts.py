@@ -138,7 +138,7 @@ def test_benchmark_result(tmp_path: Path) -> None:
     assert not result.all_met
     with pytest.raises(ValueError, match="op '!='"):
         result.target("x", 1, "!=", 1)
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="exists already"):
         result.target("slow", 1, "<", 2)
     result.write(tmp_path / "b.json")
     written = json.loads((tmp_path / "b.json").read_text())

@@ -159,7 +159,7 @@ def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_sam
 
     shown = runs.train("killed")
     (warning,) = (line for line in shown.splitlines() if line.startswith("warning: "))
-    assert f"checkpoint {newest} is not whole" in warning, "on the terminal, once"
+    assert f"checkpoint {newest} is not complete" in warning, "on the terminal, once"
     assert warning in (run / "logs" / "workers.log").read_text()
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
     assert weights(run) == weights(uninterrupted)
@@ -222,7 +222,7 @@ def test_cache_of_recipes_holds_finished_models_only(uninterrupted: Path, runs: 
 def test_a_run_that_cannot_learn_says_so_once(runs: Runs) -> None:
     small = ("trainer.steps=7", "trainer.save_every=0", "trainer.prompts_per_step=2", "evaluation.problems=2")
     shown = runs.train("untaught", *small, "rollout.max_response_tokens=1")  # no answer fits into one token
-    assert shown.count("warning: no learning for 5 steps: the verifier finds an answer in nearly no response") == 1
+    assert shown.count("warning: no learning for 5 steps: the verifier finds an answer in almost no response") == 1
     untaught = [row for row in rows(runs.folder / "untaught") if row["step"]]
     assert [row["reward/extracted"] for row in untaught] == [0.0] * 7
     assert [row["learning/warnings"] >= 1 for row in untaught] == [step >= 5 for step in range(1, 8)]
