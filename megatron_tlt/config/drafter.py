@@ -58,7 +58,7 @@ class DrafterConfig(Section):
     """The learned drafter and its training: steps on ``entries_per_step`` responses per rank.
 
     Every RL step has ``session_steps`` of them after its update. With a ``spot`` section these have no effect: idle
-    ranks train as long as the rollout lasts, and ``spot.least_steps`` sets the minimum.
+    ranks train as long as the rollout lasts, and ``spot.min_steps`` sets the minimum.
 
     On a real model EAGLE-3 learns more per second than EAGLE, the more so with a ``draft_vocab_size`` (`tlt bench
     drafter-grid`). Its default ``lr`` of 3e-4 is the safe one there: with three drafts in a row 1e-3 learns faster.

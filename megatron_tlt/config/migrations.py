@@ -62,7 +62,25 @@ def _drop_reshard_method(values: dict[str, Any]) -> None:
     _section(values, "reshard").pop("method", None)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_drop_ignored, _move_chat, _drop_unread_verifier, _drop_reshard_method)
+RENAMED = {"spot.least_steps": "spot.min_steps"}
+"""Old key to new key. A launch config with an old key is refused with the new name; a resolved config is migrated."""
+
+
+def _rename_keys(values: dict[str, Any]) -> None:
+    for old, new in RENAMED.items():
+        section, _, name = old.rpartition(".")
+        found = _section(values, section)
+        if name in found:
+            found[new.rpartition(".")[2]] = found.pop(name)
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    _drop_ignored,
+    _move_chat,
+    _drop_unread_verifier,
+    _drop_reshard_method,
+    _rename_keys,
+)
 
 
 def migrate(values: dict[str, Any], where: str, migrations: Sequence[Migration] = MIGRATIONS) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class SpotConfig(Section):
     ``min_replicas`` engines are idle and hold ``min_entries`` responses among them; further ones join. By default
     ``min_replicas`` is 2 (1 of two engines), and ``min_entries`` is half of an RL step's responses for so many engines,
     at most a global batch. Its leader writes a checkpoint every ``checkpoint_every`` steps. Where the bubble gave fewer
-    than ``least_steps`` in an RL step, all ranks train the rest after the update. ``memory_gib`` bounds what training
+    than ``min_steps`` in an RL step, all ranks train the rest after the update. ``memory_gib`` bounds what training
     takes of a rank's device. Hidden states that an engine computes in a rollout are kept, in up to ``states_bytes`` of
     host memory a rank, so that sessions learn from the responses that have just ended too (0: from earlier steps').
 
@@ -37,7 +37,7 @@ class SpotConfig(Section):
     min_replicas: PositiveInt | None = None
     min_entries: PositiveInt | None = None
     checkpoint_every: PositiveInt = 50
-    least_steps: NonNegativeInt = 0
+    min_steps: NonNegativeInt = 0
     states_bytes: NonNegativeInt = 1 << 30
     memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     host: Annotated[str, Field(min_length=1)] | None = None

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_tlt.config.migrations import RENAMED
+
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -52,6 +54,8 @@ def _section_at(root: type[BaseModel], location: tuple[str | int, ...]) -> type[
 def _line(root: type[BaseModel], error: Any) -> str:
     location, kind, found, context = error["loc"], error["type"], error["input"], error.get("ctx", {})
     path = ".".join(str(part) for part in location) or "config"
+    if kind == "extra_forbidden" and path in RENAMED:
+        return f"{path}: this key is now called {RENAMED[path]}"
     if kind == "extra_forbidden":
         section = _section_at(root, location[:-1])
         return f"{path}: unknown key; {closest(str(location[-1]), section.model_fields if section else [])}"

@@ -16,10 +16,10 @@ _MODEL = "eagle"
 _REASON = "spot/untrained_"
 _WHY_UNTRAINED = {
     "no_data": "no rank's buffer holds a response; raise drafter.buffer.disk_bytes or drafter.buffer.max_age",
-    "few_entries": "waiting engines hold too few responses; lower spot.min_entries, or set spot.least_steps",
-    "short_wait": "the engines' wait for the last one is too short; lower spot.min_replicas, or set spot.least_steps",
-    "no_step": "the wait is shorter than a training step; lower drafter.entries_per_step, or set spot.least_steps",
-    "no_order": "no rank joined a session; the log gives the reason; set spot.least_steps to train after the update",
+    "few_entries": "waiting engines hold too few responses; lower spot.min_entries, or set spot.min_steps",
+    "short_wait": "the engines' wait for the last one is too short; lower spot.min_replicas, or set spot.min_steps",
+    "no_step": "the wait is shorter than a training step; lower drafter.entries_per_step, or set spot.min_steps",
+    "no_order": "no rank joined a session; the log gives the reason; set spot.min_steps to train after the update",
 }
 
 
@@ -110,7 +110,7 @@ def _why_untrained(row: Row) -> str:
 
 def _steps_key(row: Row) -> str:
     """The key for more training; with a spot section, ``drafter.session_steps`` has no effect."""
-    return "spot.least_steps" if "spot/sessions" in row else "drafter.session_steps"
+    return "spot.min_steps" if "spot/sessions" in row else "drafter.session_steps"
 
 
 def _remedy(drafter: str, row: Row) -> str:

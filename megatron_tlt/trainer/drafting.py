@@ -296,7 +296,7 @@ class Drafting:
         metrics = bubble_metrics(reports, before) | diagnosis.metrics
         metrics["transition/to_drafter_ms"] = 1e3 * max(all_gather_data(self._to_drafter_s, float))
         self._to_drafter_s = 0.0
-        missing = spot.least_steps - trained.steps
+        missing = spot.min_steps - trained.steps
         if missing > 0:
             rest = self._session(step, missing)
             trained = SessionResult(rest.outcome, trained.steps + rest.steps, rest.metrics or trained.metrics)

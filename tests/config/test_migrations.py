@@ -57,6 +57,10 @@ CASES = {
         lambda values: [task.update(verifier="math") for task in values["tasks"]],
         [],
     ),
+    "spot.least_steps": (
+        lambda values: values["spot"].update(least_steps=values["spot"].pop("min_steps")),
+        [*DRAFTER, "spot.min_steps=3", "launcher.nproc_per_node=2"],
+    ),
     "way of the weights": (lambda values: values["reshard"].update(method="export"), []),
     "recipe's micro-batch": (
         lambda values: values["model"]["recipe"]["supervised"].update(max_tokens_per_micro_batch=10),
@@ -84,6 +88,11 @@ def test_values_that_had_another_effect_are_read_as_what_they_did(tmp_path: Path
     assert migrate(values, "f") == values
     today = {VERSION_KEY: len(MIGRATIONS), "actor": {"megatron": {"fp16": True}}}
     assert migrate(today, "f") == {"actor": {"megatron": {"fp16": True}}}
+
+
+def test_an_old_key_in_a_launch_config_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    (line,) = violations(write(tmp_path), *DRAFTER, "launcher.nproc_per_node=2", "spot.least_steps=3")
+    assert line.endswith("spot.least_steps: this key is now called spot.min_steps")
 
 
 def test_a_files_verifier_is_what_it_was(tmp_path: Path) -> None:

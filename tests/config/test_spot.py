@@ -74,7 +74,7 @@ def test_what_waiting_engines_hold_on_average_is_taken(tmp_path: Path) -> None:
 
 def test_what_fits_is_taken(tmp_path: Path) -> None:
     spot = load_config(write(tmp_path), RIGHT, check_libraries=False).spot
-    assert spot is not None and (spot.min_replicas, spot.least_steps, spot.memory_gib) == (3, 0, None)
+    assert spot is not None and (spot.min_replicas, spot.min_steps, spot.memory_gib) == (3, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_fits_is_taken(tmp_path: Path) -> None:
     ],
 )
 def test_defaults_scale_with_what_a_step_gives(overrides: list[str], expected: tuple[int, int], tmp_path: Path) -> None:
-    sizes = ("trainer.prompts_per_step=4", "algorithm.group_size=8", "spot.least_steps=0")
+    sizes = ("trainer.prompts_per_step=4", "algorithm.group_size=8", "spot.min_steps=0")
     config = load_config(write(tmp_path), (*RIGHT[:-1], *sizes, *overrides), check_libraries=False)
     assert session_start(config) == expected
     assert expected[0] < config.launcher.world_size

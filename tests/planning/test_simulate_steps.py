@@ -78,7 +78,7 @@ def test_the_order_of_policies_is_the_published_one() -> None:
 
 
 def test_a_least_number_of_drafter_steps_is_made_up_for_behind_the_update() -> None:
-    one = scenario(spot=Spot(min_entries=4, least_steps=5000))
+    one = scenario(spot=Spot(min_entries=4, min_steps=5000))
     step = simulate(one, ("spot",), (0,), 1)["spot"].steps[0][0]
     flops = drafter_step_flops(one, step.lengths_mean)
     rate = one.devices * one.device.flops * one.constants.training_efficiency

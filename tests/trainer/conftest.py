@@ -117,7 +117,7 @@ GREEDY = (
     "rollout.vllm.max_num_seqs=3",
     "rollout.sampling.temperature=0",
 )
-# spot.checkpoint_every and least_steps: of the session's checkpoints there is one as soon as it did what it must
+# spot.checkpoint_every and min_steps: of the session's checkpoints there is one as soon as it did what it must
 GREEDY_SPOT = (
     *GREEDY,
     "drafter.kind=eagle",
@@ -127,7 +127,7 @@ GREEDY_SPOT = (
     "spot.min_replicas=2",
     "spot.min_entries=1",
     "spot.checkpoint_every=2",
-    "spot.least_steps=2",
+    "spot.min_steps=2",
     "spot.heartbeat_s=0.2",
     "spot.silent_after_s=1.5",
     "spot.lost_after_s=3",

@@ -31,7 +31,7 @@ OVERRIDES = (
     "spot.min_replicas=2",
     "spot.min_entries=1",
     "spot.checkpoint_every=2",
-    f"spot.least_steps={LEAST}",
+    f"spot.min_steps={LEAST}",
 )
 
 

@@ -67,7 +67,7 @@ def scenario_of(
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
         spot=Spot(
             *session_start(config),
-            least_steps=0 if config.spot is None else config.spot.least_steps,
+            min_steps=0 if config.spot is None else config.spot.min_steps,
             **({} if drafter is None else {"entries_per_step": drafter.entries_per_step, "unroll": drafter.steps}),
         ),
     )

@@ -37,7 +37,7 @@ class Spot:
 
     min_replicas: int = 2
     min_entries: int = 64
-    least_steps: int = 0
+    min_steps: int = 0
     entries_per_step: int = 16
     """Tokens per step of each device."""
     unroll: int = 3

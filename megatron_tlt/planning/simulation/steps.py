@@ -84,7 +84,7 @@ def simulate_policy(
         alignment = Alignment(scenario.constants)
         if policy.trains_drafter:
             trial = _step(scenario, policy, _prompts(scenario, seed), alignment, ())[0]
-            alignment.level = _settled(scenario, max(trial.drafter_steps, scenario.spot.least_steps))
+            alignment.level = _settled(scenario, max(trial.drafter_steps, scenario.spot.min_steps))
         prompts, own = _prompts(scenario, seed), []
         for number in range(steps):
             watched = watch and seed == seeds[0] and number == 0
@@ -95,7 +95,7 @@ def simulate_policy(
             if watched:
                 outcome.running = [_until(points, last.seconds) for points in last.rollout.running]
             if policy.trains_drafter:
-                alignment.trained(max(step.drafter_steps, scenario.spot.least_steps))
+                alignment.trained(max(step.drafter_steps, scenario.spot.min_steps))
                 alignment.updated()
         outcome.steps.append(own)
     return outcome
@@ -123,7 +123,7 @@ def _step(
     one = (prompts.tail_round if policy.batches_tails else prompts.plain_round)(speculation, watched)
     rollout, mean = one.rollout, float(one.kept.mean())
     trained = bubble_steps(scenario, one.ends, one.responses, mean) if policy.trains_drafter else 0.0
-    missing = max(0.0, scenario.spot.least_steps - trained) if policy.trains_drafter else 0.0
+    missing = max(0.0, scenario.spot.min_steps - trained) if policy.trains_drafter else 0.0
     rate = scenario.devices * scenario.device.flops * scenario.constants.training_efficiency
     seconds = {
         "rollout": one.seconds,
