@@ -19,7 +19,6 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.subset_group import Abandoned
 from megatron_tlt.spot import CoordinatorClient, CoordinatorService, Seal, new_secret
 from megatron_tlt.trainer.bubble import Bubble
-from megatron_tlt.trainer.coordination import coordinator_config
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 
 LIMIT_S = 60.0
@@ -84,6 +83,8 @@ class Threads:
         self, stack: ExitStack, folder: Path, target: Path, entries: Sequence[Sequence[Entry]], min_entries: int = 1
     ) -> None:
         self.config = SpotConfig(
+            min_replicas=1,
+            min_entries=min_entries,
             checkpoint_every=3,
             heartbeat_s=0.1,
             lost_after_s=20.0,
@@ -97,9 +98,8 @@ class Threads:
         self.batch = 4
         self.took_device: list[int] = []
         count, seal = len(entries), Seal(new_secret(), "run")
-        settings = coordinator_config(self.config, 1, min_entries)
         replicas = [(rank,) for rank in range(count)]
-        self.service = stack.enter_context(CoordinatorService(replicas, settings, seal, "127.0.0.1"))
+        self.service = stack.enter_context(CoordinatorService(replicas, self.config, seal, "127.0.0.1"))
         self.trainers: list[DrafterTrainer] = []
         self.buffers: list[DataBuffer] = []
         self.bubbles: list[Bubble] = []
@@ -129,7 +129,7 @@ class Threads:
                 take_device=lambda rank=rank: self.took_device.append(rank),  # type: ignore[misc]
                 form=lambda *given, rank=rank: self._form(rank, *given),  # type: ignore[misc]
             )
-            client = CoordinatorClient(rank, self.service.endpoint, settings, seal)
+            client = CoordinatorClient(rank, self.service.endpoint, self.config, seal)
             self.clients.append(stack.enter_context(client))
             bubble.attach(client)
             stack.callback(bubble.close)

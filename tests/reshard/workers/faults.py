@@ -70,7 +70,7 @@ def generate(engine: VllmEngine) -> None:
 def main(folder: str, kill: str) -> None:
     prepare()
     initialize_distributed(60)
-    config = config_of(Path(folder), {"megatron": {"tensor_model_parallel_size": 2}, "engine_tp": 1}, "direct")
+    config = config_of(Path(folder), {"megatron": {"tensor_model_parallel_size": 2}, "engine_tp": 1})
     policy = Policy(Path(folder), config.actor, seed=0, trainable=False)
     engine = VllmEngine(Path(folder), config.rollout, config.speculation, seed=0)
     whole = way(policy, engine, BucketExchange)
