@@ -46,7 +46,7 @@ class OracleChooser:
         self._controller = SpeculationController(tuner, ElasticGate(threshold=10**6, patience=1), hold_steps=2)
 
     def next(self, batch: int, requests: object) -> tuple[Strategy, None]:
-        return self._controller.next(batch), None
+        return self._controller.choose(batch), None
 
     def observe(self, step: StepRecord) -> None:
         """It knows already."""

@@ -310,9 +310,9 @@ def play(
             looked_at = batch
         if begins:
             controller.begin_rollout()
-            verified = controller.next(batch, lambda strategy: truth.of(strategy).mix)
+            verified = controller.choose(batch, lambda strategy: truth.of(strategy).mix)
             controller.observe(StepRecord(OFF, batch, 1.0, batch, next_strategy=verified, had_prefill=True))
-        drafted = controller.next(batch, lambda strategy: truth.of(strategy).mix)
+        drafted = controller.choose(batch, lambda strategy: truth.of(strategy).mix)
         expected = truth.of(verified)
         mean = (expected.seconds + truth.of(drafted).seconds) / 2
         gained, drafts, accepted = np.ones(batch, dtype=int), 0, np.zeros((batch, 0), dtype=int)

@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.platform.device import show
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
 from megatron_tlt.rollout.types import Request, Response
+from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gain import GainMeter, RolloutGain, slowest
+from megatron_tlt.speculation.length import LengthPolicy
 from megatron_tlt.speculation.plain_times import PlainStepProbe
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
@@ -63,7 +64,7 @@ class EngineSpeculation:
     def __init__(
         self,
         speculation: SpeculationConfig,
-        adaptive: AdaptiveSpeculation | None,
+        adaptive: SpeculationController | None,
         *,
         needs_training: bool = False,
         probe_share: float = 0.01,
@@ -111,8 +112,8 @@ class EngineSpeculation:
         self._probing.begin_rollout()
         self._trains = False
         if self.adaptive is not None:
-            self.adaptive.withhold(self._withheld)
-            self.adaptive.begin_rollout(requests)
+            self.adaptive.tuner.withhold(self._withheld)
+            self.adaptive.begin_rollout({request.request_id: request.problem_key for request in requests})
 
     def _begin_switches(self) -> None:
         self._strategy: Strategy | None = None
@@ -138,7 +139,7 @@ class EngineSpeculation:
         if self.adaptive is None:
             return (OFF if self._drafter in self._withheld else self._static), None
         chosen = self.adaptive.next(batch, requests)
-        self._open_steps += self.adaptive.gate_is_open
+        self._open_steps += self.adaptive.gate.is_open
         return chosen
 
     def observe(self, step: StepRecord) -> None:
@@ -156,14 +157,24 @@ class EngineSpeculation:
     def finished(self, response: Response) -> None:
         """A response has ended, by itself or because it was aborted."""
         self._lengths[response.request_id] = len(response.token_ids)
-        if self.adaptive is not None:
-            self.adaptive.finished(response)
+        lengths, draft = self._length_policy, response.draft
+        if lengths is not None and response.finish_reason == "abort":
+            lengths.drop(response.request_id)
+        elif lengths is not None:
+            lengths.finish(
+                response.request_id, len(response.token_ids), draft.num_draft_tokens, draft.num_accepted_tokens
+            )
 
     def end_rollout(self, requests: Sequence[Request]) -> None:
         """The rollout is over; what did not finish was given up."""
         self._gain = self._meter.end_rollout([self._lengths.get(request.request_id, 0) for request in requests])
-        if self.adaptive is not None:
-            self.adaptive.end_rollout(requests)
+        if self._length_policy is not None:
+            for request in requests:
+                self._length_policy.drop(request.request_id)
+
+    @property
+    def _length_policy(self) -> LengthPolicy | None:
+        return None if self.adaptive is None else self.adaptive.lengths
 
     @property
     def account(self) -> RolloutAccount:

@@ -1,18 +1,20 @@
-"""What an engine asks before each of its steps: gate, tuner and hold put together."""
+"""What an engine asks before each of its steps: gate, tuner, hold and draft budgets put together."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_tlt.speculation.gate import ElasticGate
-from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepRecord, Strategy
+from megatron_tlt.speculation.length import LengthPolicy
+from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepRecord, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 
 
 class SpeculationController:
-    """``next(batch)`` before each engine step, ``observe(step)`` after it.
+    """``next(batch, requests)`` before each engine step, ``observe(step)`` after it; one for each engine.
 
     Above the gate nothing is drafted. Below it the tuner's choice is held for ``hold_steps`` steps, as the first step
     after a change belongs to no strategy alone; a batch that grows, or that has halved, ends the hold.
@@ -20,25 +22,37 @@ class SpeculationController:
     Decisions depend on nothing but what it is given. The ranks of a tensor-parallel engine measure different durations
     but must decide alike: have one rank ask a controller and broadcast the strategy, or give all ranks' controllers
     one rank's duration. Independent engines (data parallel) have a controller each.
+
+    Args:
+        lengths: gives requests draft budgets by their expected length; None: each request may have all drafts.
+
+    Raises:
+        ValueError: ``hold_steps`` is below 2: no step would ever be steady.
     """
 
-    def __init__(self, tuner: Tuner, gate: ElasticGate | None = None, hold_steps: int = 4) -> None:
-        """
-        Raises:
-            ValueError: ``hold_steps`` is below 2: no step would ever be steady.
-        """
+    def __init__(
+        self,
+        tuner: Tuner,
+        gate: ElasticGate | None = None,
+        hold_steps: int = 4,
+        lengths: LengthPolicy | None = None,
+    ) -> None:
         if hold_steps < 2:
             raise ValueError(f"hold_steps is {hold_steps}; allowed: 2 and more")
         self.tuner = tuner
         self.gate = gate or ElasticGate()
         self.hold_steps = hold_steps
+        self.lengths = lengths
         self.steps: Counter[str] = Counter()
         """Steps so far by the name of the strategy."""
         self._current = OFF
         self._chosen_at = 0
         self._held = 0
+        # budgets of the drafts that the step to come makes, and of those that it verifies
+        self._budgets: Mapping[str, int] | None = None
+        self._verified: BudgetMix | None = None
 
-    def next(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
+    def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
         """The strategy that drafts in the step to come, of this many requests.
 
         ``budgets`` are the requests' draft budgets under each strategy; it is called only where a choice is made.
@@ -53,29 +67,61 @@ class SpeculationController:
         self.steps[self._current.name] += 1
         return self._current
 
+    def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
+        """As ``StrategyChooser.next``."""
+        # the drafts of a request that has ended meanwhile are not verified
+        before = self._budgets
+        self._verified = None if before is None else BudgetMix.of(before[name] for name in requests if name in before)
+        self._budgets = None
+        if self.lengths is None:
+            return self.choose(batch), None
+        lengths, plan = self.lengths, None
+
+        def budgets_of(strategy: Strategy) -> Mapping[str, int] | None:
+            nonlocal plan
+            if not strategy.by_length:
+                return None
+            if plan is None:
+                for name, num_tokens in requests.items():
+                    lengths.update(name, num_tokens)
+                plan = lengths.plan(requests)
+            return plan(strategy.num_tokens)
+
+        def mix_of(strategy: Strategy) -> BudgetMix | None:
+            budgets = budgets_of(strategy)
+            return None if budgets is None else BudgetMix.of(budgets.values())
+
+        strategy = self.choose(batch, mix_of)
+        self._budgets = budgets_of(strategy)
+        return strategy, self._budgets
+
+    def make_plain(self) -> None:
+        """The step to come drafts nothing, whatever ``next`` chose."""
+        self._budgets = None
+
     def observe(self, step: StepRecord) -> bool:
         """Take in a step; whether the tuner learnt from it."""
         if not step.is_steady:
             return False
+        if self._verified is not None:
+            step = replace(step, budgets=self._verified)
         self.tuner.observe(step)
+        if self.lengths is not None:
+            self.lengths.observe(step)
         return True
 
-    def drafter_changed(self, drafter: str) -> None:
-        """The drafter of this name has new weights."""
-        self.tuner.drafter_changed(drafter)
-
-    def withhold(self, drafters: Collection[str]) -> None:
-        """As ``Tuner.withhold``; between rollouts."""
-        self.tuner.withhold(drafters)
-
-    def begin_rollout(self) -> None:
-        """A new rollout begins: the gate closes, what the tuner has learnt stays."""
+    def begin_rollout(self, problems: Mapping[str, str] | None = None) -> None:
+        """A new rollout, of requests with these problem keys: the gate closes, what the tuner has learnt stays."""
         self.gate.reset()
         self._current, self._held = OFF, 0
+        self._budgets = self._verified = None
+        if self.lengths is not None:
+            for request_id, problem_key in (problems or {}).items():
+                self.lengths.start(request_id, problem_key)
 
     def state(self) -> dict[str, Any]:
-        """As JSON: to be kept across rollouts, RL steps and resumes."""
-        return {
+        """All that it has learnt, as JSON: to be kept across rollouts, RL steps and resumes."""
+        controller = {
             "tuner": self.tuner.state(),
             "gate": self.gate.state(),
             "current": self._current.name,
@@ -83,6 +129,7 @@ class SpeculationController:
             "held": self._held,
             "steps": dict(self.steps),
         }
+        return {"controller": controller, "lengths": None if self.lengths is None else self.lengths.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state()``'s result.
@@ -90,8 +137,12 @@ class SpeculationController:
         Raises:
             ValueError: it is of another tuner, or over other strategies.
         """
-        self.tuner.load_state(state["tuner"])
-        self.gate.load_state(state["gate"])
-        self._current = Strategy.parse(state["current"])
-        self._chosen_at, self._held = int(state["chosen_at"]), int(state["held"])
-        self.steps = Counter(state["steps"])
+        # the lengths first: they hold whatever the tuner
+        if self.lengths is not None and state["lengths"] is not None:
+            self.lengths.load_state(state["lengths"])
+        own = state["controller"]
+        self.tuner.load_state(own["tuner"])
+        self.gate.load_state(own["gate"])
+        self._current = Strategy.parse(own["current"])
+        self._chosen_at, self._held = int(own["chosen_at"]), int(own["held"])
+        self.steps = Counter(own["steps"])

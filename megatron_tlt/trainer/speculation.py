@@ -11,7 +11,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import rank, warn, world_size
 from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.adaptive import build_controller
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation, RolloutAccount, account_metrics
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_file import OtherVersion
@@ -48,7 +48,7 @@ class Speculating:
         self._all_problems = speculation.suffix.scope == "global"
         max_num_seqs = config.rollout.vllm.get("max_num_seqs")
         self.chooser = (
-            AdaptiveSpeculation(
+            build_controller(
                 speculation,
                 config.rollout.max_response_tokens,
                 config.run.seed + self._engine,
@@ -73,7 +73,7 @@ class Speculating:
         if self.engine is not None:
             self.engine.begin_step()
         if self.chooser is not None and self._version not in (None, version):
-            self.chooser.drafter_changed(self._model)
+            self.chooser.tuner.drafter_changed(self._model)
         self._version = version
 
     def end_rollout(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> None:
@@ -91,10 +91,11 @@ class Speculating:
         if self.engine is not None:
             self.engine.keep_rollout()
         engines = world_size() // self._tp
+        lengths = None if self.chooser is None else self.chooser.lengths
         for s in scored:
             elsewhere = engine_of(s.problem, engines) != self._engine
-            if self.chooser is not None and elsewhere and s.response.finish_reason != "abort":
-                self.chooser.record(problems[s.problem].uid, len(s.response.token_ids))
+            if lengths is not None and elsewhere and s.response.finish_reason != "abort":
+                lengths.record(problems[s.problem].uid, len(s.response.token_ids))
 
     def metrics(self) -> dict[str, float]:
         """What all engines did in the last rollout, and what this rank's drafters hold; collective."""

@@ -8,22 +8,23 @@ import pytest
 
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation, default_strategies
+from megatron_tlt.rollout.adaptive import build_controller, default_strategies
 from megatron_tlt.rollout.types import Request, SamplingSpec
+from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy
 from megatron_tlt.speculation.tuner_beg_mab import BegMabTuner
 
 REQUESTS = [Request(str(i), (1, 2), SamplingSpec(), i, f"problem {i}") for i in range(4)]
 
 
-def chooser(max_num_seqs: int | None = None, **adaptive: Any) -> AdaptiveSpeculation:
+def chooser(max_num_seqs: int | None = None, **adaptive: Any) -> SpeculationController:
     section = {"drafter": "suffix", "num_speculative_tokens": 3, "adaptive": {"threshold": 100, **adaptive}}
-    return AdaptiveSpeculation(SpeculationConfig.model_validate(section), 64, seed=1, max_num_seqs=max_num_seqs)
+    return build_controller(SpeculationConfig.model_validate(section), 64, seed=1, max_num_seqs=max_num_seqs)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "largest"), [(None, 104), (256, 104), (64, 64)])
 def test_the_largest_batch_is_that_of_the_gate_or_of_the_engine(max_num_seqs: int | None, largest: int) -> None:
-    tuner = chooser(max_num_seqs)._controller.tuner
+    tuner = chooser(max_num_seqs).tuner
     assert isinstance(tuner, BegMabTuner)
     assert tuner.max_batch == largest == tuner.buckets[-1].upper
     assert tuner.choose(largest + 1) == OFF
@@ -38,8 +39,8 @@ def test_buckets_that_end_below_the_gate_are_refused() -> None:
 def test_a_step_is_judged_by_the_budgets_of_the_requests_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = chooser(patience=1, lengths="classes", tuner="static", strategies=["suffix-3"])
     seen: list[StepRecord] = []
-    monkeypatch.setattr(made._controller.tuner, "observe", seen.append)
-    made.begin_rollout(REQUESTS)
+    monkeypatch.setattr(made.tuner, "observe", seen.append)
+    made.begin_rollout({request.request_id: request.problem_key for request in REQUESTS})
     arm, before = Strategy("suffix", 3, by_length=True), OFF
     for running in (4, 4, 3, 1):
         names = [request.request_id for request in REQUESTS[:running]]
@@ -60,11 +61,11 @@ def test_a_step_is_judged_by_the_budgets_of_the_requests_that_are_left(monkeypat
 
 def test_lengths_are_kept_where_the_tuner_is_another_one() -> None:
     made, other = chooser(lengths="classes"), chooser(lengths="classes", tuner="solver")
-    assert made._lengths is not None and other._lengths is not None
-    made._lengths.record("problem 0", 50)
+    assert made.lengths is not None and other.lengths is not None
+    made.lengths.record("problem 0", 50)
     with pytest.raises(ValueError, match="tuner solver: the state is of tuner 'beg_mab'"):
         other.load_state(made.state())
-    assert other._lengths.history.state() == made._lengths.history.state()
+    assert other.lengths.history.state() == made.lengths.history.state()
 
 
 def test_a_head_comes_with_suffix_trees_the_pair_of_both_and_bounds() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megatron_tlt.config.speculation import SpeculationConfig
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.adaptive import build_controller
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation, RolloutAccount, account_metrics
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.speculation.gain import LEAST_COVERAGE
@@ -31,7 +31,7 @@ def made(needs_training: bool = True, **adaptive: Any) -> EngineSpeculation:
     if not adaptive:
         return EngineSpeculation(SpeculationConfig.model_validate(section), None, needs_training=needs_training)
     config = SpeculationConfig.model_validate(section | {"adaptive": {"patience": 1, **adaptive}})
-    return EngineSpeculation(config, AdaptiveSpeculation(config, 64, seed=1), needs_training=needs_training)
+    return EngineSpeculation(config, build_controller(config, 64, seed=1), needs_training=needs_training)
 
 
 def chosen(speculation: EngineSpeculation, version: int, steps: int = 120) -> set[str]:
@@ -75,7 +75,7 @@ def test_the_tuner_chooses_among_the_others_until_the_drafter_is_trained(tuner: 
     speculation = made(tuner=tuner)
     assert {"suffix"} <= chosen(speculation, 0) <= {"off", "suffix"}
     assert speculation.account.withheld == ["eagle"]
-    speculation.adaptive.drafter_changed("eagle")  # type: ignore[union-attr]
+    speculation.adaptive.tuner.drafter_changed("eagle")  # type: ignore[union-attr]
     assert "eagle" in chosen(speculation, 20)
     assert speculation.account.withheld == []
 

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_tlt.config.speculation import AdaptiveConfig, SkippedConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.adaptive import build_controller
+from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.skipped_states import SkippedStates
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
@@ -115,7 +116,7 @@ def test_greedy_is_that_of_a_plain_engine_under_every_tuner(
     names = [strategy.name for strategy in strategies]
     adaptive = AdaptiveConfig(tuner=tuner, strategies=names, lengths=lengths, threshold=256, patience=1, hold_steps=2)
     section = SPECULATION.model_copy(update={"drafter": head.drafter, "adaptive": adaptive})
-    chooser = AdaptiveSpeculation(section, 64, seed=1)
+    chooser = EngineSpeculation(section, build_controller(section, 64, seed=1), probe_share=0.0)
     seen: list[StepRecord] = []
     chooser.begin_rollout(many)
     responses = drafting.generate(many, on_finished=chooser.finished, on_step=seen.append, chooser=chooser)

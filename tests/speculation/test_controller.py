@@ -50,7 +50,7 @@ def play(controller: SpeculationController, batches: list[int], seed: int = 0) -
     """The strategies that it gives, each step observed as an engine would see it."""
     rng, verified, given = random.Random(seed), OFF, []
     for batch in batches:
-        drafted = controller.next(batch)
+        drafted = controller.choose(batch)
         accepted = sorted((rng.randint(0, batch) for _ in range(verified.num_tokens)), reverse=True)
         seconds = 0.01 * rng.lognormvariate(0, 0.2) * (1 + 0.1 * verified.num_tokens)
         drafts = batch * verified.num_tokens
@@ -98,7 +98,7 @@ def test_a_new_rollout_closes_the_gate_and_keeps_what_was_learnt() -> None:
     play(controller, [4] * 40)
     learnt = controller.tuner.state()
     controller.begin_rollout()
-    assert controller.next(4) == OFF and controller.tuner.state() == learnt
+    assert controller.choose(4) == OFF and controller.tuner.state() == learnt
 
 
 @settings(deadline=None, max_examples=25)
@@ -137,5 +137,5 @@ def test_budgets_are_asked_for_with_each_choice_and_only_then() -> None:
     mixes: list[BudgetMix | None] = []
     controller = SpeculationController(Asking(), ElasticGate(8, patience=1), hold_steps=4)
     for step in range(9):
-        controller.next(3, lambda strategy: BudgetMix.of([0, step, strategy.num_tokens]))  # noqa: B023
+        controller.choose(3, lambda strategy: BudgetMix.of([0, step, strategy.num_tokens]))  # noqa: B023
     assert mixes == [BudgetMix.of([0, step, 1]) for step in (0, 4, 8)]

@@ -258,7 +258,7 @@ def play_at(name: str, batch: int, alpha: float, steps: int) -> list[tuple[Strat
     controller = SpeculationController(build_any_tuner(name, found, {}, 1, max_batch=gate.max_batch), gate)
     rng, verified, played = random.Random(0), OFF, []
     for _ in range(steps):
-        drafted = controller.next(batch)
+        drafted = controller.choose(batch)
         step = world(rng, verified, batch, alpha)
         costs = [1 + 0.002 * batch + 0.02 * batch * arm.num_tokens for arm in (verified, drafted)]
         seconds = 0.01 * sum(costs) / 2 * rng.lognormvariate(0, 0.1)

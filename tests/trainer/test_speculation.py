@@ -115,7 +115,7 @@ def test_a_new_version_of_the_drafter_is_told_to_the_tuner(monkeypatch: pytest.M
     made = speculating()
     assert made.chooser is not None
     told: list[str] = []
-    monkeypatch.setattr(made.chooser, "drafter_changed", told.append)
+    monkeypatch.setattr(made.chooser.tuner, "drafter_changed", told.append)
     for version in (0, 0, 5, 5, 6):
         made.begin_step(version)
     assert told == ["suffix", "suffix"]

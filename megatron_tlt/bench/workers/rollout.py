@@ -27,7 +27,7 @@ from megatron_tlt.observe.summary import describe_lengths
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
-from megatron_tlt.rollout.adaptive import AdaptiveSpeculation
+from megatron_tlt.rollout.adaptive import build_controller
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
@@ -70,7 +70,7 @@ class RolloutTarget:
         for tuner in given.get("tuners", ("beg_mab", "solver")):
             adaptive = AdaptiveConfig(tuner=tuner, strategies=names, threshold=given["threshold"], lengths=lengths)
             section = speculation.model_copy(update={"adaptive": adaptive})
-            chooser = AdaptiveSpeculation(section, rollout.max_response_tokens, seed, rollout.vllm.get("max_num_seqs"))
+            chooser = build_controller(section, rollout.max_response_tokens, seed, rollout.vllm.get("max_num_seqs"))
             self.arms[tuner] = self._adaptive(EngineSpeculation(section, chooser))
         oracle = OracleChooser(strategies, self.table)
         self.arms["oracle"] = lambda requests: self._generate(requests, chooser=oracle)
