@@ -8,10 +8,10 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig
 from megatron_tlt.models.recipe import write_untrained
-from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 
 VOCABULARY = 1024

@@ -18,9 +18,9 @@ import numpy as np
 
 from megatron_tlt.bench.coordinator_histories import FAULTS, run_history
 from megatron_tlt.bench.coordinator_scale import play_rollout
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import RunError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.spot.messages import Seal, new_secret
 from megatron_tlt.spot.service import CoordinatorService

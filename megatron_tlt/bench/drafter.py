@@ -7,11 +7,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 
 KINDS = ("eagle", "eagle3")

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.checkpoint.payload import Payload
 from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.drafter import DrafterTrainer, Entry, SharedWeights
 from megatron_tlt.drafter.checkpoint import KIND, payload_of
 from megatron_tlt.drafter.folder import build_drafter
 from megatron_tlt.errors import RunError
-from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.spot.checkpointer import SelectiveCheckpointer, newest

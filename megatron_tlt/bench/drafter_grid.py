@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart
 from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.config.loader import load_config
@@ -22,7 +23,6 @@ from megatron_tlt.drafter.evaluation import teacher_forced_acceptance
 from megatron_tlt.drafter.training import FAILURES
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.platform.device import initialize_distributed, prepare

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_tlt.bench.packing import long_tailed_samples, plan_in_order
+from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig
 from megatron_tlt.data.packing import plan_micro_batches
@@ -25,7 +26,6 @@ from megatron_tlt.drafter.losses import Drafted
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.drafter.packing import Pack, build_pack
 from megatron_tlt.models.recipe import write_untrained
-from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 
 VOCAB = 128

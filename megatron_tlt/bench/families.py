@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 
 # The experts of a mixture lie whole on one of two tensor-parallel ranks each; dense models leave those keys out.

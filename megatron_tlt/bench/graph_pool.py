@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.errors import TltError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.rollout.vllm_graphs import engine_arguments
 from megatron_tlt.rollout.vllm_versions import check_version, installed_version

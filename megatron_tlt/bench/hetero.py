@@ -12,11 +12,11 @@ from itertools import count, islice
 from typing import Any
 
 from megatron_tlt.bench.hetero_cases import mixed_64, model, small_instance, step
-from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
+from megatron_tlt.bench.hetero_exhaustive import Exhaustive
+from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.cost import CostModel
-from megatron_tlt.planning.hetero.exhaustive import Exhaustive
 from megatron_tlt.planning.hetero.search import HeteroSearchResult, random_search, search
 from megatron_tlt.planning.hetero.uniform import uniform_plan
 from megatron_tlt.planning.hetero.workflow import Workflow

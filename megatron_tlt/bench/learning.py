@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.config.loader import compare_resolved, load_config
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.report_data import CONFIG_FILE, RunData, load_run
 from megatron_tlt.observe.summary import SUMMARY_FILE

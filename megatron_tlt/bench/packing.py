@@ -14,10 +14,10 @@ from megatron_tlt.actor.batches import MicroBatch, form_micro_batches
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.algorithms.types import TrainingSample
+from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.config.schema import ActorConfig, ArchitectureConfig, RecipeConfig
 from megatron_tlt.data.packing import balance, sequence_cost
 from megatron_tlt.models.recipe import write_untrained
-from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.platform.device import initialize_distributed, prepare
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.result import BenchmarkResult, median_of_ratios, ratio_of_medians
 from megatron_tlt.bench.rollout import ABLE, summarize
 from megatron_tlt.bench.spot import summarize as summarize_steps
 from megatron_tlt.bench.workers import measure_in_worker
@@ -18,7 +19,6 @@ from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
-from megatron_tlt.observe.benchmark import BenchmarkResult, median_of_ratios, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import read_jsonl
 

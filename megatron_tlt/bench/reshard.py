@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.models.tiny import family_config
 from megatron_tlt.models.weight_map import WeightMap
-from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 
 WORLD = 4

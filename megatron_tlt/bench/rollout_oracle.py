@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from megatron_tlt.bench.tuner_oracle import OracleTuner
 from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import StepRecord, Strategy
-from megatron_tlt.speculation.tuner_oracle import OracleTuner
 
 
 class RateTable:

@@ -9,10 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_tlt.observe.benchmark import BenchmarkResult
-from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.planning.simulation.acceptance import chain
-from megatron_tlt.planning.simulation.calibration import (
+from megatron_tlt.bench.calibration import (
     DERIVED,
     FITTED,
     LARGE,
@@ -24,6 +21,9 @@ from megatron_tlt.planning.simulation.calibration import (
     published,
     speculation_speedup,
 )
+from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.planning.simulation.acceptance import chain
 from megatron_tlt.planning.simulation.constants import Constants, shipped
 from megatron_tlt.planning.simulation.policies import POLICIES
 from megatron_tlt.planning.simulation.steps import simulate, speedup, summarize

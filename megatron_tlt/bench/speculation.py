@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.bench.rollout_cases import of_length
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -18,7 +19,6 @@ from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
-from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.recipe import model_folder
-from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 
 ARMS = ("off", "SD", "SD + spot")

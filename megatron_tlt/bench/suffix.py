@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_tlt.bench.arctic import ArcticDrafter, SuffixDecodingCache
 from megatron_tlt.bench.responses import PolicyLaw, TraceResponse, read_recorded, synthetic_responses
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.suffix_speed import bounded_memory, speed
 from megatron_tlt.config.speculation import SuffixConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.speculation.ngram import NgramDrafter
 from megatron_tlt.speculation.suffix import SuffixDrafter

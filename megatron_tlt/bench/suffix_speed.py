@@ -13,8 +13,8 @@ import psutil
 
 from megatron_tlt.bench.arctic import ArcticTree
 from megatron_tlt.bench.responses import NoisyCopies
+from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.config.speculation import SuffixConfig
-from megatron_tlt.observe.benchmark import BenchmarkResult, ratio_of_medians
 from megatron_tlt.speculation.ngram_index import NgramIndex
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_tree import SpeculationRule, SuffixTree, Tokens

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.bench.tuner_oracle import OracleTuner
 from megatron_tlt.bench.tuner_traces import (
     BUDGETS,
     MAX_BATCH,
@@ -25,14 +27,12 @@ from megatron_tlt.bench.tuner_traces import (
     recorded_files,
 )
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED
-from megatron_tlt.speculation.tuner_oracle import OracleTuner
 from megatron_tlt.speculation.tuner_solver import SolverTuner
 from megatron_tlt.speculation.tuners import build_tuner
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.bench import real
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import make_groups
 from megatron_tlt.bench.rollout_oracle import RateTable
 from megatron_tlt.bench.workers.real import ceiling, natural
 from megatron_tlt.cli import main
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 

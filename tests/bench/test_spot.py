@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tlt.bench.chain_model import chain_responses, write_chain_model
 from megatron_tlt.bench.recorded_lengths import RecordedLengths
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.spot import judge, percentile, slow_down, summarize
 from megatron_tlt.cli import main
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.rollout.types import Request, SamplingSpec
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.errors import RunError
-from megatron_tlt.observe.benchmark import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.progress import Progress, session_line
 from megatron_tlt.observe.summary import (

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tlt.bench.tuner_oracle import OracleTuner
 from megatron_tlt.planning.devices import device
 from megatron_tlt.planning.simulation.acceptance import OFF, DraftShape, chain
 from megatron_tlt.planning.simulation.constants import shipped
@@ -17,7 +18,6 @@ from megatron_tlt.planning.simulation.rollout import Limits, Speculation
 from megatron_tlt.planning.simulation.scenario import Scenario, Spot
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import Strategy
-from megatron_tlt.speculation.tuner_oracle import OracleTuner
 from tests.planning.jobs import SEVEN
 
 MODEL = SEVEN

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.bench.hetero_cases import mixed_64, model, small_instance, step
+from megatron_tlt.bench.hetero_exhaustive import Exhaustive
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.cost import INFEASIBLE, CostModel
-from megatron_tlt.planning.hetero.exhaustive import Exhaustive
 from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout
 from megatron_tlt.planning.hetero.recall import Recall
 from megatron_tlt.planning.hetero.report import describe

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.spot import SpotConfig
-from megatron_tlt.errors import ConfigError
-from megatron_tlt.planning.simulation.calibration import (
+from megatron_tlt.bench.calibration import (
     DERIVED,
     FITTED,
     LARGE,
@@ -24,6 +22,8 @@ from megatron_tlt.planning.simulation.calibration import (
     published,
     speculation_speedup,
 )
+from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.simulation.constants import documented, shipped
 from megatron_tlt.planning.simulation.lengths import LongTail, Recorded, draw, fit_long_tail, read_lengths
 from megatron_tlt.planning.simulation.phases import bubble_steps, drafter_step_flops, training_seconds

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.bench.tuner_oracle import OracleTuner
 from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
 from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy
 from megatron_tlt.speculation.tuner import Tuner
 from megatron_tlt.speculation.tuner_beg_mab import PUBLISHED, BegMabOptions, BegMabTuner
-from megatron_tlt.speculation.tuner_oracle import OracleTuner
 from megatron_tlt.speculation.tuner_solver import SolverOptions, SolverTuner
 from megatron_tlt.speculation.tuners import TUNERS
 from megatron_tlt.speculation.tuners import build_tuner as build_any_tuner
