@@ -12,18 +12,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.errors import TltError
-from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.rollout.vllm_graphs import engine_arguments
-from megatron_tlt.rollout.vllm_versions import check_version, installed_version
-from megatron_tlt.speculation.graph_memory import (
+from megatron_tlt.bench.graph_memory import (
     GB,
-    ModelDimensions,
     PublishedSetting,
     comparison_plans,
     load_published,
 )
+from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.errors import TltError
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.planning.engine_memory import ModelDimensions
+from megatron_tlt.rollout.vllm_graphs import engine_arguments
+from megatron_tlt.rollout.vllm_versions import check_version, installed_version
 from megatron_tlt.speculation.graph_pool import GraphPlan, capture_sizes
 from megatron_tlt.speculation.strategy import Strategy
 

@@ -7,13 +7,38 @@ from dataclasses import dataclass
 from megatron_tlt.planning.job import Job
 from megatron_tlt.planning.machine import constants
 from megatron_tlt.planning.model_size import ModelSize
-from megatron_tlt.speculation.graph_memory import ModelDimensions
 from megatron_tlt.speculation.graph_pool import GraphPlan
 
 # Queries per chunk in the attention of a further draft (drafter/layers.py).
 _QUERY_CHUNK = 512
 # Float32 (chunk, V) tensors for a chunk of the drafter's loss: logits, log-probs and gradients of both sides.
 _LOSS_COPIES = 6
+
+
+@dataclass(frozen=True)
+class ModelDimensions:
+    """The target's shape on one rank of ``tensor_parallel_size``; ``dtype_bytes`` of an activation."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tensor_parallel_size: int = 1
+    dtype_bytes: int = 2
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of a last hidden state."""
+        return self.hidden_size * self.dtype_bytes
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes per token of the tensors of one layer, which later layers and other graphs use again."""
+        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        sharded = heads + 3 * self.intermediate_size
+        return self.dtype_bytes * (4 * self.hidden_size + sharded / self.tensor_parallel_size)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.bench import graph_pool
+from megatron_tlt.bench.graph_memory import comparison_plans, load_published
 from megatron_tlt.bench.workers.graph_memory import read_plan, write_config
-from megatron_tlt.speculation.graph_memory import comparison_plans, load_published
 from megatron_tlt.speculation.graph_pool import capture_sizes
 from megatron_tlt.speculation.strategy import Strategy
 

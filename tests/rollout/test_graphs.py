@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.bench.graph_memory import comparison_plans
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
@@ -21,7 +22,6 @@ from megatron_tlt.rollout.vllm_graphs import (
     planned_graphs,
 )
 from megatron_tlt.rollout.vllm_setup import engine_args, prepare_environment
-from megatron_tlt.speculation.graph_memory import comparison_plans
 from megatron_tlt.speculation.graph_pool import BatchBucket, GraphPlan, plan_bucketed, plan_single
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from tests.helpers.eagle_heads import build_eagle_head

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.speculation.graph_memory import (
+from megatron_tlt.bench.graph_memory import (
     GB,
     GraphMemory,
     comparison_plans,
