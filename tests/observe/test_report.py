@@ -14,7 +14,8 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.observe.report import duration, make_cards, make_tiles, write_report
 from megatron_tlt.observe.report_data import last_step_timeline, load_run
 from megatron_tlt.observe.report_style import CSS_NAMES
-from megatron_tlt.observe.timeline import read_trace, trace_problems
+from megatron_tlt.observe.timeline import read_trace
+from tests.helpers.traces import trace_problems
 
 from .synthetic import make_run
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.observe.jsonl import read_jsonl
-from megatron_tlt.observe.timeline import Timeline, merge, rank_file, read_trace, trace_problems, write_trace
+from megatron_tlt.observe.timeline import Timeline, merge, rank_file, read_trace, write_trace
+from tests.helpers.traces import trace_problems
 
 
 def spans(trace: dict) -> list[dict]:

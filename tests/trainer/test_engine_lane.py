@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megatron_tlt.observe.report_data import last_rollout
-from megatron_tlt.observe.timeline import Timeline, merge, trace_problems
+from megatron_tlt.observe.timeline import Timeline, merge
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 from megatron_tlt.trainer.engine_lane import EngineLane
+from tests.helpers.traces import trace_problems
 
 EAGLE = Strategy("eagle", 3)
 

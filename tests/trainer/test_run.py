@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from megatron_tlt.checkpoint.manifest import verify_manifest
 from megatron_tlt.observe.jsonl import read_jsonl
-from megatron_tlt.observe.timeline import read_trace, trace_problems
+from megatron_tlt.observe.timeline import read_trace
 from tests.helpers.launch import REPOSITORY, python, run_logged, slowness
+from tests.helpers.traces import trace_problems
 from tests.trainer.conftest import Runs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

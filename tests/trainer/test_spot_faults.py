@@ -18,11 +18,12 @@ import pytest
 import zmq
 
 from megatron_tlt.drafter.checkpoint import KIND
-from megatron_tlt.observe.timeline import read_trace, trace_problems
+from megatron_tlt.observe.timeline import read_trace
 from megatron_tlt.spot import newest
 from tests.conftest import mounted
 from tests.helpers.held import held, listener, thread_named
 from tests.helpers.launch import slowness, worker_of
+from tests.helpers.traces import trace_problems
 from tests.helpers.wire import Wire
 from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
 
