@@ -1,4 +1,4 @@
-"""A range of a flattened tensor as boxes of the tensor: what a sharded optimizer owns, in a form that reshards."""
+"""Splits a range of a flattened tensor into boxes: a sharded optimizer's elements in a form that reshards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Box:
     Attributes:
         offsets: first index per axis.
         sizes: extent per axis.
-        start: where it begins in the flattened tensor.
+        start: index of its first element in the flattened tensor.
     """
 
     offsets: tuple[int, ...]
@@ -24,15 +24,15 @@ class Box:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """The largest boxes, in order, that make up elements ``[start, end)`` of a row-major tensor of ``shape``.
+    """The largest boxes, in order, that cover elements ``[start, end)`` of a row-major tensor of ``shape``.
 
-    At most ``2 * len(shape) - 1``: of a matrix the rest of a row, whole rows, the beginning of a row.
+    At most ``2 * len(shape) - 1`` boxes: for a matrix the end of a row, whole rows, and the start of a row.
 
     Raises:
-        ValueError: the range does not lie within the tensor.
+        ValueError: the range is not within the tensor.
     """
     if not 0 <= start <= end <= math.prod(shape):
-        raise ValueError(f"elements {start} to {end} do not lie within a tensor of shape {shape}")
+        raise ValueError(f"elements {start} to {end} are not within a tensor of shape {shape}")
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < end:
         axes = range(len(shape))

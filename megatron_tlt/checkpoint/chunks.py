@@ -1,6 +1,6 @@
-"""Torch distributed checkpoints written and read chunk by chunk, so that only one chunk is in memory at a time.
+"""Writes and reads torch distributed checkpoints chunk by chunk, so that only one chunk is in memory at a time.
 
-A chunk is a box of a named global tensor. Whoever loads the checkpoint may cut the tensors in other boxes.
+A chunk is a box of a named global tensor. A process that loads the checkpoint may use other boxes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_tlt.errors import RunError
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of global tensor ``key`` and how to make what is in it; ``read`` gives a tensor of shape ``sizes``."""
+    """A box of global tensor ``key``; ``read`` returns its contents, a tensor of shape ``sizes``."""
 
     key: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Chunk:
 
 
 class _ChunkSavePlanner(dcp.DefaultSavePlanner):
-    """Plans to write this rank's chunks; makes each one when the writer comes to it."""
+    """Plans to write this rank's chunks; reads each chunk only when the writer needs it."""
 
     def __init__(self, chunks: Sequence[Chunk], done: Callable[[int], None]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -63,7 +63,7 @@ class _ChunkSavePlanner(dcp.DefaultSavePlanner):
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        # The index comes back with a hint that the planner did not give.
+        # The index returns with a hint that the planner did not set.
         chunk = self._chunks[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         tensor = chunk.read()
         self._done(chunk.num_bytes)
@@ -71,14 +71,14 @@ class _ChunkSavePlanner(dcp.DefaultSavePlanner):
 
 
 def write_chunks(folder: Path, chunks: Sequence[Chunk], done: Callable[[int], None]) -> None:
-    """Writes this rank's chunks into ``folder``; a collective over the world, whose chunks together are the tensors.
+    """Writes this rank's chunks into ``folder``; a collective over the world, whose chunks together cover the tensors.
 
-    ``done`` is told the bytes of each chunk.
+    ``done`` receives the bytes of each chunk.
 
     Raises:
-        RunError: a disk refuses, or the chunks do not cover their tensors.
+        RunError: writing fails, or the chunks do not cover their tensors.
     """
-    # One thread and nothing copied ahead: a second chunk in memory would break the bound.
+    # One thread and no copies ahead: a second chunk in memory would exceed the bound.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     try:
         dcp.save({}, storage_writer=writer, planner=_ChunkSavePlanner(chunks, done))
@@ -91,7 +91,7 @@ def write_chunks(folder: Path, chunks: Sequence[Chunk], done: Callable[[int], No
 
 
 class _OneChunkPlanner(dcp.DefaultLoadPlanner):
-    """Lets a reader fill one tensor, whose place in the global one is known to the plan."""
+    """Lets a reader fill one tensor, whose place in the global tensor is in the plan."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -108,10 +108,10 @@ class _OneChunkPlanner(dcp.DefaultLoadPlanner):
 
 
 class ChunkReader:
-    """Boxes of the tensors of a checkpoint, read one by one by one process.
+    """Reads boxes of a checkpoint's tensors one by one, in a single process.
 
     Raises:
-        RunError: the folder holds no readable checkpoint.
+        RunError: the folder does not hold a readable checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,11 +126,11 @@ class ChunkReader:
         }
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Raises RunError where there is no such tensor."""
+        """Raises RunError if there is no such tensor."""
         return tuple(self._entry(key).size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Raises RunError where there is no such tensor."""
+        """Raises RunError if there is no such tensor."""
         dtype: torch.dtype = self._entry(key).properties.dtype
         return dtype
 
@@ -140,14 +140,14 @@ class ChunkReader:
         return self._tensors[key]
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The box of ``sizes`` at ``offsets`` of tensor ``key``.
+        """Reads the box of ``sizes`` at ``offsets`` of tensor ``key``.
 
         Raises:
-            RunError: no such tensor, the box reaches beyond it, or a file is damaged.
+            RunError: there is no such tensor, the box exceeds it, or a file is damaged.
         """
         entry = self._entry(key)
         if len(sizes) != len(entry.size) or any(o + n > s for o, n, s in zip(offsets, sizes, entry.size, strict=True)):
-            raise RunError(f"{self._folder}: tensor {key!r} has shape {tuple(entry.size)}; {tuple(sizes)} is wanted")
+            raise RunError(f"{self._folder}: tensor {key!r} has shape {tuple(entry.size)}; {tuple(sizes)} is requested")
         target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
         box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items: list[Any] = create_read_items_for_chunk_list(key, entry, [box])

@@ -1,4 +1,4 @@
-"""Folders that are wholly there or not there, their manifest, and the pointer to the latest one.
+"""Atomic folders: complete or absent, with a manifest, and the pointer to the latest one.
 
 A checkpoint root holds one folder per checkpoint (``step-000010``), each with a ``manifest.json`` of its files' sizes
 and SHA-256 sums, and a file ``latest`` that names the folder to resume from.
@@ -31,20 +31,20 @@ from megatron_tlt.platform.files import (
 
 LATEST = "latest"
 _SEARCHES = 4
-"""Of the newest whole checkpoint, where another process removes each one that is found."""
+"""Maximum searches for the newest complete checkpoint while another process removes those found."""
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def atomic_folder(path: Path | str, bytes_wanted: int | None = None) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``path`` when the block ends well, and vanishes when it does not.
+    """Yields a temporary folder that becomes ``path`` on success and is removed on failure.
 
-    In a distributed save one process enters this and hands the yielded path to the others; the block must end with a
-    barrier. An existing ``path`` is replaced; it survives any failure. ``bytes_wanted`` is checked against the free
+    In a distributed save one process enters this and passes the yielded path to the others; the block must end with a
+    barrier. An existing ``path`` is replaced on success and kept on failure. ``bytes_wanted`` is compared with the free
     space before anything is written.
 
     Raises:
-        RunError: the disk is full (or would be); names the path and the bytes wanted.
+        RunError: the disk is full (or would be); names the path and the bytes needed.
     """
     path = Path(path)
     with write_errors(path, bytes_wanted):
@@ -72,8 +72,8 @@ def atomic_folder(path: Path | str, bytes_wanted: int | None = None) -> Iterator
 def _publish(temporary: Path, path: Path) -> None:
     old: Path | None = None
     if path.exists():
-        # A folder cannot be renamed over a full one. Should the process die between the two renames,
-        # clean_leftovers() puts the old one back.
+        # A non-empty folder cannot be replaced by a rename. If the process dies between the two renames,
+        # clean_leftovers() restores the old one.
         old = temporary_sibling(path, "old")
         os.rename(path, old)
     try:
@@ -100,31 +100,31 @@ def _sync_tree(folder: Path) -> None:
 
 
 def set_latest(root: Path | str, name: str) -> None:
-    """Point ``root/latest`` at its folder ``name``.
+    """Points ``root/latest`` to its folder ``name``.
 
     Raises:
         RunError: ``name`` is not a folder of ``root``.
     """
     root = Path(root)
     if not name or name != Path(name).name or not (root / name).is_dir():
-        raise RunError(f"{root / LATEST}: cannot point at {name!r}: not a folder of {root}")
+        raise RunError(f"{root / LATEST}: cannot point to {name!r}: not a folder of {root}")
     atomic_write_text(root / LATEST, name + "\n")
 
 
 def find_latest_whole(
     root: Path | str, *, hashes: bool = True, sums: Sums = sha256_sums
 ) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, and a warning for each one that had to be passed over.
+    """The checkpoint to resume from, and a warning for each one that was skipped.
 
-    The one that ``latest`` names is taken when it is whole, else the newest whole one: by the last number in its name,
-    then by the age of its manifest. (None, ...) when there is none.
+    Takes the checkpoint named by ``latest`` if it is complete, else the newest complete one: by the last number in its
+    name, then by the age of its manifest. Returns (None, ...) if there is none.
 
-    Another process may write meanwhile. A checkpoint that it removes is not damaged: the search starts again, at most
-    three times.
+    Another process may write at the same time. A checkpoint that it removes is not damaged: the search restarts, at
+    most three times.
 
     Raises:
-        NewerFormatError: a newer release wrote the checkpoint to be looked at next. To pass it over would lose its
-            steps, and its files to ``keep_checkpoints``.
+        NewerFormatError: a newer release wrote the next checkpoint to check. Skipping it would lose its steps, and
+            later its files to ``keep_checkpoints``.
     """
     return _find_latest_whole(Path(root), hashes, sums, _SEARCHES)
 
@@ -139,7 +139,7 @@ def _find_latest_whole(root: Path, hashes: bool, sums: Sums, searches: int) -> t
     )
     if named is not None:
         if named in (p.name for p in candidates):
-            candidates.sort(key=lambda p: p.name != named)  # stable: the named one first
+            candidates.sort(key=lambda p: p.name != named)  # stable sort: the named one first
         else:
             warnings.append(f"{root / LATEST}: names {named!r}, which is not a folder of {root}")
     for candidate in candidates:
@@ -152,12 +152,12 @@ def _find_latest_whole(root: Path, hashes: bool, sums: Sums, searches: int) -> t
             return _find_latest_whole(root, hashes, sums, searches - 1)
         if not removed:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            warnings.append(f"checkpoint {candidate} is not whole: {problems[0]}{more}")
+            warnings.append(f"checkpoint {candidate} is not complete: {problems[0]}{more}")
     return None, warnings
 
 
 def _read_latest(root: Path) -> tuple[str | None, str | None]:
-    """The name in ``latest``, and what is wrong with that file; None for either that is not there."""
+    """The name in ``latest``, and the problem with that file; None for each if absent."""
     try:
         return (root / LATEST).read_text(encoding="utf-8").strip(), None
     except FileNotFoundError:
@@ -176,15 +176,15 @@ def _age_key(folder: Path) -> tuple[int, float, str]:
 
 
 def clean_leftovers(root: Path | str, name: str | None = None) -> list[Path]:
-    """Removes what dead processes left half written directly in ``root``; returns what was removed.
+    """Removes partial files that dead processes left directly in ``root``; returns the removed paths.
 
-    A folder that was being replaced is put back when its successor never arrived. What a live process writes stays.
-    So does what may belong to a process on another host, with a warning, until it has not changed for a day
-    (``ABANDONED_AFTER_S``). Only writers call this: a reader has nothing to remove.
+    Restores a folder that was being replaced if its successor was not completed. Files of a live process are kept.
+    Files of a process on another host are kept too, with a warning, until they have not changed for a day
+    (``ABANDONED_AFTER_S``). Only writers call this.
 
     Args:
-        root: where to look.
-        name: remove only temporaries of this file or folder of ``root``. None: those of all.
+        root: the folder to clean.
+        name: remove only temporaries of this file or folder of ``root``. None: of all.
     """
     root = Path(root)
     removed: list[Path] = []
@@ -197,11 +197,11 @@ def clean_leftovers(root: Path | str, name: str | None = None) -> list[Path]:
         if not found.is_abandoned():
             if found.owner is None or found.owner.is_alive() is None:
                 age = time.time() - found.last_change
-                logger.warning("%s: left alone: a process on another host may be writing it (%.0f s old)", path, age)
+                logger.warning("%s: kept: a process on another host may be writing it (%.0f s old)", path, age)
             continue
         home = root / found.name
         if found.kind == "old" and not home.exists():
-            with contextlib.suppress(FileNotFoundError):  # another process has just done so
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
                 os.rename(path, home)
             continue
         if path.is_dir() and not path.is_symlink():

@@ -1,4 +1,4 @@
-"""The manifest of a folder: sizes and SHA-256 sums of its files, by which any damage is found.
+"""Manifests: sizes and SHA-256 sums of a folder's files, which reveal any damage.
 
 ``manifest.json`` is ``{"format": 1, "files": {"actor/__0_0.distcp": {"bytes": 12, "sha256": "..."}, ...}}``.
 """
@@ -24,22 +24,22 @@ PENDING = ".manifest.json.rewriting"
 """The next manifest of a folder whose files are being replaced (:func:`rewriting`)."""
 _STAGED = ".rewriting"
 FORMAT = 1
-# From each older format, the JSON of a manifest as the next format has it. A release that raises FORMAT adds one.
+# For each older format, converts a manifest's JSON to the next format. A release that raises FORMAT adds one.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 _HASH_THREADS = 8
 
 
 class ManifestError(RunError):
-    """A manifest that is missing or cannot be used."""
+    """A manifest that is missing or unusable."""
 
 
 class NewerFormatError(RunError):
-    """A newer release wrote the manifest: nothing is damaged, but this release cannot read it."""
+    """A newer release wrote the manifest: it is not damaged, but this release cannot read it."""
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """SHA-256 of a file in hexadecimal; None where it cannot be read, and then ``problem`` says why."""
+    """SHA-256 of a file in hexadecimal; None if it cannot be read, with the reason in ``problem``."""
 
     sha256: str | None
     problem: str = ""
@@ -47,14 +47,14 @@ class FileSum:
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """What a manifest says of one file."""
+    """A manifest's entry for one file."""
 
     size: int
     sha256: str
 
 
 Sums = Callable[[Sequence[Path]], list[FileSum]]
-"""Computes the sums of files, in their order."""
+"""Computes the sums of files, in order."""
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -71,8 +71,8 @@ def _sha256(path: Path) -> FileSum:
 
 
 def sha256_sums(files: Sequence[Path]) -> list[FileSum]:
-    """Sums of files, hashed by the threads of this process."""
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing releases the interpreter
+    """Computes the sums of files with the threads of this process."""
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing releases the GIL
         return list(pool.map(_sha256, files))
 
 
@@ -86,7 +86,7 @@ def write_manifest(folder: Path | str, sums: Sums = sha256_sums) -> Path:
     path = folder / MANIFEST
     listed = [file for file in files_below(folder) if file != path]
     if not listed:
-        raise RunError(f"{folder}: no file to write a {MANIFEST} of; was it removed meanwhile?")
+        raise RunError(f"{folder}: no file for a {MANIFEST}; was the folder emptied?")
     _write(path, _entries(folder, listed, sums))
     return path
 
@@ -107,15 +107,14 @@ def _write(path: Path, entries: Mapping[str, ManifestEntry]) -> None:
 
 @contextlib.contextmanager
 def rewriting(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder whose files replace those of ``folder``, and its manifest, when the block ends well.
+    """Yields a temporary folder whose files, and manifest, replace those of ``folder`` on success.
 
-    The weights can be verified at any time. The new manifest is written as ``PENDING`` before the first file moves;
-    until it takes the old one's place, weights that match either of the two are whole. When the process dies in
-    between, the next call moves the rest. When the block fails, ``folder`` stays as it was. One process writes at a
-    time.
+    The weights are verifiable at any time. The new manifest is written as ``PENDING`` before the first file moves;
+    until it replaces the old one, weights that match either manifest are complete. If the process dies in between, the
+    next call moves the rest. If the block fails, ``folder`` is unchanged. Only one process may write at a time.
 
     Raises:
-        RunError: the folder cannot be written.
+        RunError: the folder is not writable.
     """
     staged, old = folder / _STAGED, dict[str, ManifestEntry]()
     with write_errors(folder / MANIFEST):
@@ -130,7 +129,7 @@ def rewriting(folder: Path) -> Iterator[Path]:
         with write_errors(folder / MANIFEST):
             for name in new:
                 sync_file(staged / name)
-        # A file that stays keeps its sum: hashing it again would hide damage.
+        # An unchanged file keeps its sum: hashing it again would hide damage.
         others = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
         kept = {name: old[name] for name in old.keys() & others.keys()}
         unknown = others.keys() - old.keys() - new.keys() - {MANIFEST}
@@ -157,11 +156,11 @@ def _finish_rewriting(folder: Path) -> None:
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, ManifestEntry]:
-    """The files of ``folder`` by their names relative to it, whatever older release wrote its manifest ``name``.
+    """The files of ``folder`` by relative name; the manifest ``name`` may be of an older release.
 
     Raises:
         NewerFormatError: a newer release wrote it.
-        ManifestError: it is missing, cannot be read, or names no file.
+        ManifestError: it is missing, unreadable, or names no file.
     """
     path = folder / name
     try:
@@ -196,16 +195,16 @@ def verify_manifest(
     sums: Sums = sha256_sums,
     select: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """What is wrong with ``folder``, one line each; empty when it is whole.
+    """Lists problems of ``folder``, one per line; empty if it is complete.
 
-    Every file of the manifest must be there with its size and, unless ``hashes`` is off, its sum. Files that the
+    Every file of the manifest must exist with its size and, unless ``hashes`` is False, its sum. Files that the
     manifest does not name are ignored. A folder that is being rewritten may match ``PENDING`` instead.
 
     Args:
-        folder: which has the manifest.
+        folder: folder with the manifest.
         hashes: False compares sizes only.
-        sums: how sums are computed.
-        select: only the files whose relative names it accepts are looked at. Such a file must be in the manifest.
+        sums: computes the sums.
+        select: checks only files whose relative names it accepts. Such a file must be in the manifest.
 
     Raises:
         NewerFormatError: a newer release wrote the manifest.
@@ -215,7 +214,7 @@ def verify_manifest(
         return [f"{folder}: no such folder"]
     rewritten = (folder / PENDING).is_file()
     problems = _problems(folder, MANIFEST, hashes, sums, select)
-    # PENDING may have taken the manifest's place meanwhile
+    # PENDING may have replaced the manifest since
     if (
         rewritten
         and problems

@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a torch distributed checkpoint, read without running what it might contain.
+"""Reads the ``.metadata`` of a torch distributed checkpoint without running code that it might contain.
 
-The file is a pickle, which torch loads as it is: a checkpoint from elsewhere could run any code. Here only the classes
-that such metadata consists of are known to the unpickler.
+The file is a pickle, which torch loads without restrictions: a foreign checkpoint could run any code. This unpickler
+accepts only the classes that such metadata needs.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or global_name in _KNOWN.get(module_name, ()):
             return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(f"names {module_name}.{global_name}, which is no part of a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"names {module_name}.{global_name}, which is not part of a checkpoint's metadata")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of the checkpoint in ``folder``.
+    """Reads the metadata of the checkpoint in ``folder``.
 
     Raises:
-        RunError: it cannot be read, or names anything that metadata does not consist of.
+        RunError: it is unreadable, or names other classes than those of metadata.
     """
     try:
         with open(folder / METADATA, "rb") as file:
             found = _Unpickler(file).load()
     except pickle.UnpicklingError as error:
         raise RunError(f"{folder}: not a readable checkpoint: {METADATA} {error}") from error
-    except Exception as error:  # damaged bytes make the unpickler raise anything
+    except Exception as error:  # with damaged bytes the unpickler may raise any error
         reason = error.strerror if isinstance(error, OSError) else next(iter(str(error).splitlines()), "")
         kind = type(error).__name__
         raise RunError(f"{folder}: not a readable checkpoint: {METADATA}: {kind}: {reason}") from error

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the actor: each part writes a folder per rank and reads it back on resume."""
+"""Further parts of a checkpoint beside the actor: each writes a folder per rank and reads it on resume."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Protocol
 
 
 class CheckpointPart(Protocol):
-    """A piece of a run's state; every rank has its own object of each part."""
+    """A part of a run's state; every rank has its own object."""
 
     @property
     def name(self) -> str:
         """The part's folder within a checkpoint."""
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's state into ``folder``, which is empty and its own; plain files, no collectives."""
+        """Writes this rank's state into its own empty ``folder``; plain files, no collectives."""
 
     def load(self, folders: Sequence[Path]) -> None:
-        """Takes the state back; ``folders`` has one for each rank of the run that saved, in their order.
+        """Restores the state; ``folders`` has one for each rank of the run that saved, in rank order.
 
-        This run may have another number of ranks; a part that cannot be restored then says so in a warning.
+        If this run has another number of ranks, a part that cannot be restored gives a warning.
         """
 
 
@@ -33,12 +33,12 @@ def save_parts(parts: Sequence[CheckpointPart], checkpoint: Path, rank: int) -> 
 
 
 def load_parts(parts: Sequence[CheckpointPart], checkpoint: Path) -> list[str]:
-    """Restores every part that ``checkpoint`` holds; a warning for each one that it does not."""
+    """Restores every part that ``checkpoint`` holds; returns a warning for each missing one."""
     warnings = []
     for part in parts:
         folders = sorted((checkpoint / part.name).glob("rank_*"))
         if folders:
             part.load(folders)
         else:
-            warnings.append(f"checkpoint {checkpoint} holds no {part.name!r}: that part starts afresh")
+            warnings.append(f"checkpoint {checkpoint} has no {part.name!r}: that part starts anew")
     return warnings

@@ -1,6 +1,6 @@
-"""A training state as one safetensors file: named tensors, and plain data beside them in its metadata.
+"""A training state as one safetensors file: named tensors, and plain data in its metadata.
 
-Every writer and reader of a drafter's training goes through here, so a state that one of them wrote is every reader's.
+All code that reads or writes drafter training states uses this module, so every reader understands every file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from megatron_tlt.errors import ConfigError
 
 STATE = "training.safetensors"
-"""What the file is called, in whichever folder."""
+"""Name of the file, in any folder."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Named tensors, what they are (``megatron_tlt.drafter.v1``), and ``header``: data that JSON can hold."""
+    """Named tensors, their type (``megatron_tlt.drafter.v1``), and ``header``, which is JSON data."""
 
     kind: str
     header: Mapping[str, Any]
@@ -31,27 +31,27 @@ class Payload:
 
 
 def write_payload(path: Path, payload: Payload) -> None:
-    """Writes ``path`` straight from the tensors' memory: on the host, contiguous, and left alone meanwhile.
+    """Writes ``path`` directly from the tensors' memory: on the host, contiguous, and unchanged meanwhile.
 
-    The interpreter is free while bytes are written, so other threads go on. Neither flushed nor renamed: that is the
-    caller's, by ``atomic_file`` or ``atomic_folder``.
+    The GIL is released during the write, so other threads continue. The caller flushes and renames, with
+    ``atomic_file`` or ``atomic_folder``.
 
     Raises:
         OSError: the disk is full or the file cannot be written.
-        TypeError: the header holds what JSON cannot.
+        TypeError: the header contains non-JSON data.
     """
     metadata = {"format": payload.kind, "header": json.dumps(payload.header)}
     try:
         save_file(dict(payload.tensors), path, metadata=metadata)
-    except SafetensorError as error:  # its message is the operating system's
+    except SafetensorError as error:  # its message is that of the operating system
         raise OSError(str(error)) from error
 
 
 def read_payload(path: Path, kind: str) -> Payload:
-    """What :func:`write_payload` wrote; the tensors lie in memory of their own, so that the file may go away.
+    """Reads a file of :func:`write_payload`; the tensors have their own memory, so that the file may be deleted.
 
     Raises:
-        ConfigError: it is of another kind, or cannot be read.
+        ConfigError: it is of another kind, or unreadable.
     """
     try:
         with safe_open(path, "pt", backend="pread") as opened:

@@ -1,4 +1,4 @@
-"""One checkpoint on its way from a temporary folder to its name, without holding up who writes it."""
+"""Publishes a checkpoint from a temporary folder to its name, without blocking the process that writes it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from megatron_tlt.platform.files import write_errors
 
 
 def remove_older(folder: Path, keep: int) -> None:
-    """Removes the oldest checkpoints beside ``folder`` until it and the ``keep`` - 1 before it are left.
+    """Removes the oldest checkpoints beside ``folder``, keeping it and the ``keep`` - 1 before it.
 
-    One that cannot be removed is a warning, as nothing is lost by it; the next call tries again.
+    Failure to remove one is only a warning; the next call tries again.
     """
     root = folder.parent
-    # Newer ones are there only after a damaged one was passed over: they are no reason to lose a whole one.
+    # Newer ones exist only after a damaged one was skipped: they must not cause the loss of a complete one.
     kind = folder.name.rstrip("0123456789")
     until = sorted(path for path in root.glob(f"{kind}*") if path.name <= folder.name)
     for old in until[:-keep]:
         try:
             shutil.rmtree(old)
         except OSError as error:
-            print(f"warning: old checkpoint {old} is not removed: {error}", file=sys.stderr, flush=True)
+            print(f"warning: cannot remove old checkpoint {old}: {error}", file=sys.stderr, flush=True)
 
 
 class Publication:
-    """Fill ``temporary``, then ``start``, then ask ``done``; or ``abandon`` it before the start.
+    """Fill ``temporary``, then call ``start``, then ``done``; or ``abandon`` before the start.
 
     Args:
-        folder: what the checkpoint will be called; its neighbours sort by name as they do by age.
-        keep: so many checkpoints remain, this one and the newest before it.
+        folder: final path of the checkpoint; the names of its siblings sort by age.
+        keep: number of checkpoints to keep, this one and the newest before it.
 
     Raises:
-        RunError: the file system refuses.
+        RunError: a file operation fails.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -49,7 +49,7 @@ class Publication:
         self._result: Future[None] | None = None
 
     def start(self) -> None:
-        """Hashes, renames, moves ``latest`` and removes what is too old, all in a thread."""
+        """Hashes, renames, moves ``latest`` and removes old checkpoints, in a thread."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._result = pool.submit(self._publish)
         pool.shutdown(wait=False)
@@ -65,7 +65,7 @@ class Publication:
         """Whether it is published.
 
         Raises:
-            RunError: it could not be; whatever was there before still is.
+            RunError: publishing failed; existing checkpoints are unchanged.
         """
         assert self._result is not None, "not started"
         if not self._result.done():
@@ -74,12 +74,12 @@ class Publication:
             self._result.result()
         except RunError:
             raise
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must receive any error
             raise RunError(f"{self._folder}: not published: {type(error).__name__}: {error}") from error
         return True
 
     def abandon(self, error: RunError) -> RunError:
-        """Removes the temporary folder because of ``error``; what to tell the user, in terms of the checkpoint."""
+        """Removes the temporary folder because of ``error``; returns the user's error, which names the checkpoint."""
         if self._result is not None:
             return error
         try:

@@ -1,7 +1,7 @@
-"""Work on a checkpoint's files that all ranks share, with collectives that stay short however long it takes.
+"""File work on a checkpoint shared by all ranks, with collectives that stay short even if the work is long.
 
-A checkpoint of a 70B model has about a terabyte. Hashing it on rank 0 while the others wait in a collective would run
-into the collective's time limit (``launcher.collective_timeout_s``).
+A checkpoint of a 70B model has about a terabyte. If rank 0 hashed it while the others wait in a collective, the
+collective would time out (``launcher.collective_timeout_s``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _file_system_errors() -> Iterator[None]:
 
 
 def run_together(work: Callable[[], T]) -> T:
-    """Runs ``work`` on every rank in a thread and returns its result when all ranks are done; a collective.
+    """Runs ``work`` on every rank in a thread and returns its result once all ranks are done; a collective.
 
-    Ranks meet every few seconds meanwhile. ``work`` must hold no collective.
+    Meanwhile the ranks meet every few seconds. ``work`` must not contain a collective.
 
     Raises:
-        RunError: it failed on one rank, with a RunError or an OSError; raised on all.
+        RunError: it failed on one rank, with a RunError or an OSError; raised on all ranks.
     """
     every = min(_POLL_S, collective_timeout_s() / 4)
     with ThreadPoolExecutor(1, thread_name_prefix="together") as pool:
@@ -50,7 +50,7 @@ def run_together(work: Callable[[], T]) -> T:
 
 
 def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Positions of ``sizes`` in ``count`` shares of about the same sum; the same wherever it is computed."""
+    """Divides the positions of ``sizes`` into ``count`` shares of about equal sums; deterministic."""
     loads = [0] * count
     found: list[list[int]] = [[] for _ in range(count)]
     for position in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -70,10 +70,10 @@ def _hash_share(files: Sequence[str], sizes: Sequence[int]) -> list[FileSum]:
 
 
 def with_shared_sums(function: Callable[[Sums], T], kind: Any) -> T:
-    """Rank 0's ``function(sums)`` on every rank; a collective. All ranks hash what ``sums`` is asked for.
+    """Rank 0's ``function(sums)`` on every rank; a collective. All ranks share the hashing that ``sums`` requests.
 
     Args:
-        function: runs on rank 0 alone. Apart from ``sums`` it must be quick, as the others wait in a collective.
+        function: runs on rank 0 only. Apart from ``sums`` it must be fast, as the others wait in a collective.
         kind: type of its result, which is plain data.
 
     Raises:
@@ -84,7 +84,7 @@ def with_shared_sums(function: Callable[[Sums], T], kind: Any) -> T:
     job = tuple[list[str], list[int]] | None
 
     def ask(files: Sequence[Path]) -> list[FileSum]:
-        # A file that vanished has no size; hashing it says so.
+        # A file that disappeared has no size; hashing reports it.
         sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
         names = [str(file) for file in files]
         broadcast_data((names, sizes), job)
@@ -106,12 +106,12 @@ def with_shared_sums(function: Callable[[Sums], T], kind: Any) -> T:
 
 @contextlib.contextmanager
 def shared_folder(target: Path) -> Iterator[Path]:
-    """One temporary folder on all ranks that becomes ``target``, with a manifest, when the block ends well on all.
+    """One temporary folder on all ranks that becomes ``target``, with a manifest, once the block succeeds on all.
 
-    A collective. It first removes the temporary folders of killed processes that were writing ``target``.
+    A collective. It first removes temporary folders of killed processes that were writing ``target``.
 
     Raises:
-        RunError: the file system refuses; ``target`` is as it was.
+        RunError: a file operation fails; ``target`` is unchanged.
     """
     run_together(lambda: clean_leftovers(target.parent, target.name) if rank() == 0 else [])
     temporary: Path | None = None
@@ -123,4 +123,4 @@ def shared_folder(target: Path) -> Iterator[Path]:
         yield folder
         barrier()
         with_shared_sums(lambda sums: str(write_manifest(folder, sums)), str)
-        run_together(writing.pop_all().close)  # flushes everything to the disk, which may take long
+        run_together(writing.pop_all().close)  # flushes everything to disk, which may take long

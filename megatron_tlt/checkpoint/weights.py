@@ -1,4 +1,4 @@
-"""Whether the weights in a folder are those that were written, before anyone uses them."""
+"""Verifies the weights in a folder against its manifest before they are used."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_tlt.models.hf_folder import INDEX, MEGATRON_PART, is_megatron_chec
 from megatron_tlt.platform.device import show
 
 
-# Config and tokenizer of either kind of folder are not compared: users edit these.
+# Config and tokenizer files are not compared: users edit them.
 def _is_of_megatron(name: str) -> bool:
     folder, _, file = name.partition("/")
-    return folder == MEGATRON_PART and (not file.startswith(".") or file == METADATA)  # NFS makes hidden files
+    return folder == MEGATRON_PART and (not file.startswith(".") or file == METADATA)  # NFS creates hidden files
 
 
 def _is_safetensors(name: str) -> bool:
@@ -25,18 +25,18 @@ def _is_safetensors(name: str) -> bool:
 def verify_weights(folder: Path) -> None:
     """Compares the weights in ``folder`` with its manifest; a collective over the world.
 
-    Of a Megatron checkpoint ``actor/`` is compared, of a Hugging Face folder or a drafter's the safetensors files.
-    Where such a folder has no manifest, rank 0 says so, and safetensors itself checks headers and sizes.
+    Covers ``actor/`` of a Megatron checkpoint, and the safetensors files of a Hugging Face folder or a drafter's. If
+    such a folder has no manifest, rank 0 prints a note, and safetensors itself checks headers and sizes.
 
     Raises:
-        RunError: something differs, or a Megatron checkpoint has no manifest.
+        RunError: a file differs, or a Megatron checkpoint has no manifest.
     """
 
     def check(sums: Sums) -> None:
         megatron = is_megatron_checkpoint(folder)
         has_manifest = any((folder / name).is_file() for name in (MANIFEST, PENDING))
         if not megatron and not has_manifest:
-            show(f"note: {folder} has no {MANIFEST}: of its weights only headers and sizes are checked")
+            show(f"note: {folder} has no {MANIFEST}: only headers and sizes of its weights are checked")
             return
         found = verify_manifest(folder, sums=sums, select=_is_of_megatron if megatron else _is_safetensors)
         if found:

@@ -43,5 +43,5 @@ def test_a_range_of_a_matrix_is_a_row_s_rest_whole_rows_and_a_row_s_beginning() 
 
 
 def test_a_range_outside_is_refused() -> None:
-    with pytest.raises(ValueError, match="elements 3 to 7 do not lie within"):
+    with pytest.raises(ValueError, match="elements 3 to 7 are not within"):
         list(boxes_of_range((2, 3), 3, 7))

@@ -91,7 +91,7 @@ def test_of_another_host_or_an_older_release_only_after_a_day(
         assert clean_leftovers(tmp_path) == [old]
     assert names(tmp_path) == [fresh.name]
     (record,) = caplog.records
-    assert str(fresh) in record.getMessage() and "left alone" in record.getMessage()
+    assert str(fresh) in record.getMessage() and "kept: " in record.getMessage()
     (fresh / "half").write_text("more")  # the folder itself looks old, but something in it changed
     assert clean_leftovers(tmp_path) == []
 

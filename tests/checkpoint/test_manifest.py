@@ -59,7 +59,7 @@ def test_nothing_in_it_is_never_whole(tmp_path: Path) -> None:
 
 def test_a_folder_whose_files_were_removed_is_not_published(tmp_path: Path) -> None:
     """As when another process took the temporary folder for a leftover."""
-    with pytest.raises(RunError, match="no file to write"), atomic_folder(tmp_path / "step_1") as folder:
+    with pytest.raises(RunError, match="no file for a"), atomic_folder(tmp_path / "step_1") as folder:
         (folder / "weights").write_bytes(b"x")
         shutil.rmtree(folder)
         write_manifest(folder)

@@ -38,7 +38,7 @@ def test_one_that_cannot_be_removed_is_a_warning(tmp_path: Path, capfd: pytest.C
     assert find_latest_whole(tmp_path) == (tmp_path / "step_4", [])
     assert not (tmp_path / "step_2").exists()  # the next one is removed all the same
     warnings = [line for line in capfd.readouterr().err.splitlines() if "step_1" in line]
-    assert len(warnings) == 2 and warnings[0].startswith("warning: ") and "not removed" in warnings[0]
+    assert len(warnings) == 2 and warnings[0].startswith("warning: ") and "cannot remove" in warnings[0]
     publish(tmp_path / "step_5", keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_4", "step_5"]
 

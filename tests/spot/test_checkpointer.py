@@ -236,7 +236,7 @@ class TestNewest:
         DAMAGES[damage](tmp_path / "version-000000002")
         assert found_version(tmp_path) == 1
         (record,) = caplog.records
-        assert record.levelno == logging.WARNING and "version-000000002 is not whole" in record.message
+        assert record.levelno == logging.WARNING and "version-000000002 is not complete" in record.message
         DAMAGES[damage](tmp_path / "version-000000001")
         assert newest(tmp_path, KIND) is None
 

@@ -45,7 +45,7 @@ def test_the_previous_one_is_used_with_a_warning_that_names_the_damage(found: di
     assert len(passed_over) == 21
     for row in passed_over:
         assert row["step"] == 1, row
-        assert "warning: checkpoint " in row["said"] and "step_000002 is not whole" in row["said"], row
+        assert "warning: checkpoint " in row["said"] and "step_000002 is not complete" in row["said"], row
         if (row["file"], row["damage"]) != ("manifest.json", "flip a bit"):  # it then contradicts another file
             assert row["file"] in row["said"], row
         assert row["state"] == passed_over[0]["state"] != whole["state"]
