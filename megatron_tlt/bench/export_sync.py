@@ -19,7 +19,7 @@ WeightSource = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class ExportSync(WeightSync):
-    """Streams the source into the target, tensor by tensor, and compares checksums of what each engine rank holds."""
+    """Streams the source into the target, tensor by tensor, and compares checksums with those in each engine rank."""
 
     def __init__(self, source: WeightSource, target: WeightTarget) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""What every rank of a Megatron layout holds, computed without Megatron or a process group; pure.
+"""The weights that every rank of a Megatron layout holds, computed without Megatron or a process group; pure.
 
 The rules are Megatron-Core 0.16's own: ranks in its order tp-cp-ep-dp-pp (``parallel_state.RankGenerator``), layers as
 ``transformer_block.get_num_layers_to_build`` and ``transformer_layer.get_transformer_layer_offset`` place them.
@@ -21,7 +21,7 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class _Place(NamedTuple):
-    """A rank's places in the groups that decide what it holds."""
+    """A rank's index in each group that determines its weights."""
 
     stage: int
     tensor: int
@@ -30,10 +30,10 @@ class _Place(NamedTuple):
 
 
 def actor_side(weights: WeightMap, layout: Layout) -> Side:
-    """The spans that each rank of ``layout`` holds, replicas and copies of a tied embedding included.
+    """The spans that each rank of ``layout`` holds, including replicas and copies of a tied embedding.
 
     Raises:
-        ConfigError: a layout that does not fit the world or the model's layers, or one whose layers are placed by hand.
+        ConfigError: the layout does not fit the world or the model's layers, or places layers by hand.
     """
     if layout.by_hand:
         raise ConfigError(
@@ -61,10 +61,10 @@ def actor_side(weights: WeightMap, layout: Layout) -> Side:
 
 
 def stage_layers(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
-    """The layers of each pipeline stage, counted over the whole model; an interleaved stage has several stretches.
+    """The layers of each pipeline stage, counted over the whole model; an interleaved stage has several ranges.
 
     Raises:
-        ConfigError: the layers cannot be shared out so.
+        ConfigError: the layers cannot be divided among the stages.
     """
     chunks, last = layout.vpp or 1, layout.pp - 1
     given = {stage: n for stage, n in ((0, layout.first), (last, layout.last)) if n is not None}
@@ -72,7 +72,7 @@ def stage_layers(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
     even = (layers + layout.extra - sum(given.values())) // free if free else 0
     stages: list[list[int]] = [[] for _ in range(layout.pp)]
     at = 0
-    # The first chunks of all stages come first, then the second ones.
+    # The first chunks of all stages come first, then the second chunks.
     for chunk in range(chunks):
         for stage in range(layout.pp):
             count = given.get(stage, even) // chunks
@@ -86,7 +86,7 @@ def stage_layers(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _parameters_by_stage(weights: WeightMap, layout: Layout) -> list[list[str]]:
-    """Megatron's parameters, in whole-model names, on each pipeline stage."""
+    """Megatron's parameters on each pipeline stage, in whole-model names."""
     of_layer: Mapping[int, list[str]] = defaultdict(list)
     for parameter in weights.parameters:
         if parameter.startswith("decoder.layers."):
@@ -97,7 +97,7 @@ def _parameters_by_stage(weights: WeightMap, layout: Layout) -> list[list[str]]:
     ]
     stages[0].insert(0, _EMBEDDING)
     stages[-1].append("decoder.final_layernorm.weight")
-    # The last stage has a copy of a tied embedding, unless it is the first one too.
+    # The last stage has a copy of a tied embedding, unless it is also the first one.
     if layout.pp > 1 or not weights.tied:
         stages[-1].append(_OUTPUT)
     return stages

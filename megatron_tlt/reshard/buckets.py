@@ -1,9 +1,9 @@
-"""The transfers of a plan cut into fragments and laid into buckets of bounded size, round by round; pure.
+"""Splits the transfers of a plan into fragments and packs them into buckets of bounded size, in rounds; pure.
 
 In a round a rank sends at most one bucket to each other rank and receives at most one from each. Two rounds are in
-flight at once (one is packed while the other travels), so a rank's buckets of one round and direction may take together
-a quarter of its staging memory. Large fragments that lie in one piece on both sides are not packed at all: they travel
-from parameter to parameter, in the round of their bucket.
+flight at once (one is packed while the other travels), so a rank's buckets of one round and direction may use a quarter
+of its staging memory. Large fragments that are contiguous on both sides are not packed: they are sent from parameter to
+parameter, in the round of their bucket.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer
 
-# Fragments begin at multiples of this many bytes, so that they can be seen as any dtype.
+# Fragments start at multiples of this many bytes, so that they can be viewed as any dtype.
 ALIGNMENT = 16
-# Smaller ones are cheaper to pack than to send by themselves.
+# Smaller fragments are cheaper to pack than to send separately.
 IN_PLACE_BYTES = 256 * 1024
 _ROUNDS_IN_FLIGHT = 2
 _DIRECTIONS = 2
@@ -35,9 +35,9 @@ class Fragment(NamedTuple):
 
 @dataclass
 class Bucket:
-    """What goes from one rank to another in a round: packed fragments one behind another, and those sent as they are.
+    """Data from one rank to another in a round: consecutive packed fragments, and fragments sent in place.
 
-    Behind the packed ones there is a trailer for each fragment, of the packed ones first.
+    After the packed ones follows a trailer for each fragment, first those of the packed ones.
     """
 
     peer: int
@@ -57,11 +57,11 @@ class Bucket:
         return self.packed + self.in_place
 
     def staged_bytes(self, trailer_bytes: int) -> int:
-        """Bytes of the packed fragments with ``trailer_bytes`` for each of all fragments."""
+        """Bytes of the packed fragments, with ``trailer_bytes`` for each of all fragments."""
         return self.payload_bytes + trailer_bytes * (len(self.packed) + len(self.in_place))
 
     def wire_bytes(self, trailer_bytes: int) -> int:
-        """All bytes that travel."""
+        """Total bytes that are sent."""
         return self.staged_bytes(trailer_bytes) + sum(fragment.size for fragment in self.in_place)
 
 
@@ -78,26 +78,26 @@ class ExchangeRound:
 
 
 def aligned(size: int) -> int:
-    """``size`` rounded up to where the next fragment may begin."""
+    """``size`` rounded up to the next possible start of a fragment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def make_rounds(
     plan: ReshardPlan, rank: int, staging_bytes: int, trailer_bytes: int, contiguous: Collection[str] = ()
 ) -> list[ExchangeRound]:
-    """The rounds of one rank, in order, all ranks' being made from the same plan.
+    """The rounds of one rank, in order; all ranks compute theirs from the same plan.
 
-    Senders take turns, so that all links are busy from the first round to the last. Large transfers are cut.
+    Senders take turns, so that all links are busy from the first round to the last. Large transfers are split.
 
     Args:
         plan: the transfers.
-        rank: whose rounds to return.
-        staging_bytes: what the buckets in flight on a rank may take together.
-        trailer_bytes: bytes that go with each fragment (its checksum), a multiple of ``ALIGNMENT``.
-        contiguous: tensors whose slices lie in one piece, and in the form that they travel in, on every rank.
+        rank: rank whose rounds are returned.
+        staging_bytes: limit for all buckets in flight on a rank.
+        trailer_bytes: bytes sent with each fragment (its checksum), a multiple of ``ALIGNMENT``.
+        contiguous: tensors whose slices are contiguous, and in the form in which they are sent, on every rank.
 
     Raises:
-        ConfigError: a single entry of a tensor does not fit; names it and what is needed.
+        ConfigError: a single entry of a tensor does not fit; names it and the size needed.
     """
     bound = staging_bytes // (_ROUNDS_IN_FLIGHT * _DIRECTIONS)
     used = tuple([_Fill(bound) for _ in range(plan.world)] for _ in range(_DIRECTIONS))
@@ -133,12 +133,12 @@ def make_rounds(
 
 
 def local_transfers(plan: ReshardPlan, rank: int) -> list[Transfer]:
-    """What a rank copies inside its process."""
+    """Transfers that a rank copies within its process."""
     return [transfer for transfer in plan.transfers if transfer.is_local and transfer.target == rank]
 
 
 def largest_buckets(rounds: Iterable[ExchangeRound], trailer_bytes: int) -> tuple[int, int]:
-    """The most bytes that a rank's rounds stage to send, and to receive, in a single one."""
+    """Maximum bytes that a rank stages to send, and to receive, in a single round."""
     sends, receives = 0, 0
     for one in rounds:
         sends = max(sends, sum(bucket.staged_bytes(trailer_bytes) for bucket in one.sends.values()))
@@ -147,7 +147,7 @@ def largest_buckets(rounds: Iterable[ExchangeRound], trailer_bytes: int) -> tupl
 
 
 class _Fill:
-    """How full one rank's rounds are in one direction."""
+    """Bytes used in one rank's rounds in one direction."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -200,5 +200,5 @@ def _in_turns(plan: ReshardPlan) -> Iterable[Transfer]:
 
 
 def staging_bytes_of(rounds: Sequence[ExchangeRound], trailer_bytes: int) -> int:
-    """What the buffers of a rank's rounds take: two of each direction, as large as the largest round."""
+    """Bytes of the buffers for a rank's rounds: two per direction, as large as the largest round."""
     return _ROUNDS_IN_FLIGHT * sum(largest_buckets(rounds, trailer_bytes))

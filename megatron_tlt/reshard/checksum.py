@@ -1,4 +1,4 @@
-"""Checksums of tensors, computed where the tensor lives."""
+"""Checksums of tensors, computed on the tensor's device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CHECKSUM_WORDS = 3
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over the words of a tensor's bits: plain, weighted by row and weighted by column; (3), int64, modulo 2**64.
 
-    Equal tensors of one shape have equal checksums on every device and in every memory layout; a flipped bit, a
-    missing slice or a pair of swapped elements changes at least one of the sums (as in Adler-32). Costs two passes over
-    the memory, and no copy where rows lie contiguous.
+    Equal tensors of one shape have equal checksums on every device and in every memory layout. A flipped bit, a missing
+    slice or a pair of swapped elements changes at least one of the sums (as in Adler-32). Costs two passes over the
+    memory, and no copy if rows are contiguous.
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
     words = _as_words(rows)
@@ -22,7 +22,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
-    """Two dimensions of the widest integers that a row consists of, whatever the memory layout."""
+    """Two dimensions of the widest integers that a row consists of, for any memory layout."""
     size = rows.element_size()
     width, word = next((width, word) for width, word in _WORDS if rows.shape[1] * size % width == 0)
     ratio = max(1, width // size)

@@ -1,4 +1,4 @@
-"""Every engine rank gets the slices that it lacks, from the ranks that hold them."""
+"""Every engine rank receives the slices it lacks from the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TRAILER_BYTES = aligned(_CHECKSUM_BYTES)
 
 @dataclass(frozen=True)
 class WholeTensors:
-    """The tensors that are moved, in order: their shapes and the dimension that ranks cut each one along."""
+    """The tensors that are moved, in order: their shapes and the dimension along which ranks shard each."""
 
     shapes: Mapping[str, tuple[int, ...]]
     cut_dims: Mapping[str, int]
 
 
 class _Entry(NamedTuple):
-    """One span of a rank, its dtype, and whether it lies in one piece."""
+    """One span of a rank, its dtype, and whether it is contiguous."""
 
     tensor: str
     start: int
@@ -47,7 +47,7 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class _Description:
-    """What a rank tells the others about itself: its node and its spans."""
+    """A rank's description for the others: its node and its spans."""
 
     node: int
     held: list[_Entry]
@@ -56,7 +56,7 @@ class _Description:
 
 @dataclass(frozen=True)
 class _Views:
-    """Spans and the memory they are in."""
+    """Spans with their memory."""
 
     spans: tuple[Span, ...]
     tensors: tuple[torch.Tensor, ...]
@@ -84,7 +84,7 @@ class _Views:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """All that stays the same from one synchronization to the next."""
+    """Data that stays the same from one synchronization to the next."""
 
     plan: ReshardPlan
     held: tuple[Span, ...]
@@ -95,16 +95,16 @@ class _Prepared:
 
 
 class DirectSync(WeightSync):
-    """Plans once, at the first synchronization, and moves from then on only what each rank lacks.
+    """Plans once, at the first synchronization; every synchronization moves only the slices that each rank lacks.
 
     Args:
-        source: what this rank of the actor holds.
+        source: the weights that this rank of the actor holds.
         target: this rank's engine.
         whole: the tensors.
-        source_layout, engine_layout: in words, for errors (``actor TP2xPP2``, ``TP2 x 4``).
-        staging_bytes: what buckets in flight on this rank may take.
-        part: of the engine, that is replaced.
-        exchange: how rounds travel.
+        source_layout, engine_layout: descriptions for errors (``actor TP2xPP2``, ``TP2 x 4``).
+        staging_bytes: limit for the buckets in flight on this rank.
+        part: the part of the engine that is replaced.
+        exchange: transport of the rounds.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DirectSync(WeightSync):
 
     @property
     def plan(self) -> ReshardPlan | None:
-        """What goes where; None before the first synchronization."""
+        """The plan of transfers; None before the first synchronization."""
         return self._prepared.plan if self._prepared else None
 
     def sync(self, *, version: int, verify: bool) -> SyncReport:
@@ -163,7 +163,7 @@ class DirectSync(WeightSync):
         )
 
     def _needs(self) -> Iterator[tuple[Span, torch.Tensor]]:
-        """What this engine rank needs of each tensor, with views of where it goes."""
+        """The parts of each tensor that this engine rank needs, with views of their destinations."""
         target = self._target
         for name, view, part in target.read_weights() if self._part == "policy" else target.read_drafter_weights():
             if name not in self._whole.shapes:
@@ -197,7 +197,7 @@ class DirectSync(WeightSync):
             raise RunError(f"rank {rank()}: the layout of the weights changed between synchronizations ({self._where})")
 
     def _prepare(self, held: _Views, needed: _Views) -> _Prepared:
-        """Plans, from what all ranks say of themselves; an error is the same one on all of them."""
+        """Plans from the descriptions of all ranks; an error is the same on all of them."""
         mine = _Description(node_index(), held.described(), needed.described())
         ranks = all_gather_data(mine, _Description)
         actor = _dtypes((row.held for row in ranks), "actor")
@@ -227,7 +227,7 @@ def _side(layout: str, ranks: Iterable[Sequence[_Entry]]) -> Side:
 
 
 def _dtypes(ranks: Iterable[Sequence[_Entry]], side: str) -> dict[str, torch.dtype]:
-    """The one dtype of each tensor on a side."""
+    """The single dtype of each tensor on a side."""
     found: dict[str, str] = {}
     for entry in chain.from_iterable(ranks):
         name = entry.tensor
@@ -250,7 +250,7 @@ def _bucket_bytes(rounds: Iterable[Iterable[Bucket]], trailer: int) -> int:
 
 
 class _Mover:
-    """Moves slices between views and buckets, and keeps account of them."""
+    """Moves slices between views and buckets, and records them."""
 
     def __init__(self, prepared: _Prepared, held: _Views, needed: _Views, verify: bool) -> None:
         self._forms = prepared.plan.forms
@@ -268,7 +268,7 @@ class _Mover:
         return self._needed.slice(transfer.target_slot, transfer, self._forms[transfer.tensor].dim)
 
     def copy(self, transfer: Transfer) -> None:
-        """From the actor to the engine of this process, without a buffer between."""
+        """Copies from the actor to the engine of this process, without a buffer."""
         source, target = self._source(transfer), self._target(transfer)
         target.copy_(source)
         self.proof.written(transfer)
@@ -298,11 +298,11 @@ class _Mover:
             transfer = fragment.transfer
             self.proof.written(transfer)
             if self._verify:
-                sent = self._trailer(bucket, data, place).clone()  # the buffer is filled again
+                sent = self._trailer(bucket, data, place).clone()  # the buffer is reused
                 self.proof.compare(transfer, sent, self._found(transfer, self._target(transfer)))
 
     def _seen(self, data: torch.Tensor, offset: int, size: int, transfer: Transfer, shape: torch.Size) -> torch.Tensor:
-        """A fragment of a bucket's bytes as the slice that it is."""
+        """Views a fragment of a bucket's bytes as its slice."""
         return data[offset : offset + size].view(self._wire[transfer.tensor]).view(shape)
 
     @staticmethod
@@ -311,12 +311,12 @@ class _Mover:
         return data[at : at + _CHECKSUM_BYTES].view(torch.int64)
 
     def _sent(self, transfer: Transfer, source: torch.Tensor) -> torch.Tensor:
-        """The checksum of a slice in the form that it travels in; computed once, however many ranks get the slice."""
+        """The checksum of a slice in the form in which it is sent; computed once for all receivers."""
         key = (transfer.source_slot, transfer.start, transfer.length)
         if key not in self._sent_sums:
             self._sent_sums[key] = checksum(source.to(self._wire[transfer.tensor]))
         return self._sent_sums[key]
 
     def _found(self, transfer: Transfer, target: torch.Tensor) -> torch.Tensor:
-        """The checksum of a slice in the engine, in the form that it travelled in."""
+        """The checksum of a slice in the engine, in the form in which it was sent."""
         return checksum(target.to(self._wire[transfer.tensor]))

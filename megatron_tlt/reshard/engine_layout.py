@@ -1,7 +1,7 @@
-"""What every rank of vLLM's engines needs, computed without vLLM; pure.
+"""The weights that every rank of vLLM's engines needs, computed without vLLM; pure.
 
 The rules are vLLM's own: ``QKVParallelLinear``, ``VocabParallelEmbedding``, ``MergedColumnParallelLinear``,
-``RowParallelLinear``, and ``fused_moe``'s linear placement of experts. An engine's ranks follow one another.
+``RowParallelLinear``, and ``fused_moe``'s linear placement of experts. An engine has consecutive ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.weight_map import WeightMap
 
 _KEY = "rollout.tensor_parallel_size"
-# vLLM rounds the rows of a vocabulary up to this before it divides them (DEFAULT_VOCAB_PADDING_SIZE).
+# vLLM pads the rows of a vocabulary to a multiple of this before sharding (DEFAULT_VOCAB_PADDING_SIZE).
 _VOCAB_MULTIPLE = 64
 _VOCABULARY = ("embed_tokens", "lm_head")
 
@@ -24,17 +24,17 @@ _VOCABULARY = ("embed_tokens", "lm_head")
 def engine_side(weights: WeightMap, world: int, tensor_parallel_size: int, expert_parallel: bool) -> Side:
     """The spans that each of ``world`` ranks needs in engines of ``tensor_parallel_size`` ranks each.
 
-    A tied output layer is the embedding's own parameter in vLLM and needs nothing. Rows that pad the vocabulary are
-    nobody's need.
+    A tied output layer is the embedding's own parameter in vLLM and needs nothing. No rank needs the rows that pad the
+    vocabulary.
 
     Args:
         weights: the model's map.
-        world: processes; engine ``e`` has ranks ``e * tensor_parallel_size`` and following.
-        tensor_parallel_size: of each engine.
-        expert_parallel: whether experts are whole and spread over an engine's ranks, rather than cut.
+        world: processes; engine ``e`` has ``tensor_parallel_size`` ranks from ``e * tensor_parallel_size`` on.
+        tensor_parallel_size: ranks per engine.
+        expert_parallel: whether experts are whole and distributed over an engine's ranks, rather than sharded.
 
     Raises:
-        ConfigError: a size that does not divide the world or what vLLM divides; one line each.
+        ConfigError: a size does not divide the world or a dimension that vLLM shards; one line each.
     """
     if tensor_parallel_size < 1 or world % tensor_parallel_size:
         raise ConfigError(f"{_KEY}: found {tensor_parallel_size}; allowed: a divisor of the {world} processes")
@@ -49,7 +49,7 @@ def engine_side(weights: WeightMap, world: int, tensor_parallel_size: int, exper
 
 
 class _Shares:
-    """How one engine's ranks share a model's tensors."""
+    """Distribution of a model's tensors over one engine's ranks."""
 
     def __init__(self, weights: WeightMap, size: int, expert_parallel: bool) -> None:
         self._weights = weights
@@ -70,7 +70,7 @@ class _Shares:
                 yield f"{_KEY}: found {size}; allowed: a divisor of {length}, what it divides of {name}"
 
     def of(self, rank: int) -> Iterator[Span]:
-        """What one of the engine's ranks needs, in the model's order."""
+        """The spans that one of the engine's ranks needs, in the model's order."""
         weights, size = self._weights, self._size
         for name, shape in weights.shapes.items():
             length, kind = shape[weights.cut_dims[name]], _module(name)
@@ -80,7 +80,7 @@ class _Shares:
             elif self._is_cut(name):
                 start, end = length * rank // size, length * (rank + 1) // size
             elif kind in ("k_proj", "v_proj"):
-                # More ranks than heads: as many neighbours as there are for each hold the same one.
+                # With more ranks than heads, size / heads consecutive ranks hold the same head.
                 head = rank // (size // weights.num_key_value_heads)
                 start, end = head * weights.head_dim, (head + 1) * weights.head_dim
             elif self._is_elsewhere(name, rank):
@@ -108,7 +108,7 @@ class _Shares:
         return not is_norm and not (experts and name.endswith(experts.router))
 
     def _is_elsewhere(self, name: str, rank: int) -> bool:
-        """Whether a whole expert is another rank's: the first ranks take one more where they do not divide."""
+        """Whether a whole expert belongs to another rank; if uneven, the first ranks hold one more."""
         if not self._weights.is_expert_tensor(name):
             return False
         expert = int(name.split(".experts.")[1].split(".")[0])

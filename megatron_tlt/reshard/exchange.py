@@ -1,4 +1,4 @@
-"""Rounds of buckets over torch.distributed: one round is packed while the one before travels."""
+"""Exchanges rounds of buckets over torch.distributed: one round is packed while the previous one is sent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, largest_buckets
 
 
 class Mover(Protocol):
-    """What is between buckets and weights."""
+    """Copies between buckets and weights."""
 
     def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Writes packed fragments and trailers into ``data``, (bytes)."""
         ...
 
     def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Takes them out of it; fragments that travelled in place have arrived."""
+        """Reads them from ``data``; fragments received in place have arrived."""
         ...
 
     def outgoing(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -31,12 +31,12 @@ class Mover(Protocol):
         ...
 
     def incoming(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The memory that they are received in."""
+        """The memory of the fragments that are received in place."""
         ...
 
 
 class Message(NamedTuple):
-    """A bucket with all the memory that is sent or received: its staged bytes, if any, then fragments in place."""
+    """A bucket with all memory that is sent or received: its staged bytes, if any, then fragments in place."""
 
     bucket: Bucket
     staged: torch.Tensor
@@ -51,12 +51,12 @@ _Posted = list[tuple[dist.Work, list[Bucket]]]
 
 
 class BucketExchange:
-    """Sends and receives a rank's rounds through four buffers, each as large as its largest round.
+    """Sends and receives a rank's rounds with four buffers, each as large as its largest round.
 
     Args:
-        rounds: this rank's, from ``make_rounds``.
-        trailer_bytes: bytes behind each bucket's payload for each of its fragments.
-        device: where the weights are.
+        rounds: this rank's rounds from ``make_rounds``.
+        trailer_bytes: bytes after each bucket's payload for each of its fragments.
+        device: device of the weights.
     """
 
     def __init__(self, rounds: Sequence[ExchangeRound], trailer_bytes: int, device: torch.device) -> None:
@@ -65,10 +65,10 @@ class BucketExchange:
         self._device = device
 
     def run(self, mover: Mover, meanwhile: Sequence[Callable[[], None]]) -> None:
-        """Exchanges all rounds; calls ``meanwhile`` one by one while buckets travel. Buffers live as long as this call.
+        """Exchanges all rounds, and calls ``meanwhile`` one by one during transfers. Buffers are freed at the end.
 
         Raises:
-            RunError: a rank that buckets go to or come from is gone; names it and the tensors.
+            RunError: a peer rank of a bucket is gone; names it and the tensors.
         """
         sends, receives = largest_buckets(self._rounds, self._trailer)
         slots = [(self._buffer(sends), self._buffer(receives)) for _ in self._rounds[:2]]
@@ -90,7 +90,7 @@ class BucketExchange:
             call()
 
     def post(self, outgoing: list[Message], incoming: list[Message]) -> _Posted:
-        """Starts all transfers of a round; returns what to wait for, with the buckets that each is about."""
+        """Starts all transfers of a round; returns the pending works, each with its buckets."""
         operations, buckets = [], []
         for start, messages in ((dist.isend, outgoing), (dist.irecv, incoming)):
             for message in messages:
@@ -100,7 +100,7 @@ class BucketExchange:
             works = dist.batch_isend_irecv(operations)
         if len(works) == len(buckets):
             return [(work, [bucket]) for work, bucket in zip(works, buckets, strict=True)]
-        return [(work, buckets) for work in works]  # NCCL makes one of them
+        return [(work, buckets) for work in works]  # NCCL returns a single work
 
     def _buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -134,12 +134,12 @@ class _Arrival:
 
 
 def _nothing() -> None:
-    """Before the first round."""
+    """Placeholder before the first round."""
 
 
 @contextmanager
 def naming_peers(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Turns what a broken connection raises into an error that says who is gone and what was under way."""
+    """Converts the error of a broken connection to one that names the lost ranks and the tensors in transfer."""
     try:
         yield
     except RuntimeError as error:

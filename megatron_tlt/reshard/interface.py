@@ -1,6 +1,6 @@
-"""What moving weights from the actor to the engines means.
+"""The interface for moving weights from the actor to the engines.
 
-The mechanisms here know neither Megatron nor vLLM: they see named tensors on one side and a target on the other.
+Its implementations know neither Megatron nor vLLM: they use named tensors on one side and a target on the other.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from megatron_tlt.reshard.spans import Span
 
 SpanSource = Callable[[], Iterable[tuple[Span, torch.Tensor]]]
-"""Yields what this rank holds of every tensor, with views of it; may be a collective."""
+"""Yields this rank's part of every tensor, with views of it; may be a collective."""
 
 Part = Literal["policy", "drafter"]
-"""The weights of an engine that are replaced together, and have a version together."""
+"""A part of the engine whose weights are replaced together and have one version."""
 
 
 class TensorSlice(Protocol):
@@ -35,18 +35,18 @@ class TensorSlice(Protocol):
 
 
 HeldWeights = Iterator[tuple[str, torch.Tensor, TensorSlice | None]]
-"""Names, views of the engine's memory, and their places in the whole tensors (None: the whole)."""
+"""Names, views of the engine's memory, and their positions in the whole tensors (None: the whole)."""
 
 
 class WeightTarget(Protocol):
-    """An engine that weights go into, and that can be asked what it holds."""
+    """An engine that receives weights and can report the weights it holds."""
 
     def begin_update(self, part: Part) -> None:
-        """From here on the engine refuses to generate with this part."""
+        """Marks the part as incomplete: the engine then refuses to generate with it."""
         ...
 
     def finish_update(self, part: Part, version: int) -> None:
-        """The part is whole again, and of this version."""
+        """Marks the part as complete, with this version."""
         ...
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> int: ...
@@ -58,10 +58,10 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One transfer on one rank: tensors in its engine, how many of them were proven equal to the actor's, seconds.
+    """One transfer on one rank: tensors in its engine, how many were verified equal to the actor's, seconds.
 
-    Bytes are this rank's, but for ``lower_bound_bytes``: what all ranks together need and do not hold. None where the
-    method does not say.
+    Bytes are this rank's, except ``lower_bound_bytes``: bytes that all ranks together need and do not hold. None if the
+    method does not report it.
     """
 
     tensors: int
@@ -82,11 +82,11 @@ class WeightSync(ABC):
     def sync(self, *, version: int, verify: bool) -> SyncReport:
         """Moves every weight; a collective over the world.
 
-        Until it returns the engine refuses to generate, and if it raises, for good.
+        The engine refuses to generate until this returns, and for ever if this raises.
 
         Args:
-            version: what the engine reports from now on.
-            verify: prove by checksums that the engine holds what the actor sent.
+            version: version that the engine reports afterwards.
+            verify: verify by checksums that the engine holds the actor's weights.
 
         Raises:
             RunError: a tensor is missing on one side or differs, or a rank is gone; names tensor and rank.

@@ -1,4 +1,4 @@
-"""Which slice of which tensor goes from which actor rank to which engine rank; pure."""
+"""Plans which slice of which tensor goes from which actor rank to which engine rank; pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_tlt.reshard.spans import Side, Span, TensorForm
 class Transfer(NamedTuple):
     """Entries ``start .. start + length`` of a tensor, from a span that ``source`` holds to one that ``target`` needs.
 
-    ``source_slot`` and ``target_slot`` are the spans' places in their ranks' lists. A transfer whose source is its
-    target is a copy inside a process.
+    ``source_slot`` and ``target_slot`` are the spans' positions in their ranks' lists. A transfer with equal source and
+    target is a copy within a process.
     """
 
     tensor: str
@@ -47,7 +47,7 @@ class _Owner(NamedTuple):
 class ReshardPlan:
     """Every transfer that fills the engines, in the order of the model's tensors; the same on every rank.
 
-    ``nodes[rank]`` is the node of a rank; ``lower_bound`` the bytes that ranks need and do not hold themselves.
+    ``nodes[rank]`` is the node of a rank; ``lower_bound`` is the bytes that ranks need and do not hold themselves.
     """
 
     forms: dict[str, TensorForm]
@@ -66,7 +66,7 @@ class ReshardPlan:
 
     @cached_property
     def link_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes from each rank to each other one that it sends to."""
+        """Bytes from each rank to each other rank that it sends to."""
         links: dict[tuple[int, int], int] = defaultdict(int)
         for transfer in self.transfers:
             if not transfer.is_local:
@@ -75,20 +75,20 @@ class ReshardPlan:
 
     @cached_property
     def local_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank copies inside its process."""
+        """Bytes that each rank copies within its process."""
         return self._by_rank((t.target, self.bytes_of(t)) for t in self.transfers if t.is_local)
 
     def sent_bytes(self, between_nodes: bool) -> tuple[int, ...]:
-        """Bytes that each rank sends to ranks of its own node, or of others."""
+        """Bytes that each rank sends to ranks of its own node, or of other nodes."""
         return self._by_rank((a, n) for (a, b), n in self.link_bytes.items() if self._crosses(a, b) == between_nodes)
 
     def received_bytes(self, between_nodes: bool) -> tuple[int, ...]:
-        """Bytes that each rank receives from ranks of its own node, or of others."""
+        """Bytes that each rank receives from ranks of its own node, or of other nodes."""
         return self._by_rank((b, n) for (a, b), n in self.link_bytes.items() if self._crosses(a, b) == between_nodes)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes over all links."""
+        """Total bytes over all links."""
         return sum(self.link_bytes.values())
 
     def _crosses(self, a: int, b: int) -> bool:
@@ -110,10 +110,10 @@ class ReshardPlan:
 
     @classmethod
     def read(cls, path: Path | str) -> ReshardPlan:
-        """Reads what ``write`` wrote.
+        """Reads a file of ``write``.
 
         Raises:
-            ConfigError: no such file, or no plan in it.
+            ConfigError: there is no such file, or it contains no plan.
         """
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
@@ -122,14 +122,14 @@ class ReshardPlan:
 
 
 def make_plan(forms: Mapping[str, TensorForm], actor: Side, engines: Side, nodes: Sequence[int]) -> ReshardPlan:
-    """Plans a transfer of every entry that an engine rank needs, exactly once, from a rank that holds it.
+    """Plans one transfer of every entry that an engine rank needs, from a rank that holds it.
 
-    A rank's own entries come first, then a rank of its node, then one of another node; among equally near ones the
-    one that has the least to send so far, links of that kind counted. The result depends on nothing but the arguments.
+    Prefers a rank's own entries, then a rank of its node, then one of another node. Among equally near ranks it takes
+    the one with the least to send so far over that kind of link. The result depends only on the arguments.
 
     Raises:
-        RunError: nobody holds what an engine rank needs, a tensor is unknown, or a span lies outside of its tensor;
-            names tensor, rank and both layouts.
+        RunError: no rank holds what an engine rank needs, a tensor is unknown, or a span exceeds its tensor; names
+            tensor, rank and both layouts.
     """
     layouts = f"{actor.layout} to engines {engines.layout}"
     owners: dict[str, list[_Owner]] = defaultdict(list)
@@ -163,7 +163,7 @@ def _checked(side: Side, forms: Mapping[str, TensorForm], layouts: str) -> Itera
 
 
 class _Intervals:
-    """Who holds which entries of one tensor."""
+    """The ranks that hold each entry of one tensor."""
 
     def __init__(self, owners: list[_Owner]) -> None:
         self._bounds = sorted({bound for owner in owners for bound in (owner.span.start, owner.span.end)})
@@ -174,7 +174,7 @@ class _Intervals:
                 self._owners[i].append(owner)
 
     def cover(self, need: _Owner, layouts: str) -> Iterator[tuple[int, int, list[_Owner]]]:
-        """The parts of a need between which owners change, each with its owners."""
+        """Splits a need where owners change; each part with its owners."""
         at, end = need.span.start, need.span.end
         while at < end:
             index = bisect_right(self._bounds, at) - 1
@@ -189,7 +189,7 @@ class _Intervals:
 
 
 class _SourcePicker:
-    """Chooses senders, and remembers how much each has to send within its node and between nodes."""
+    """Chooses senders, and records how much each sends within its node and between nodes."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""How long a plan would take at stated bandwidths: a projection from byte counts, not a measurement; pure."""
+"""Projected time of a plan at stated bandwidths, from byte counts; not a measurement; pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Bandwidths:
     The defaults are peaks of an 80 GB H100 (SXM) node: NVLink 4 in one direction, one 400 Gb/s port per GPU, HBM3.
 
     ``wake`` is a measured rate, so that no fraction applies. NVIDIA/srt-slurm, docs/shadow-engine-recovery.md, reports
-    vLLM's wake_up of a B200 that mapped 70.4 GiB in 88 allocations in 0.273 s: 277 GB/s. It is an assumption that an
-    H100 and the many smaller allocations of weights reach that.
+    vLLM's wake_up of a B200 that mapped 70.4 GiB in 88 allocations in 0.273 s: 277 GB/s. We assume that an H100 reaches
+    this with the many smaller allocations of weights.
     """
 
     nvlink: float = 450.0
@@ -35,9 +35,9 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Projection:
-    """Seconds. Transfer is that of the rank for which both kinds of link take longest together.
+    """Seconds. Transfer is that of the rank with the longest total over both kinds of link.
 
-    ``nvlink`` and ``network`` are each the longest of any rank, which need not be the same one.
+    ``nvlink`` and ``network`` are each the maximum over ranks, possibly of different ranks.
     """
 
     nvlink: float
@@ -48,16 +48,16 @@ class Projection:
 
     @property
     def total(self) -> float:
-        """Wake, transfer and load, one after the other."""
+        """Wake, transfer and load, sequentially."""
         return self.transfer + self.load + self.wake
 
 
 def project(plan: ReshardPlan, bandwidths: Bandwidths) -> Projection:
     """The projection of a plan.
 
-    A link works in both directions at once, so what a rank sends and receives over it takes as long as the larger of
-    the two. Load counts memory traffic, a read and a write for each byte that is copied in place, packed to be sent or
-    unpacked. Wake maps what the rank's engine holds.
+    A link works in both directions at once, so a rank's time on it is that of the larger of bytes sent and received.
+    Load counts memory traffic: a read and a write for each byte that is copied in place, packed or unpacked. Wake maps
+    the weights of the rank's engine.
     """
     rates = bandwidths
     nvlink = _seconds(plan, False, rates.nvlink * rates.nvlink_efficiency)

@@ -1,4 +1,4 @@
-"""The proof that every slice arrived: checksums of where it came from and of where it is, and a count of entries."""
+"""Verifies that every slice arrived: checksums at its source and destination, and a count of entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.reshard.spans import Span
 
 
 class Proof:
-    """Collects what this rank received; nothing is read back from the device before ``check``."""
+    """Collects the slices that this rank received; nothing is read from the device before ``check``."""
 
     def __init__(self, plan: ReshardPlan, rank: int, needed: Sequence[Span]) -> None:
         self._layouts = f"{plan.actor} to engines {plan.engines}"
@@ -24,19 +24,19 @@ class Proof:
         self._sums: list[torch.Tensor] = []
 
     def written(self, transfer: Transfer) -> None:
-        """``transfer`` is in the engine."""
+        """Records that ``transfer`` is in the engine."""
         self._entries[transfer.target_slot] += transfer.length
 
     def compare(self, transfer: Transfer, sent: torch.Tensor, found: torch.Tensor) -> None:
-        """Two checksums to be held against each other, (3) each."""
+        """Adds two checksums to compare, (3) each."""
         self._transfers.append(transfer)
         self._sums.append(torch.stack([sent, found]))
 
     def check(self) -> int:
-        """The number of tensors of this rank's engine that are proven; 0 where nothing was compared.
+        """Returns the number of verified tensors in this rank's engine; 0 if nothing was compared.
 
         Raises:
-            RunError: entries of a tensor were not written, or not what was sent; names tensor, ranks and layouts.
+            RunError: entries of a tensor were not written, or differ from those sent; names tensor, ranks and layouts.
         """
         for slot, span in enumerate(self._needed):
             if self._entries[slot] != span.length:

@@ -1,7 +1,7 @@
-"""Where slices of a model's tensors lie, in plain data: what actor ranks hold and what engine ranks need.
+"""Positions of slices in a model's tensors, as plain data: what actor ranks hold and what engine ranks need.
 
-Each tensor, under its Hugging Face name, is cut along one dimension, the same on both sides: rows of embeddings and of
-column-parallel layers, columns of row-parallel ones. So a slice of it is a span of entries along that dimension.
+Each tensor, under its Hugging Face name, is sharded along one dimension, the same on both sides: rows of embeddings
+and of column-parallel layers, columns of row-parallel layers. So a slice is a span of entries along that dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """A whole tensor as it travels: its shape, the dimension it is cut along, bytes of an element on the wire."""
+    """A whole tensor in its sent form: its shape, the dimension it is sharded along, bytes per element."""
 
     shape: tuple[int, ...]
     dim: int
@@ -25,7 +25,7 @@ class TensorForm:
 
     @property
     def length(self) -> int:
-        """Entries along the dimension that it is cut along."""
+        """Number of entries along the sharded dimension."""
         return self.shape[self.dim]
 
     @property
@@ -36,7 +36,7 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Entries ``start .. start + length`` of ``tensor`` along the dimension that it is cut along."""
+    """Entries ``start .. start + length`` of ``tensor`` along the sharded dimension."""
 
     tensor: str
     start: int
@@ -49,10 +49,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a transfer: its layout in words, for errors and tables, and the spans of each rank of the world.
+    """One side of a transfer: a description of its layout for errors and tables, and the spans of each rank.
 
-    On the actor's side ranks may hold the same entries (replicas); on the engines' side a rank may need the same
-    entries twice. A span's place in its rank's list is its ``slot``.
+    On the actor's side several ranks may hold the same entries (replicas); on the engines' side a rank may need the
+    same entries twice. A span's position in its rank's list is its ``slot``.
     """
 
     layout: str
@@ -64,7 +64,7 @@ def tensor_forms(weights: WeightMap, itemsizes: int | Mapping[str, int]) -> dict
 
     Args:
         weights: the model's map.
-        itemsizes: bytes of an element on the wire; of all tensors, or of each.
+        itemsizes: bytes of an element as sent; one value, or one per tensor.
     """
     return {
         name: TensorForm(shape, weights.cut_dims[name], itemsizes if isinstance(itemsizes, int) else itemsizes[name])

@@ -14,7 +14,7 @@ RANK_COLUMNS = ("in_place", "nvlink_sent", "nvlink_received", "network_sent", "n
 
 
 def summarize(plan: ReshardPlan, bandwidths: Bandwidths) -> dict[str, Any]:
-    """What a plan moves, by rank and by pair of nodes, and how long that is projected to take.
+    """The bytes that a plan moves, by rank and by pair of nodes, and the projected time.
 
     ``node_links[a][b]`` are the bytes from ranks of node ``a`` to other ranks of node ``b``.
     """
