@@ -156,7 +156,7 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
     own = each / layout.cp
     vocabulary = model.vocab / layout.tp
     head = 2 * own * model.hidden * vocabulary / machine.matmul_rate(min(own, model.hidden, vocabulary))
-    # number of passes over the logits for log-probs, entropy and their gradient
+    # approximate number of passes over the logits for log-probs, entropy and their gradient
     passes = 4 if forward_only else 10
     head = head * (1 if forward_only else 3) + passes * 4 * own * vocabulary / machine.memory_bandwidth
     stages = [len(layers) * per_layer for layers in stage_layers(layout, model.layers)]

@@ -99,7 +99,7 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
 
 
 def _graphs(plan: GraphPlan, model: ModelDimensions) -> float:
-    """Graphs of the V1 runner, piecewise and full: one for each number of tokens; the largest one's activations."""
+    """The V1 runner's piecewise graphs, one for each number of tokens, and the largest one's activations."""
     sizes = {(graph.kind != "target", graph.num_tokens) for graph in plan.graphs}
     layers = sum(1 if of_drafter else model.num_hidden_layers for of_drafter, _ in sizes)
     largest = max((tokens for _, tokens in sizes), default=0)

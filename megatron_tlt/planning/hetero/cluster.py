@@ -84,7 +84,7 @@ class ClusterSection(Section):
     """Achieved GB/s between a device and its host's memory."""
     efficiency: EfficiencySection = Field(default_factory=EfficiencySection)
     profiles: dict[str, Path] = Field(default_factory=dict)
-    """By a device's name, what ``tlt plan --profile`` measured there: its rates go before the data sheet's part.
+    """Profiles of ``tlt plan --profile`` by device name; their rates replace those of the data sheet.
 
     Paths are relative to the file's folder.
     """

@@ -25,7 +25,7 @@ class Task:
     prompt: float
     response: float
     longest: float
-    """Response tokens of the longest sequence: a lower bound of a rollout's decode steps."""
+    """Response tokens of the longest sequence: a rollout cannot end before this sequence."""
     after: tuple[str, ...] = ()
     """Tasks whose results this task needs."""
     weights_from: str | None = None

@@ -117,7 +117,8 @@ class Scenario:
         return replace(self, devices=nodes * self.per_node)
 
     def check(self) -> None:
-        """
+        """Checks that the scenario can be simulated.
+
         Raises:
             ConfigError: the scenario cannot be simulated; one line per reason.
         """
