@@ -1,4 +1,4 @@
-"""The sizes in a ``config.json``, without transformers where it says all of them: importing that takes seconds."""
+"""The sizes in a ``config.json``; avoids importing transformers, which takes seconds, if they are complete."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SIZES = (
 
 
 def read_sizes(file: Path, where: str) -> Any:
-    """What ``WeightMap`` needs of a model, as attributes named after Hugging Face's.
+    """Reads the sizes that ``WeightMap`` needs, as attributes with Hugging Face's names.
 
     Args:
-        file: a ``config.json``, whatever its name.
-        where: what errors about its options name.
+        file: a ``config.json``, under any name.
+        where: source named by errors about its options.
 
     Raises:
-        ConfigError: it cannot be read, or is of an architecture that is not supported.
+        ConfigError: it is unreadable, or of an unsupported architecture.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def read_sizes(file: Path, where: str) -> Any:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     family = FAMILIES.get(values.get("model_type", "")) if isinstance(values, dict) else None
     if family is None or not _says_all(values, family):
-        # Defaults of a family's config, and older forms of its keys, are transformers' to know.
+        # Only transformers knows the defaults of a family's config and older forms of its keys.
         from megatron_tlt.models.hf_folder import read_architecture
 
         return read_architecture(file, where)
@@ -53,17 +53,17 @@ def read_sizes(file: Path, where: str) -> Any:
 
 def _says_all(values: dict[str, Any], family: Family) -> bool:
     needed = [*_SIZES, *([family.experts.width] if family.experts else [])]
-    if family.model_type != "qwen2":  # whose heads are always hidden size over heads
+    if family.model_type != "qwen2":  # its head size is always hidden size over heads
         needed.append("head_dim")
     experts = not family.experts or values.get("num_experts") or values.get("num_local_experts")
     return all(values.get(key) is not None for key in needed) and bool(experts) and not values.get("rope_scaling")
 
 
 def sizes_of(config: TltConfig) -> tuple[Any, str]:
-    """The sizes of a launch config's model, and where they stand; neither its weights nor its folder are needed.
+    """The sizes of a launch config's model and their source; needs neither weights nor the model's folder.
 
     Raises:
-        ConfigError: no description of the model, or as ``read_sizes``.
+        ConfigError: there is no description of the model, or ``read_sizes`` fails.
     """
     file, recipe = architecture_file(config), config.model.recipe
     if file is not None:

@@ -1,4 +1,4 @@
-"""The model families the actor knows, one file each; pure, read from a Hugging Face config."""
+"""The model families that the actor supports, one file each; pure, read from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (qwen2, qwen3, qwen3_moe, llama, mistral, mixtral)}
-"""By ``model_type`` of the Hugging Face config."""
+"""Families by ``model_type`` of the Hugging Face config."""
 
-# Frequencies that depend neither on the sequence at hand nor come with a factor on attention.
+# Types whose frequencies do not depend on the sequence and that have no attention factor.
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -25,20 +25,20 @@ def rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def head_dim(hf_config: PretrainedConfig) -> int:
-    """The width of an attention head; a config may leave it to be hidden size over heads."""
+    """The width of an attention head; by default hidden size over heads."""
     given = getattr(hf_config, "head_dim", None)
     return int(given or hf_config.hidden_size // hf_config.num_attention_heads)
 
 
 def family_of(hf_config: PretrainedConfig, where: str) -> Family:
-    """The family of a model, after a look at every option of its config that would change the mathematics.
+    """The family of a model; checks every option of its config that would change the mathematics.
 
     Args:
         hf_config: a model's config.
-        where: the folder, for the error.
+        where: the folder, for errors.
 
     Raises:
-        ConfigError: an architecture or an option that the actor does not have; one line each.
+        ConfigError: the actor does not support the architecture or an option; one line each.
     """
     family = FAMILIES.get(hf_config.model_type)
     if family is None:
@@ -51,7 +51,7 @@ def family_of(hf_config: PretrainedConfig, where: str) -> Family:
         **family.options,
     }
     if not getattr(hf_config, "use_sliding_window", True):
-        del options["sliding_window"]  # Qwen names a window that it does not use
+        del options["sliding_window"]  # Qwen's config has a window that the model does not use
     wrong = [
         f"{where}: config.json: {name} is {value!r}; allowed: {', '.join(map(repr, allowed))}"
         for name, allowed in options.items()

@@ -1,4 +1,4 @@
-"""What sets one model family apart from another: data only."""
+"""The differences between model families, as data only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PROJECTIONS = {"gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight", "dow
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts layer, as a family's Hugging Face config and weights name it.
+    """A mixture-of-experts layer, with the names of a family's Hugging Face config and weights.
 
-    ``width`` is the config's key of an expert's intermediate size; ``normalize`` the key that says whether the chosen
-    experts' probabilities are made to sum to 1 (None: they always are). Names are relative to a layer.
+    ``width`` is the config's key for an expert's intermediate size; ``normalize`` is the key that controls whether the
+    chosen experts' probabilities are normalized to sum 1 (None: always). Names are relative to a layer.
     """
 
     width: str
@@ -28,19 +28,19 @@ class Experts:
 class Family:
     """A decoder with RMSNorm, SwiGLU, grouped-query attention and rotary positions.
 
-    ``options`` are further keys of its config that would change the mathematics, each with the values that are allowed.
+    ``options`` are further config keys that would change the mathematics, each with its allowed values.
     """
 
     model_type: str
     qkv_bias: bool = False
-    """Biases of the query, key and value projections, and of no others."""
+    """Whether the query, key and value projections (only these) have biases."""
     qk_layernorm: bool = False
-    """RMSNorm of each head's queries and keys."""
+    """Whether each head's queries and keys have an RMSNorm."""
     experts: Experts | None = None
     options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def projections(self, expert: int | None = None) -> dict[str, str]:
-        """Names of the gate, up and down projections in a layer, of one expert or of a dense layer."""
+        """Names of a layer's gate, up and down projections, of one expert or of a dense layer."""
         if expert is None or self.experts is None:
             return _PROJECTIONS
         names = {"gate": self.experts.gate, "up": self.experts.up, "down": self.experts.down}

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 INDEX = "model.safetensors.index.json"
-_MANIFEST = "manifest.json"  # of the folder's own files (checkpoint/manifest.py)
-# A Megatron checkpoint, converted or a run's: Megatron-Core's part, and the small files of its Hugging Face folder.
+_MANIFEST = "manifest.json"  # lists the folder's own files (checkpoint/manifest.py)
+# A Megatron checkpoint (converted or of a run): Megatron-Core's part, and the small files of its Hugging Face folder.
 MEGATRON_PART = "actor"
 SIDE_FILES = "hf"
-# "x.weight_scale_inv" (FP8), "x.weight.absmax" (bitsandbytes). Where weights are packed (GPTQ) there is no "x.weight".
+# "x.weight_scale_inv" (FP8), "x.weight.absmax" (bitsandbytes). With packed weights (GPTQ) there is no "x.weight".
 _PART_OF_WEIGHT = re.compile(r"(.+\.weight)[._].+")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
@@ -34,15 +34,15 @@ def is_megatron_checkpoint(folder: Path) -> bool:
 
 
 def side_files_of(folder: Path) -> Path:
-    """Where the config and tokenizer of a model folder of either kind are."""
+    """The folder of config and tokenizer, for a model folder of either kind."""
     return folder / SIDE_FILES if is_megatron_checkpoint(folder) else folder
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
-    """The architecture a Hugging Face folder describes.
+    """Reads the architecture of a Hugging Face folder.
 
     Raises:
-        ConfigError: no such folder, no ``config.json``, an architecture that is not supported, or quantized weights.
+        ConfigError: no such folder, no ``config.json``, an unsupported architecture, or quantized weights.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -56,14 +56,14 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
 
 
 def read_architecture(file: Path, where: str) -> PretrainedConfig:
-    """The architecture that a ``config.json`` describes, whatever its name.
+    """Reads the architecture in a ``config.json``, under any file name.
 
     Args:
         file: the file.
-        where: what errors about its options name.
+        where: source named by errors about its options.
 
     Raises:
-        ConfigError: it cannot be read, or is of an architecture that is not supported.
+        ConfigError: it is unreadable, or of an unsupported architecture.
     """
     from transformers import AutoConfig
 
@@ -76,7 +76,7 @@ def read_architecture(file: Path, where: str) -> PretrainedConfig:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copies config, tokenizer and generation config: all files of the folder but weights and its manifest."""
+    """Copies config, tokenizer and generation config: all files of the folder except weights and its manifest."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf") or file.name.endswith(".index.json")
         if file.is_file() and not weights and not file.name.startswith(".") and file.name != _MANIFEST:
@@ -87,11 +87,11 @@ class SafetensorsFolder:
     """The weights of a Hugging Face folder, read slice by slice.
 
     Args:
-        folder: it.
-        framework: ``np`` is enough for names and shapes, and does not import torch; tensors are read with ``pt``.
+        folder: the folder.
+        framework: ``np`` is enough for names and shapes, and does not import torch; reading tensors needs ``pt``.
 
     Raises:
-        ConfigError: no safetensors file, or an index that cannot be read.
+        ConfigError: there is no safetensors file, or the index is unreadable.
     """
 
     def __init__(self, folder: Path, framework: Literal["pt", "np"] = "pt") -> None:
@@ -121,11 +121,11 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, sorted."""
+        """Names of all tensors, sorted."""
         return sorted(self._files)
 
     def _slice(self, name: str) -> Any:
-        """A tensor that is not read yet. Files stay open: reading the names of thousands of tensors takes a while."""
+        """A tensor that is not read yet. Files stay open: reading thousands of tensor names takes time."""
         if name not in self._files:
             raise ConfigError(f"{self.folder}: no tensor {name!r} in its safetensors files")
         file = self._files[name]
@@ -137,10 +137,10 @@ class SafetensorsFolder:
             raise ConfigError(f"{file}: {name} cannot be read: {error}") from error
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """Entries ``start .. start + length`` of a tensor along ``dim``; only they are read.
+        """Reads only entries ``start .. start + length`` of a tensor along ``dim``.
 
         Raises:
-            ConfigError: no such tensor, or its file is damaged.
+            ConfigError: there is no such tensor, or its file is damaged.
         """
         part = self._slice(name)
         stop = part.get_shape()[dim] if length is None else start + length
@@ -151,18 +151,18 @@ class SafetensorsFolder:
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises ConfigError as :meth:`read` does."""
+        """Raises ConfigError like :meth:`read`."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ConfigError as :meth:`read` does."""
+        """Raises ConfigError like :meth:`read`."""
         return self.read(name, 0, 0, 0).dtype
 
     def check(self, weights: WeightMap) -> None:
-        """Whether every tensor of the model is there in its shape.
+        """Checks that every tensor of the model exists with its shape.
 
         Raises:
-            ConfigError: what is missing, else of another shape, else quantized, one line each (up to ten).
+            ConfigError: tensors are missing, else of another shape, else quantized; one line each (at most ten).
         """
         wrong = [f"{self.folder}: no tensor {name!r}" for name in weights.shapes if name not in self]
         wrong = wrong or [
@@ -183,7 +183,7 @@ class SafetensorsFolder:
             for name, match in found
             if match is not None and match[1] in weights.shapes
         ]
-        # as safetensors' header names them: a check that has no torch asks too
+        # dtypes as named in safetensors' header: checks without torch also call this
         types = {} if wrong else {name: str(self._slice(name).get_dtype()) for name in weights.shapes}
         return wrong + [
             f"{self.folder}: tensor {name!r} is {dtype}; {allowed}"

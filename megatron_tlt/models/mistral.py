@@ -1,4 +1,4 @@
-"""Mistral, the releases without a sliding window (7B v0.3 and later)."""
+"""Mistral releases without a sliding window (7B v0.3 and later)."""
 
 from __future__ import annotations
 

@@ -15,6 +15,6 @@ FAMILY = Family(
         up="mlp.experts.{expert}.up_proj.weight",
         down="mlp.experts.{expert}.down_proj.weight",
     ),
-    # Every layer is a mixture in all released models.
+    # In all released models every layer is a mixture of experts.
     options={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
 )

@@ -1,4 +1,4 @@
-"""Models that a recipe builds: from nothing, or from a pretrained one, by supervised training on worked solutions."""
+"""Models built by a recipe: from scratch or from a pretrained model, by supervised training on worked solutions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _DIGESTED_BYTES = 1 << 20
 
 
 def warm_up_optimizer(config: TltConfig) -> dict[str, Any]:
-    """``optimizer`` and ``optimizer_arguments`` of the warm-up: the actor's, but for what the recipe says itself."""
+    """``optimizer`` and ``optimizer_arguments`` of the warm-up: the actor's, unless the recipe sets its own."""
     assert config.model.recipe is not None
     own = config.model.recipe.supervised.optimizer
     return {
         "optimizer": {**config.actor.optimizer, **own},
-        # A warm-up that names an optimizer of its own names adam or sgd, which take none.
+        # A warm-up's own optimizer is adam or sgd, which take no arguments.
         "optimizer_arguments": {} if "optimizer" in own else config.actor.optimizer_arguments,
     }
 
 
 def recipe_description(config: TltConfig) -> str:
-    """Everything the model depends on, as JSON: recipe, tasks, processes, layout, the optimizer of its warm-up."""
+    """Everything the model depends on, as JSON: recipe, tasks, processes, layout, the warm-up's optimizer."""
     assert config.model.recipe is not None
     recipe = config.model.recipe
-    # such tasks' solutions ended otherwise in earlier releases
+    # solutions of such tasks ended differently in earlier releases
     formatted = any(task.answer_format is not None for task in config.tasks)
     parts = {
         "recipe": recipe.model_dump(mode="json", exclude={"cache_dir", "base"}),
         **({} if recipe.base is None else {"base": _contents(recipe.base)}),
-        # solutions are not verified: every verifier counts as the one that earlier releases wrote here
+        # solutions are not verified: use the verifier that earlier releases wrote here
         "tasks": [{**task.model_dump(mode="json"), "verifier": "math"} for task in config.tasks],
         "world_size": config.launcher.world_size,
         "megatron": config.actor.megatron,
@@ -45,14 +45,14 @@ def recipe_description(config: TltConfig) -> str:
 
 
 def recipe_folder(config: TltConfig) -> Path:
-    """Where the recipe's model is, or will be: a folder named by a hash of all that it depends on."""
+    """The path of the recipe's model, built or not: a folder named by a hash of everything it depends on."""
     assert config.model.recipe is not None
     digest = hashlib.blake2b(recipe_description(config).encode(), digest_size=6).hexdigest()
     return config.model.recipe.cache_dir / digest
 
 
 def _contents(folder: Path) -> dict[str, list[int | str]]:
-    """Size and digest of each file of the model's. Of weights only the first MiB is read: any training changes it."""
+    """Size and digest of each file of the model. Of weights only the first MiB is read: any training changes it."""
     files = [file for suffix in ("json", "jinja", "safetensors") for file in folder.glob(f"*.{suffix}")]
     found: dict[str, list[int | str]] = {}
     for file in sorted(files):
@@ -63,10 +63,10 @@ def _contents(folder: Path) -> dict[str, list[int | str]]:
 
 
 def model_folder(config: TltConfig) -> Path:
-    """The folder that the policy starts from.
+    """The folder of the policy's initial weights.
 
     Raises:
-        ConfigError: ``model.architecture`` alone is given, or no such folder.
+        ConfigError: only ``model.architecture`` is given, or there is no such folder.
     """
     require_model_folder(config)
     return config.model.path if config.model.path is not None else recipe_folder(config)

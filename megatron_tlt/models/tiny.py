@@ -1,4 +1,4 @@
-"""Random models of every family at a size for benchmarks and tests."""
+"""Random models of every family in a small size for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def family_config(model_type: str, **options: Any) -> PretrainedConfig:
-    """A family's config with some thousand weights."""
+    """A family's config with a few thousand weights."""
     sizes = {
         "vocab_size": 64,
         "hidden_size": 64,

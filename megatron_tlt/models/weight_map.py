@@ -1,6 +1,6 @@
-"""Where every Hugging Face tensor lies inside Megatron's parameters, for any number of tensor-parallel ranks; pure.
+"""Positions of Hugging Face tensors in Megatron's parameters, for any number of tensor-parallel ranks; pure.
 
-Megatron's names here are whole-model ones: layers and experts are counted over all ranks, and norms have the names of
+Megatron's names here are whole-model names: layers and experts are counted over all ranks, and norms have the names of
 the local implementation (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``, ``decoder.layers.3.input_layernorm
 .weight``). Linear weights are (out, in), as in torch.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """Entries ``start .. start + length`` of tensor ``name``, which lie from ``offset`` on in a rank's parameter.
+    """Entries ``start .. start + length`` of tensor ``name``, at ``offset`` in a rank's parameter.
 
-    Both are cut along ``dim``.
+    Both are sharded along ``dim``.
     """
 
     name: str
@@ -35,20 +35,20 @@ class Piece:
 
 
 _Span = tuple[str, int, int]
-"""A tensor's name, where a part of it begins, and how long that is."""
+"""A tensor's name, and the start and length of a part of it."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
 
 
 class WeightMap:
-    """The tensors of one model and their places in Megatron's parameters.
+    """The tensors of one model and their positions in Megatron's parameters.
 
     Args:
         hf_config: the model's config.
         where: its folder, for errors.
 
     Raises:
-        ConfigError: an architecture that the actor does not have.
+        ConfigError: the actor does not support the architecture.
     """
 
     def __init__(self, hf_config: PretrainedConfig, where: str = "model") -> None:
@@ -61,13 +61,13 @@ class WeightMap:
         self.num_layers: int = hf_config.num_hidden_layers
         self.num_experts: int = hf_config.num_local_experts if self.family.experts else 0
         self.shapes: dict[str, tuple[int, ...]] = dict(self._shapes())
-        """Every Hugging Face tensor with its shape, in the order of the model; tied output weights are left out."""
+        """Every Hugging Face tensor with its shape, in the order of the model; without tied output weights."""
         self.parameters: dict[str, tuple[int, ...]] = dict(self._parameters())
-        """Every parameter of Megatron, unsharded, with its shape; a tied output layer is left out."""
+        """Every unsharded parameter of Megatron with its shape; without a tied output layer."""
         self.cut_dims: dict[str, int] = {
             piece.name: piece.dim for parameter in self.parameters for piece in self.pieces(parameter, 0, 1)
         }
-        """The dimension along which ranks share each Hugging Face tensor."""
+        """The dimension along which each Hugging Face tensor is sharded."""
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         config, family = self._config, self.family
@@ -125,7 +125,7 @@ class WeightMap:
 
     @staticmethod
     def is_expert(parameter: str) -> bool:
-        """Whether a parameter of Megatron belongs to one expert, and is sharded over expert-tensor-parallel ranks."""
+        """Whether a Megatron parameter belongs to one expert, and is sharded over expert-tensor-parallel ranks."""
         return ".mlp.experts." in parameter
 
     @staticmethod
@@ -134,7 +134,7 @@ class WeightMap:
         return ".experts." in name
 
     def pieces(self, parameter: str, rank: int, size: int) -> tuple[Piece, ...]:
-        """What the shard of ``rank`` among ``size`` tensor-parallel ranks consists of; what none covers is padding.
+        """The pieces of the shard of ``rank`` among ``size`` tensor-parallel ranks; uncovered parts are padding.
 
         Raises:
             ConfigError: the model has no such parameter.
@@ -142,7 +142,7 @@ class WeightMap:
         if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
             tied = self.tied or parameter.startswith("embedding")
             name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-            padded = -(-self.shapes[name][0] // size) * size  # as many rows on every rank
+            padded = -(-self.shapes[name][0] // size) * size  # equal rows on every rank
             return self._cut([self._whole(name, 0)], 0, padded, rank, size)
         if parameter == "decoder.final_layernorm.weight":
             return self._cut([self._whole("model.norm.weight", 0)], 0, None, 0, 1)
@@ -174,7 +174,7 @@ class WeightMap:
             case "self_attention.linear_proj.weight":
                 return self._cut([self._whole(at + "self_attn.o_proj.weight", 1)], 1, None, rank, size)
             case "linear_fc1.weight":
-                # gate and up are sharded each by itself, so that a rank can multiply its own halves
+                # gate and up are sharded separately, so that a rank can multiply its own halves
                 gate = self._cut([self._whole(projections["gate"], 0)], 0, None, rank, size)
                 behind = sum(piece.length for piece in gate)
                 up = self._cut([self._whole(projections["up"], 0)], 0, None, rank, size)
@@ -184,7 +184,7 @@ class WeightMap:
         return ()
 
     def _query_key_value(self, at: str, kind: str) -> Iterator[_Span]:
-        """Each group's queries, then its key, then its value."""
+        """For each group its queries, then its key, then its value."""
         names = [f"{at}self_attn.{part}_proj.{kind}" for part in ("q", "k", "v")]
         for group in range(self.num_key_value_heads):
             for name, heads in zip(names, (self._heads_per_group, 1, 1), strict=True):
@@ -195,7 +195,7 @@ class WeightMap:
 
     @staticmethod
     def _cut(spans: list[_Span], dim: int, total: int | None, rank: int, size: int) -> tuple[Piece, ...]:
-        """The share of ``rank`` in the spans laid one behind another."""
+        """The share of ``rank`` in the concatenated spans."""
         total = sum(length for _, _, length in spans) if total is None else total
         low, high = total * rank // size, total * (rank + 1) // size
         pieces, at = [], 0
@@ -208,5 +208,5 @@ class WeightMap:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all tensors."""
+        """Total number of weights."""
         return sum(prod(shape) for shape in self.shapes.values())
