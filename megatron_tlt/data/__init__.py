@@ -1,4 +1,4 @@
-"""Tokenizers, supervised examples, and which sequences go together."""
+"""Tokenizers, supervised examples, and batching of sequences."""
 
 from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
 from megatron_tlt.data.supervised import Batch, Example, collate, encode_example, encode_examples

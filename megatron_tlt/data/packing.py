@@ -1,4 +1,4 @@
-"""Which sequences go together: micro-batches under a token bound, and items over data-parallel ranks; pure."""
+"""Batching of sequences: micro-batches with a token limit, and items over data-parallel ranks; pure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int = 1) -> list[list[int]]:
     """Groups sequences so that each group, padded to its longest, has at most ``max_tokens`` tokens.
 
-    ``lengths`` are in tokens. Sequences are taken from the longest down (ties by index), so the members of a group are
-    of like length. ``min_batches`` halves the groups with the most tokens until there are that many (or each holds one
-    sequence): ranks of a pipeline or data-parallel group must often run equally many.
-    Gives lists of indices into ``lengths``; each occurs once. Raises ConfigError for a sequence above ``max_tokens``.
+    ``lengths`` are in tokens. Sequences are taken in descending order (ties by index), so a group has similar lengths.
+    ``min_batches`` halves the groups with the most tokens until there are that many (or each holds one sequence): ranks
+    of a pipeline or data-parallel group must often run equally many.
+
+    Returns lists of indices into ``lengths``; each occurs once. Raises ConfigError for a sequence above ``max_tokens``.
     """
     _check_longest(lengths, max_tokens)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -41,10 +42,10 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int
 
 
 def sequence_cost(length: int, attention_share: float) -> float:
-    """The work of a sequence in units of a token's work outside attention: ``length + attention_share * length ** 2``.
+    """The work of a sequence relative to a token's work outside attention: ``length + attention_share * length ** 2``.
 
     ``attention_share`` is causal attention's operations per pair of tokens over the other operations per token:
-    attention's width over the parameters that a token passes (Megatron-LM, 2104.04473, section 3, per layer).
+    attention's width over the parameters that process a token (Megatron-LM, 2104.04473, section 3, per layer).
     """
     return length + attention_share * length * length
 
@@ -52,9 +53,10 @@ def sequence_cost(length: int, attention_share: float) -> float:
 def plan_packs(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
     """Groups sequences into few packs of at most ``max_tokens`` tokens and nearly equal cost.
 
-    The costliest sequence left goes to the cheapest pack with room for it, beginning with the fewest packs that could
-    do; a sequence for which none has room opens another.
-    Gives lists of indices into ``lengths``, each ascending; each index occurs once, and no pack is empty.
+    Starts with the minimum number of packs. The costliest remaining sequence goes to the cheapest pack with room for
+    it; if no pack has room, it opens another.
+
+    Returns lists of indices into ``lengths``, each ascending; each index occurs once, and no pack is empty.
 
     Raises:
         ConfigError: a sequence is longer than ``max_tokens``.
@@ -79,10 +81,10 @@ def plan_packs(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) 
 
 
 def split_to_count(groups: Sequence[Sequence[int]], costs: Sequence[float], count: int) -> list[list[int]]:
-    """Halves the costliest groups until there are ``count``; once all hold one item, empty ones are added.
+    """Halves the costliest groups until there are ``count``; once all hold one item, empty groups are added.
 
-    An interleaved pipeline takes micro-batches in rounds of its stages; ranks that share experts need as many each.
-    ``costs`` are the items'.
+    An interleaved pipeline takes micro-batches in multiples of its stages; ranks that share experts need equal numbers.
+    ``costs`` has one entry per item.
     """
     result = [list(group) for group in groups]
     while len(result) < count:
@@ -97,15 +99,14 @@ def split_to_count(groups: Sequence[Sequence[int]], costs: Sequence[float], coun
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Splits items over ``ranks`` with nearly equal cost: the costliest left goes to the rank with the least work.
+    """Splits items over ``ranks`` with nearly equal cost: the costliest remaining goes to the least loaded rank.
 
-    The fullest rank exceeds the emptiest by at most the costliest item. Gives
-    ``ranks`` lists of indices into ``costs``, each ascending; a rank is empty only when there are fewer items than
-    ranks.
+    The most loaded rank exceeds the least loaded by at most the costliest item. Returns ``ranks`` lists of indices into
+    ``costs``, each ascending; a rank is empty only if there are fewer items than ranks.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; must be at least 1")
-    # By cost, then by items: where costs are 0 the items still spread.
+    # By cost, then by number of items: with costs of 0 the items are still distributed.
     heap = [(0.0, 0, rank) for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -21,7 +21,7 @@ SLIP_RATE = 0.5
 
 @dataclass(frozen=True)
 class Example:
-    """Prompt, solution and end-of-sequence as ids; ``loss_mask[i]`` is 1 where ``token_ids[i]`` is to be predicted."""
+    """Prompt, solution and end-of-sequence as ids; ``loss_mask[i]`` is 1 if ``token_ids[i]`` is a prediction target."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -34,8 +34,8 @@ class Example:
 class Batch:
     """Padded examples, each array ``[sequences, length]``.
 
-    ``labels`` are ``tokens`` shifted left by one: ``loss_mask[b, t]`` is 1 where position ``t`` is to predict
-    ``labels[b, t]``. Sequence ``b`` has ``lengths[b]`` inputs; the rest is padding, to the right.
+    ``labels`` are ``tokens`` shifted left by one: ``loss_mask[b, t]`` is 1 if position ``t`` predicts ``labels[b, t]``.
+    Sequence ``b`` has ``lengths[b]`` inputs; the rest is padding on the right.
     """
 
     tokens: NDArray[np.int64]
@@ -45,10 +45,10 @@ class Batch:
 
 
 def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
-    """The worked solution as a model gets to see it, its answer where the task's ``answer_format`` asks for it.
+    """The worked solution for training, with its answer in the task's ``answer_format``.
 
-    A ``careless_fraction`` of the problems, chosen by their ids, gets a careless guess instead: a mark of its own and
-    an answer without the work, of which half of the characters are replaced by others that occur in the work.
+    A ``careless_fraction`` of the problems, chosen by their ids, gets a careless guess instead: with its own mark, and
+    an answer without the work, with half of its characters replaced by others from the work.
 
     Raises:
         ConfigError: the problem has no worked solution.
@@ -70,9 +70,9 @@ def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
 
 
 def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: float = 0.0) -> Example:
-    """The prompt with its :func:`solution_text`."""
+    """Encodes the prompt with its :func:`solution_text`."""
     prompt = encode_prompt(tokenizer, problem)
-    # Encoded apart, as in a rollout, where the prompt's tokens are fixed before the first one is sampled.
+    # Encoded separately, as in a rollout, where the prompt's tokens are fixed before the first one is sampled.
     target = [*tokenizer.encode(solution_text(problem, careless_fraction)), tokenizer.eos_id]
     return Example((*prompt, *target), (0,) * len(prompt) + (1,) * len(target))
 
@@ -80,7 +80,7 @@ def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: fl
 def encode_examples(
     tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int, careless_fraction: float = 0.0
 ) -> list[Example]:
-    """The examples of at most ``max_tokens`` tokens; longer ones are left out, as cutting one would cut its answer.
+    """The examples of at most ``max_tokens`` tokens; longer ones are dropped, as truncation would cut their answers.
 
     Raises:
         ConfigError: every example is longer.

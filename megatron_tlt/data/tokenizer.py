@@ -1,4 +1,4 @@
-"""Tokenizers: a SentencePiece model folder of ours, or any Hugging Face folder."""
+"""Tokenizers: our SentencePiece model folder, or any Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.types import Problem
 
 MODEL_FILE = "tokenizer.model"
-META_FILE = "tokenizer_meta.json"  # says that the folder's tokenizer.model is ours and how it is to be read
+META_FILE = "tokenizer_meta.json"  # marks the folder's tokenizer.model as ours, with its format
 META_FORMAT = "megatron_tlt.sentencepiece.v1"
 HF_FILES = ("tokenizer.json", "tokenizer_config.json")
-_BATCH = 1000  # prompts that are tokenized at once
+_BATCH = 1000  # number of prompts tokenized at a time
 _NO_TEMPLATE = "{}: its tokenizer has no chat template; allowed: one with a template, or prompts that are plain text"
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. There is no beginning-of-sequence token unless a chat template writes one."""
+    """Converts text to ids and back. Adds no beginning-of-sequence token unless a chat template does."""
 
     @property
     def vocab_size(self) -> int:
@@ -29,11 +29,11 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The end of a sequence, as supervised targets have it."""
+        """The end-of-sequence id of supervised targets."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every token that ends a response: ``eos_id`` first, then the folder's other ``eos_token_id``, ascending."""
+        """Every token that ends a response: first ``eos_id``, then the folder's other ``eos_token_id``, ascending."""
 
     @property
     def pad_id(self) -> int: ...
@@ -42,27 +42,27 @@ class Tokenizer(Protocol):
     def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, no special tokens added."""
+        """The ids of a text, without special tokens."""
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """The number of ids that ``encode`` gives for each text, computed in one batch."""
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """The text of ids; special tokens (end of sequence, padding) give nothing, or their names if asked for."""
+        """The text of ids; special tokens (end of sequence, padding) are dropped, or shown by name on request."""
 
     def chat_text(self, messages: list[dict[str, str]]) -> str:
-        """Chat messages through the chat template, up to where the answer starts.
+        """Formats chat messages with the chat template, up to the start of the answer.
 
         Raises:
-            ConfigError: there is no chat template, or the template refuses the messages.
+            ConfigError: there is no chat template, or the template rejects the messages.
         """
 
     def save(self, folder: Path) -> None:
-        """Copies whatever makes ``folder`` loadable by ``load_tokenizer`` and by ``transformers``."""
+        """Copies all files that ``load_tokenizer`` and ``transformers`` need to load ``folder``."""
 
 
 class SentencePieceTokenizer:
-    """A folder that ``data.tokenizer_training`` wrote."""
+    """A folder written by ``data.tokenizer_training``."""
 
     def __init__(self, folder: Path) -> None:
         import sentencepiece
@@ -123,9 +123,9 @@ class HuggingFaceTokenizer:
 
         self._folder = folder
         try:
-            # A local folder only: never a name to look up, never code from the folder.
+            # Only a local folder: never download by name, never run code from the folder.
             self._hf: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises many kinds, by file and release
+        except Exception as error:  # transformers raises many types, depending on file and release
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {reason[0]}") from error
         if self._hf.eos_token_id is None:
@@ -166,7 +166,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(_NO_TEMPLATE.format(self._folder))
         try:
             return str(self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is a program and raises what it likes
+        except Exception as error:  # a template is a program and may raise any error
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"the chat template of {self._folder} refuses the messages: {reason[0]}") from error
 
@@ -175,7 +175,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer of a folder. Raises ConfigError when the folder is missing or holds none that can be read."""
+    """The tokenizer of a folder. Raises ConfigError if the folder is missing or holds no readable tokenizer."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; a tokenizer folder holds {MODEL_FILE} or tokenizer.json")
@@ -194,10 +194,10 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 def stop_token_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
     """``eos_id``, then every other ``eos_token_id`` of a model folder, ascending.
 
-    They stand in ``generation_config.json`` or, where that is absent, in ``config.json``: transformers reads them so.
+    They are in ``generation_config.json`` or, if that is absent, in ``config.json``, as transformers reads them.
 
     Raises:
-        ConfigError: the file cannot be read, or ``eos_token_id`` is no token id and no list of them.
+        ConfigError: the file is unreadable, or ``eos_token_id`` is neither a token id nor a list of them.
     """
     files = [folder / name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
     if not files:
@@ -213,10 +213,10 @@ def stop_token_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
 
 
 def prompt_text(tokenizer: Tokenizer, problem: Problem) -> str:
-    """What the model reads: the problem's prompt, or its chat messages through the chat template.
+    """The model's input text: the problem's prompt, or its chat messages formatted by the chat template.
 
     Raises:
-        ConfigError: the problem has messages, and the tokenizer no chat template or one that refuses them.
+        ConfigError: the problem has messages, but the tokenizer has no chat template or its template rejects them.
     """
     messages = problem.metadata.get("messages")
     return problem.prompt if messages is None else tokenizer.chat_text(messages)
@@ -226,7 +226,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     """The ids of :func:`prompt_text`.
 
     Raises:
-        ConfigError: as :func:`prompt_text`, with the problem's id.
+        ConfigError: see :func:`prompt_text`; names the problem's id.
     """
     try:
         return tokenizer.encode(prompt_text(tokenizer, problem))
@@ -237,9 +237,9 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
 def prompt_lengths(
     tokenizer: Tokenizer, problems: Sequence[Problem], advance: Callable[[int], object] = lambda count: None
 ) -> list[int | str]:
-    """The tokens of each prompt as ``encode_prompt`` counts them, in batches; text says why a prompt has none.
+    """The token counts of prompts as ``encode_prompt`` gives them, in batches; a text states why a count is missing.
 
-    ``advance`` gets the number of prompts of each batch that is done.
+    ``advance`` receives the number of prompts in each finished batch.
     """
     lengths: list[int | str] = []
     for start in range(0, len(problems), _BATCH):
@@ -258,7 +258,7 @@ def prompt_lengths(
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies under a temporary name and renames."""
+    """Copies to a temporary name and renames."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.copyfile(source, temporary)
     temporary.replace(target)

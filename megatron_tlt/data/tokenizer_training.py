@@ -1,7 +1,7 @@
 """Trains a small SentencePiece tokenizer: one piece per character, and one for the final-answer marker.
 
-Characters rather than merged pieces, because the generated tasks are about digits and letters: a model of a million
-parameters would first have to learn by heart how every piece is spelled.
+It uses characters rather than merged pieces, because the generated tasks are about digits and letters: a model of a
+million parameters would first have to learn the spelling of every piece.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.marker import ANSWER_MARKER
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
-SPACE = "▁"  # how SentencePiece writes a space inside its pieces
+SPACE = "▁"  # SentencePiece's symbol for a space
 
-#: Every text made of these survives encode and decode, whatever the training texts held.
+#: Every text made of these survives encode and decode, for any training texts.
 BASE_ALPHABET = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 
 
@@ -28,14 +28,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path | str, s
     """Trains on ``texts``, writes ``folder`` (SentencePiece model, Hugging Face files) and loads it.
 
     The vocabulary has exactly ``vocab_size`` pieces: special ones, the marker, printable ASCII and newline, then the
-    texts' other characters from the most frequent down; unused pieces fill the rest. A character left out becomes
-    unknown. Raises ConfigError where ``vocab_size`` is too small. The same texts give the same bytes.
+    texts' other characters by descending frequency; unused pieces fill the rest. Other characters become unknown.
+    Raises ConfigError if ``vocab_size`` is too small. The same texts give the same bytes.
     """
     import sentencepiece
 
     folder = Path(folder)
     alphabet = _alphabet(texts, vocab_size)
-    # A line break would end a training sentence; as a symbol of its own it is kept.
+    # A line break would end a training sentence; as its own symbol it is kept.
     symbols = [ANSWER_MARKER, *(c for c in alphabet if c.isspace() and c != " ")]
     letters = "".join(SPACE if c == " " else c for c in alphabet if c == " " or not c.isspace())
     unused = vocab_size - 3 - len(symbols) - len(letters)
@@ -84,7 +84,7 @@ def _alphabet(texts: Iterable[str], vocab_size: int) -> list[str]:
             f"tokenizer.vocab_size: {vocab_size}; must be at least {vocab_size - room} (special pieces, the answer "
             "marker, newline and printable ASCII)"
         )
-    # A null character would end SentencePiece's strings; its own space sign stands for the space.
+    # A null character would end SentencePiece's strings; its own space symbol is reserved for the space.
     others = [c for c in seen if c not in BASE_ALPHABET and c not in ("\0", SPACE)]
     others.sort(key=lambda c: (-seen[c], c))
     return [*BASE_ALPHABET, *others[:room]]
