@@ -1,0 +1,120 @@
+"""Moves the samples of a batch between ranks: each rank says which it wants, and gets those that it lacks, once.
+
+Shapes as in ``data/rollout_batch.py``; W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.data.rollout_batch import RESPONSE_COLUMNS, TOKENS, RolloutBatch
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.device import current_device, rank, world_size
+
+Sends = list[list[list[int]]]
+"""``sends[source][destination]``: samples in ascending order."""
+
+
+def plan_sends(held_WN: torch.Tensor, wanted_WN: torch.Tensor) -> Sends:
+    """Who sends which sample to whom; pure. A rank gets what it wants and does not hold, from one that holds it.
+
+    Of several holders of a sample, destinations take them in turn.
+
+    Args:
+        held_WN: whether a rank holds a sample, bool.
+        wanted_WN: whether it wants it, bool.
+
+    Raises:
+        RunError: a sample is wanted that no rank holds.
+    """
+    ranks, samples = held_WN.shape
+    sends: Sends = [[[] for _ in range(ranks)] for _ in range(ranks)]
+    missing_WN = wanted_WN & ~held_WN
+    for sample in missing_WN.any(dim=0).nonzero()[:, 0].tolist():
+        holders = held_WN[:, sample].nonzero()[:, 0].tolist()
+        if not holders:
+            raise RunError(f"sample {sample} of {samples}: no rank holds its tokens")
+        for at, destination in enumerate(missing_WN[:, sample].nonzero()[:, 0].tolist()):
+            sends[holders[(sample + at) % len(holders)]][destination].append(sample)
+    return sends
+
+
+def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence[str] | None = None) -> RolloutBatch:
+    """The batch holding the samples ``wanted``; every rank calls this with its own. What it holds does not travel.
+
+    Args:
+        batch: the same samples on every rank, and on one rank at least the tokens of each wanted one.
+        wanted: numbers of samples.
+        columns: those per response token that are still needed; None: all that there are.
+
+    Raises:
+        RunError: on every rank: no rank holds a wanted sample, or holders of samples differ in their columns.
+    """
+    names = [name for name in batch.columns if columns is None or name in columns]
+    dropped = {name: None for name in batch.columns if name not in names}
+    batch = batch.with_columns(**dropped) if dropped else batch
+    if world_size() == 1:
+        return batch.holding(wanted)
+    held_WN, wanted_WN, names = _requests(batch, wanted, names)
+    batch = batch if batch.held else _with_empty(batch, names)
+    sends = plan_sends(held_WN, wanted_WN)
+    kept = batch.holding([i for i in batch.held if wanted_WN[rank(), i]])
+    if not any(samples for row in sends for samples in row):
+        return kept
+    outgoing, incoming = sends[rank()], [row[rank()] for row in sends]
+    arriving = [i for samples in incoming for i in samples]
+    order = sorted(arriving)
+    rows = {}
+    for name in (TOKENS, *names):
+        length = batch.lengths.__getitem__ if name == TOKENS else batch.response_length
+        found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming])
+        parts = dict(zip(arriving, found.split([length(i) for i in arriving]), strict=True))
+        rows[name] = torch.cat([parts[i] for i in order]) if order else found
+    return kept.merged(order, rows) if order else kept
+
+
+def _requests(
+    batch: RolloutBatch, wanted: Collection[int], names: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """What every rank holds and wants, (W, N) each, and the columns that the holders have."""
+    count = batch.num_samples
+    mine = torch.zeros(2 * count + len(RESPONSE_COLUMNS), dtype=torch.uint8)
+    mine[list(batch.held)] = 1
+    mine[[count + i for i in wanted]] = 1
+    mine[2 * count :] = torch.tensor([name in names for name in RESPONSE_COLUMNS])
+    mine = mine.to(current_device().torch_device)
+    gathered = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(gathered, mine)
+    all_ranks = torch.stack(gathered).cpu().bool()
+    held_WN, wanted_WN, has_WC = all_ranks.split([count, count, len(RESPONSE_COLUMNS)], dim=1)
+    holders = held_WN.any(dim=1)
+    if not holders.any():
+        return held_WN, wanted_WN, []
+    has_C = has_WC[holders][0]
+    if (has_WC[holders] != has_C).any():
+        raise RunError("ranks hold samples of one batch with different columns; allowed: the same on all")
+    return held_WN, wanted_WN, [name for name, has in zip(RESPONSE_COLUMNS, has_C, strict=True) if has]
+
+
+def _with_empty(batch: RolloutBatch, names: Sequence[str]) -> RolloutBatch:
+    """A batch that holds nothing, with the columns that the others have."""
+    empty = {name: torch.empty(0, dtype=dtype) if name in names else None for name, dtype in RESPONSE_COLUMNS.items()}
+    return batch.with_columns(**empty)
+
+
+def _exchange(
+    batch: RolloutBatch, name: str, outgoing: Sequence[Sequence[int]], receives: Sequence[int]
+) -> torch.Tensor:
+    """One column's entries from all ranks, one rank's behind another's; ``receives`` counts them by rank."""
+    pieces = [[batch.tokens(i) if name == TOKENS else batch.response(name, i) for i in row] for row in outgoing]
+    like = batch.tokens_S if name == TOKENS else batch.columns[name]
+    data = torch.cat([like.new_empty(0), *(piece for row in pieces for piece in row)])
+    if like.dtype == torch.bool:  # which neither gloo nor NCCL sends
+        data = data.to(torch.uint8)
+    data = data.to(current_device().torch_device)
+    found = data.new_empty(sum(receives))
+    dist.all_to_all_single(found, data, list(receives), [sum(map(len, row)) for row in pieces])
+    return found.cpu().to(like.dtype)
