@@ -7,7 +7,7 @@ never looks at the padding, so no mask is needed. Losses see B samples of W labe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,8 +15,8 @@ import torch
 
 from megatron_tlt.actor.context import context_positions
 from megatron_tlt.algorithms.losses import LossInputs
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
+from megatron_tlt.data.rollout_batch import RolloutBatch
 
 
 @dataclass(frozen=True)
@@ -52,48 +52,47 @@ class MicroBatch:
         tokens, labels, positions = (tensor[:, index].contiguous() for tensor in rows)
         return replace(self, tokens_RT=tokens, labels_RT=labels, positions_RT=positions)
 
-    def response_rows(self, values_BW: torch.Tensor) -> list[tuple[float, ...]]:
-        """The entries of ``values_BW`` that belong to response tokens, sample by sample."""
-        rows = values_BW.float().cpu()
-        return [tuple(rows[i, start:stop].tolist()) for i, (start, stop) in enumerate(self.response_spans)]
+    def response_values(self, values_BW: torch.Tensor) -> torch.Tensor:
+        """The entries of ``values_BW`` that belong to response tokens, one sample's behind another's, (G) float32."""
+        rows = [values_BW[i, start:stop] for i, (start, stop) in enumerate(self.response_spans)]
+        return torch.cat([values_BW.new_empty(0), *rows]).float()
 
 
-def _columns(samples: Sequence[TrainingSample], width: int, device: torch.device) -> LossInputs:
-    shape = (len(samples), width)
+def _columns(batch: RolloutBatch, indices: Sequence[int], width: int, device: torch.device) -> LossInputs:
+    shape = (len(indices), width)
     mask = torch.zeros(shape)
     advantages = torch.zeros(shape)
     old = torch.zeros(shape)
     reference = torch.zeros(shape)
     weights = torch.ones(shape)
-    for i, sample in enumerate(samples):
-        span = slice(sample.prompt_length - 1, len(sample.token_ids) - 1)
-        mask[i, span] = 1.0
-        advantages[i, span] = sample.advantage
-        for column, values in (
-            (old, sample.old_log_probs),
-            (reference, sample.reference_log_probs),
-            (weights, sample.token_weights),
-        ):
-            if values:
-                column[i, span] = torch.tensor(values)
+    targets = {
+        "loss_mask_G": mask,
+        "old_log_probs_G": old,
+        "reference_log_probs_G": reference,
+        "token_weights_G": weights,
+    }
+    filled = {name: target for name, target in targets.items() if name in batch.columns}
+    for i, (sample, (start, stop)) in enumerate(zip(indices, _spans(batch, indices), strict=True)):
+        mask[i, start:stop] = 1.0
+        advantages[i, start:stop] = batch.advantages_N[sample]
+        for name, target in filled.items():
+            target[i, start:stop] = batch.response(name, sample)
     return LossInputs(*(t.to(device) for t in (mask, advantages, old, reference, weights)))
 
 
-def _spans(samples: Sequence[TrainingSample]) -> tuple[tuple[int, int], ...]:
-    return tuple((s.prompt_length - 1, len(s.token_ids) - 1) for s in samples)
+def _spans(batch: RolloutBatch, indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The label positions of each sample's response."""
+    return tuple((batch.prompt_lengths[i] - 1, batch.lengths[i] - 1) for i in indices)
 
 
-def collate(
-    samples: Sequence[TrainingSample], indices: Sequence[int], pad_to_multiple: int, device: torch.device
-) -> MicroBatch:
-    """Pads ``samples[i] for i in indices`` to one length, a multiple of ``pad_to_multiple``."""
-    chosen = [samples[i] for i in indices]
-    longest = max((len(sample.token_ids) for sample in chosen), default=1)
+def collate(batch: RolloutBatch, indices: Sequence[int], pad_to_multiple: int, device: torch.device) -> MicroBatch:
+    """Pads the samples ``indices`` to one length, a multiple of ``pad_to_multiple``."""
+    longest = max((batch.lengths[i] for i in indices), default=1)
     width = -(-longest // pad_to_multiple) * pad_to_multiple
-    rows = max(1, len(chosen))
+    rows = max(1, len(indices))
     tokens = torch.zeros((rows, width + 1), dtype=torch.int64)
-    for i, sample in enumerate(chosen):
-        tokens[i, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
+    for row, i in enumerate(indices):
+        tokens[row, : batch.lengths[i]] = batch.tokens(i)
     tokens = tokens.to(device)
     return MicroBatch(
         indices=tuple(indices),
@@ -101,35 +100,34 @@ def collate(
         labels_RT=tokens[:, 1:].contiguous(),
         positions_RT=torch.arange(width, device=device).expand(rows, width),
         cu_seqlens=(0, width),
-        loss_inputs=_columns(chosen, width, device),
-        response_spans=_spans(chosen),
+        loss_inputs=_columns(batch, indices, width, device),
+        response_spans=_spans(batch, indices),
         gather_BW=None,
     )
 
 
 def pack(
-    samples: Sequence[TrainingSample],
+    batch: RolloutBatch,
     indices: Sequence[int],
     pad_to_multiple: int,
     device: torch.device,
     pad_each_to: int = 1,
 ) -> MicroBatch:
-    """Lays ``samples[i] for i in indices`` one behind another in one row, a multiple of ``pad_to_multiple`` long.
+    """Lays the samples ``indices`` one behind another in one row, a multiple of ``pad_to_multiple`` long.
 
     A sample's last token predicts nothing and is left out. Each sequence is padded to a multiple of ``pad_each_to``;
     what fills up the row is a sequence of its own.
     """
-    chosen = [samples[i] for i in indices]
-    lengths = [len(sample.token_ids) - 1 for sample in chosen]
+    lengths = [batch.lengths[i] - 1 for i in indices]
     spans = [-(-length // pad_each_to) * pad_each_to for length in lengths]
     filler = -sum(spans) % pad_to_multiple or (0 if spans else pad_to_multiple)
     ends = torch.tensor([0, *spans, *([filler] if filler else [])]).cumsum(0).tolist()
     row = torch.zeros((2, ends[-1]), dtype=torch.int64)
-    gather = torch.zeros((len(chosen), max(lengths, default=0)), dtype=torch.int64)
-    for i, (sample, length) in enumerate(zip(chosen, lengths, strict=True)):
-        at = slice(ends[i], ends[i] + length)
-        row[0, at], row[1, at] = torch.tensor(sample.token_ids[:-1]), torch.tensor(sample.token_ids[1:])
-        gather[i, :length] = torch.arange(at.start, at.stop)
+    gather = torch.zeros((len(indices), max(lengths, default=0)), dtype=torch.int64)
+    for at, (sample, length) in enumerate(zip(indices, lengths, strict=True)):
+        tokens, start = batch.tokens(sample), ends[at]
+        row[0, start : start + length], row[1, start : start + length] = tokens[:-1], tokens[1:]
+        gather[at, :length] = torch.arange(start, start + length)
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(ends)])
     return MicroBatch(
         indices=tuple(indices),
@@ -137,8 +135,8 @@ def pack(
         labels_RT=row[1:].to(device),
         positions_RT=positions[None].to(device),
         cu_seqlens=tuple(ends),
-        loss_inputs=_columns(chosen, gather.shape[1], device),
-        response_spans=_spans(chosen),
+        loss_inputs=_columns(batch, indices, gather.shape[1], device),
+        response_spans=_spans(batch, indices),
         gather_BW=gather.to(device),
     )
 
@@ -182,12 +180,34 @@ def plan_shares(lengths: Sequence[int], shape: BatchShape, ranks: int) -> list[l
     return [split_to_count(groups, costs, count) for groups, count in zip(shares, rounded, strict=True)]
 
 
+class MicroBatches:
+    """A rank's micro-batches, each formed when it is asked for: only those in flight take memory.
+
+    Args:
+        groups: the samples of each.
+        form: makes the tensors of one.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], form: Callable[[Sequence[int]], MicroBatch]) -> None:
+        self.groups = groups
+        self._form = form
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return self._form(self.groups[number])
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self._form, self.groups)
+
+
 def form_micro_batches(
-    samples: Sequence[TrainingSample], groups: Sequence[Sequence[int]], shape: BatchShape, device: torch.device
-) -> list[MicroBatch]:
-    """The samples of each group as tensors, whole rows."""
+    batch: RolloutBatch, groups: Sequence[Sequence[int]], shape: BatchShape, device: torch.device
+) -> MicroBatches:
+    """The samples of each group as tensors, whole rows; ``batch`` holds them."""
     context = 2 * shape.context_parallel_size if shape.context_parallel_size > 1 else 1
     multiple = context * shape.sequence_parallel_size
     if shape.packed:
-        return [pack(samples, group, multiple, device, pad_each_to=context) for group in groups]
-    return [collate(samples, group, multiple, device) for group in groups]
+        return MicroBatches(groups, lambda group: pack(batch, group, multiple, device, pad_each_to=context))
+    return MicroBatches(groups, lambda group: collate(batch, group, multiple, device))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.actor.batches import MicroBatch
+from megatron_tlt.actor.batches import MicroBatch, MicroBatches
 from megatron_tlt.actor.context import context_positions
 from megatron_tlt.data.packing import balance
 from megatron_tlt.errors import RunError
@@ -50,7 +50,7 @@ def part_of(count: int, rank: int, size: int) -> slice:
     return slice(rank * count // size, (rank + 1) * count // size)
 
 
-def share_out(batches: Sequence[MicroBatch], ranks: int) -> dict[int, int]:
+def share_out(batches: MicroBatches, ranks: int) -> dict[int, int]:
     """For each sample of the micro-batches which of ``ranks`` gets its states, so that all get about as many."""
     rows = {
         index: stop for batch in batches for index, (_, stop) in zip(batch.indices, batch.response_spans, strict=True)
@@ -86,7 +86,7 @@ class StateExchange:
 
     def __init__(
         self,
-        batches: Sequence[MicroBatch],
+        batches: MicroBatches,
         tapped: TappedStates,
         holders: Sequence[Holder],
         *,

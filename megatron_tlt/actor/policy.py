@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_tlt.actor.batches import BatchShape, MicroBatch, form_micro_batches, plan_shares
+from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, form_micro_batches, plan_shares
 from megatron_tlt.actor.context import gather_context
 from megatron_tlt.actor.hidden_states import StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
@@ -22,11 +22,12 @@ from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
 from megatron_tlt.actor.megatron_taps import holders, tap_hidden_states
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
+from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, put_together
 from megatron_tlt.algorithms.losses import Loss
-from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.collectives import all_gather_data, broadcast_data
+from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 
@@ -112,13 +113,24 @@ class Policy:
             context_parallel_size=config.context_parallel_size,
         )
 
-    def micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """This data-parallel rank's part of ``samples``, which are the same on every rank."""
-        shape = self._batch_shape
-        shares = plan_shares(
-            [len(sample.token_ids) for sample in samples], shape, parallel_state.get_data_parallel_world_size()
-        )
-        return form_micro_batches(samples, shares[parallel_state.get_data_parallel_rank()], shape, self._device)
+    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """This data-parallel rank's micro-batches, as indices into ``lengths``."""
+        shares = plan_shares(lengths, self._batch_shape, parallel_state.get_data_parallel_world_size())
+        return shares[parallel_state.get_data_parallel_rank()]
+
+    def share(self, lengths: Sequence[int]) -> list[int]:
+        """Which samples of a batch this rank computes on, ascending; all ranks of a data-parallel rank have the same.
+
+        ``lengths`` are the tokens of all of them, prompt and response. Pure but for the layout.
+
+        Raises:
+            ConfigError: a sample is longer than a micro-batch may be.
+        """
+        return sorted(i for group in self._groups(lengths) for i in group)
+
+    def micro_batches(self, batch: RolloutBatch) -> MicroBatches:
+        """This data-parallel rank's part of ``batch``, which holds at least :meth:`share`."""
+        return form_micro_batches(batch, self._groups(batch.lengths), self._batch_shape, self._device)
 
     def _scores(
         self, logits_RTV: torch.Tensor, batch: MicroBatch, temperature: float
@@ -140,7 +152,7 @@ class Policy:
         whole = [gather_context(v.view_as(labels), batch.cu_seqlens, group) for v in (log_probs, entropy)]
         return batch.by_sample(whole[0]), batch.by_sample(whole[1])
 
-    def run_schedule(self, batches: list[MicroBatch], after_forward: AfterForward, *, forward_only: bool) -> list[Any]:
+    def run_schedule(self, batches: MicroBatches, after_forward: AfterForward, *, forward_only: bool) -> list[Any]:
         """Sends micro-batches through Megatron's schedule; returns what the last pipeline stage collected.
 
         ``after_forward`` gets a micro-batch and this rank's share of its logits, (R, T/C, V/TP).
@@ -173,42 +185,42 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
-    def log_probs(self, samples: Sequence[TrainingSample], temperature: float = 1.0) -> list[TokenScores]:
-        """Scores every response token of ``samples`` (the same list on every rank); the same answer on every rank."""
-        return self._score(self.micro_batches(samples), len(samples), temperature)
+    def log_probs(self, batch: RolloutBatch, temperature: float = 1.0) -> PolicyScores:
+        """Scores every response token of this rank's :meth:`share` of ``batch``, which it holds; all ranks together."""
+        return self._score(batch, self.micro_batches(batch), temperature)
 
     @torch.no_grad()
     def log_probs_and_states(
         self,
-        samples: Sequence[TrainingSample],
+        batch: RolloutBatch,
         temperature: float = 1.0,
         *,
         taps: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
-    ) -> tuple[list[TokenScores], dict[int, torch.Tensor]]:
+    ) -> tuple[PolicyScores, dict[int, torch.Tensor]]:
         """What :meth:`log_probs` gives, to the bit, and the hidden states of the same pass, as a drafter learns from.
 
         Args:
-            samples: the same list on every rank.
+            batch: it holds this rank's share.
             temperature: of the log-probs.
             taps: layers i whose input is taken, before any norm: transformers' ``hidden_states[i]`` for i below the
                 number of layers, the stream before the final norm for i equal to it. EAGLE has none.
             dtype: of the states.
 
         Returns:
-            The scores of all samples, and the states of this rank's, by their index in ``samples``: (T, (k + 1) * H)
-            for a sample of T tokens and k taps, these in the order given and behind them the output of the final norm,
-            which the LM head makes the target's distribution of; on the host. Each sample's are on exactly one rank of
-            the world: those of a data-parallel rank are shared out over its model-parallel ranks by tokens. The last
+            The scores of the share, and the states of some of its samples, by their number: (T, (k + 1) * H) for a
+            sample of T tokens and k taps, these in the order given and behind them the output of the final norm, which
+            the LM head makes the target's distribution of; on the host. Each sample's are on exactly one rank of the
+            world: those of a data-parallel rank are shared out over its model-parallel ranks by tokens. The last
             row is zeros: the last token predicts nothing, so the pass leaves it out, and nothing that trains or
             evaluates drafters reads it.
 
         Raises:
             ConfigError: a tap that the model has not.
         """
-        batches = self.micro_batches(samples)
+        batches = self.micro_batches(batch)
         with tap_hidden_states(self.model, taps, dtype) as tapped:
-            scores = self._score(batches, len(samples), temperature)
+            scores = self._score(batch, batches, temperature)
         exchange = StateExchange(
             batches,
             tapped,
@@ -219,41 +231,27 @@ class Policy:
         )
         return scores, exchange.run()
 
-    def _score(self, batches: list[MicroBatch], num_samples: int, temperature: float) -> list[TokenScores]:
-        """One pass over this data-parallel rank's micro-batches; the scores of all ``num_samples`` of all ranks."""
+    def _score(self, samples: RolloutBatch, batches: MicroBatches, temperature: float) -> PolicyScores:
+        """One pass over this data-parallel rank's micro-batches."""
         self.synchronize_parameters()
         for chunk in self.model.ddp_chunks:
             chunk.eval()
 
-        def collect(
-            batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = True
-        ) -> list[tuple[int, list, list]]:
+        def collect(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = True) -> ScoredTokens:
             log_probs, entropy = self._scores(logits, batch, temperature)
-            rows = zip(batch.response_rows(log_probs), batch.response_rows(entropy), strict=True)
-            return [(index, list(p), list(h)) for index, (p, h) in zip(batch.indices, rows, strict=True)]
+            return batch.indices, batch.response_values(log_probs).cpu(), batch.response_values(entropy).cpu()
 
         collected = self.run_schedule(batches, collect, forward_only=True)
         for chunk in self.model.ddp_chunks:
             chunk.train()
-        local = [row for rows in collected or [] for row in rows]
-        # The last stage knows: tell the other stages, then exchange between data-parallel ranks.
-        kind = list[tuple[int, list[float], list[float]]]
-        local = broadcast_data(
-            local,
-            kind,
-            source=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        everyone = all_gather_data(local, kind, parallel_state.get_data_parallel_group())
-        scores = {index: TokenScores(tuple(p), tuple(h)) for rows in everyone for index, p, h in rows}
-        return [scores[i] for i in range(num_samples)]
+        return put_together(samples, (i for group in batches.groups for i in group), collected or [])
 
     def _held_tokens(self, batch: MicroBatch) -> int:
         """Tokens of a micro-batch that one rank passes through its layers, padding included."""
         sequence = self._batch_shape.sequence_parallel_size
         return batch.tokens_RT.numel() // (sequence * parallel_state.get_context_parallel_world_size())
 
-    def _loss_scale(self, batches: Sequence[MicroBatch], loss: Loss) -> torch.Tensor:
+    def _loss_scale(self, batches: MicroBatches, loss: Loss) -> torch.Tensor:
         """The factor for the loss's sum. Megatron divides the whole gradient by the number of tokens in the layers.
 
         A router adds the gradient of its auxiliary losses, which are means over a micro-batch, times the tokens that
@@ -268,8 +266,8 @@ class Policy:
         tokens, denominator = totals
         return (tokens / denominator.clamp(min=1)).float()
 
-    def update(self, samples: Sequence[TrainingSample], loss: Loss, temperature: float = 1.0) -> dict[str, float]:
-        """One optimizer step on ``samples`` (the same list on every rank).
+    def update(self, samples: RolloutBatch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
+        """One optimizer step on all ``samples``, of which every rank holds its :meth:`share`.
 
         Returns:
             Means over response tokens of the loss's metrics, whatever their names; ``tokens``, their number;

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from megatron_tlt.config.schema import MismatchConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
+
+_CHUNK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -19,33 +22,45 @@ class Mismatch:
     max_abs: float
     k3_kl: float
 
+    @staticmethod
+    def of(rows_N4: torch.Tensor) -> Mismatch:
+        """Over all samples, from a row of :func:`mismatch_per_sample` for each."""
+        sums = rows_N4.sum(dim=0)
+        tokens = sums[3].clamp(min=1)
+        return Mismatch(float(sums[0] / tokens), float(rows_N4[:, 1].max()), float(sums[2] / tokens))
 
-def measure_mismatch(rollout: Sequence[Sequence[float]], actor: Sequence[Sequence[float]]) -> Mismatch:
-    """Compares log-probs response by response.
 
-    Raises:
-        ValueError: two columns of one response differ in length.
+def mismatch_per_sample(batch: RolloutBatch) -> torch.Tensor:
+    """The old log-probs against the rollout's, for each of the H held samples, (H, 4) float64.
+
+    Columns: sum and maximum of the absolute differences (nats), sum of the k3 estimates, tokens. What the loss mask
+    leaves out does not count.
     """
-    for index, (a, b) in enumerate(zip(rollout, actor, strict=True)):
-        if len(a) != len(b):
-            raise ValueError(f"response {index}: {len(a)} rollout log-probs, {len(b)} of the actor")
-    rollout_flat = np.concatenate([np.asarray(row, dtype=np.float64) for row in rollout])
-    actor_flat = np.concatenate([np.asarray(row, dtype=np.float64) for row in actor])
-    log_ratio = actor_flat - rollout_flat
-    return Mismatch(
-        mean_abs=float(np.abs(log_ratio).mean()),
-        max_abs=float(np.abs(log_ratio).max()),
-        k3_kl=float((np.expm1(log_ratio) - log_ratio).mean()),
-    )
+    rows_H4 = torch.zeros(len(batch.held), 4, dtype=torch.float64)
+    for row, sample in zip(rows_H4, batch.held, strict=True):
+        old, rollout = (batch.response(name, sample).double() for name in ("old_log_probs_G", "rollout_log_probs_G"))
+        log_ratio = old - rollout
+        if batch.loss_mask_G is not None:
+            log_ratio = log_ratio[batch.response("loss_mask_G", sample)]
+        if len(log_ratio):
+            absolute = log_ratio.abs()
+            k3 = torch.expm1(log_ratio) - log_ratio
+            row[:] = torch.stack([absolute.sum(), absolute.max(), k3.sum(), torch.tensor(float(len(log_ratio)))])
+    return rows_H4
 
 
-def truncated_importance_weights(
-    rollout: Sequence[float], actor: Sequence[float], truncation: float
-) -> tuple[float, ...]:
-    """Per token min(pi_actor / pi_rollout, truncation): corrects for sampling from a slightly different policy."""
-    log_ratio = np.asarray(actor, dtype=np.float64) - np.asarray(rollout, dtype=np.float64)
-    # bounded before exp, which overflows
-    return tuple(float(w) for w in np.exp(np.minimum(log_ratio, np.log(truncation))))
+def truncated_importance_weights(rollout_G: torch.Tensor, actor_G: torch.Tensor, truncation: float) -> torch.Tensor:
+    """Per token min(pi_actor / pi_rollout, truncation): corrects for sampling from a slightly different policy.
+
+    Computed in float64; the weights are float32, (G) like the log-probs.
+    """
+    weights_G = torch.empty(len(actor_G))
+    chunks = (values.split(_CHUNK_TOKENS) for values in (rollout_G, actor_G, weights_G))
+    for rollout, actor, weights in zip(*chunks, strict=True):
+        log_ratio = actor.double().numpy() - rollout.double().numpy()
+        # bounded before exp, which overflows
+        weights.copy_(torch.from_numpy(np.exp(np.minimum(log_ratio, np.log(truncation)))))
+    return weights_G
 
 
 def enforce(mismatch: Mismatch, config: MismatchConfig, step: int) -> None:

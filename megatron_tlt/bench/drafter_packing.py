@@ -149,12 +149,12 @@ def _entries(count: int, longest: int, width: int) -> list[Entry]:
         Entry(
             str(i),
             0,
-            torch.tensor(sample.token_ids, dtype=torch.int32),
-            sample.prompt_length,
-            torch.randn(len(sample.token_ids), width, generator=generator).bfloat16(),
+            samples.tokens(i).clone(),
+            samples.prompt_lengths[i],
+            torch.randn(samples.lengths[i], width, generator=generator).bfloat16(),
             1.0,
         )
-        for i, sample in enumerate(samples)
+        for i in range(samples.num_samples)
     ]
 
 

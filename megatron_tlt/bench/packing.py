@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_tlt.actor.batches import MicroBatch, form_micro_batches
+from megatron_tlt.actor.batches import MicroBatches, form_micro_batches
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.config.schema import ActorConfig, ArchitectureConfig, RecipeConfig
 from megatron_tlt.data.packing import balance, sequence_cost
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.models.recipe import write_untrained
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.platform.device import initialize_distributed, prepare
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats")
 
 
-def long_tailed_samples(count: int, longest: int, seed: int = 0) -> list[TrainingSample]:
+def long_tailed_samples(count: int, longest: int, seed: int = 0) -> RolloutBatch:
     """Random tokens; response lengths follow a Pareto law cut off at ``longest``, with a median near 40."""
     rng = random.Random(seed)
-    samples = []
+    sequences = []
     for _ in range(count):
         length = PROMPT + min(longest, int(20 * rng.paretovariate(1.0)))
-        samples.append(TrainingSample(tuple(rng.randrange(2, VOCAB) for _ in range(length)), PROMPT))
-    return samples
+        sequences.append([rng.randrange(2, VOCAB) for _ in range(length)])
+    return RolloutBatch.of_sequences(sequences, [PROMPT] * count)
 
 
 def plan_in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -65,10 +65,9 @@ def plan_in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 class _InOrder(Policy):
     """Forms its micro-batches as the samples come, in one process."""
 
-    def micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+    def micro_batches(self, batch: RolloutBatch) -> MicroBatches:
         shape = self._batch_shape
-        groups = plan_in_order([len(sample.token_ids) for sample in samples], shape.max_tokens)
-        return form_micro_batches(samples, groups, shape, self._device)
+        return form_micro_batches(batch, plan_in_order(batch.lengths, shape.max_tokens), shape, self._device)
 
 
 def _policy(folder: Path, bound: int, form: str) -> Policy:
@@ -127,7 +126,7 @@ def _compare(
         form: sum(batch.tokens_RT.numel() for batch in policies[form][bound].micro_batches(samples))
         for form, bound in best.items()
     }
-    tokens = sum(len(sample.token_ids) for sample in samples)
+    tokens = sum(samples.lengths)
     ratios = {form: ratio_of_medians(seconds[form], seconds[PACKED]) for form in PADDED}
     for form in PADDED:
         result.rows.append(
@@ -148,14 +147,14 @@ def _compare(
 def _balance(result: BenchmarkResult, policy: Policy, arguments: argparse.Namespace) -> None:
     """Times each rank's share by itself, one after another on the same core."""
     samples = long_tailed_samples(max(arguments.samples), arguments.longest)
-    costs = [sequence_cost(len(sample.token_ids), policy.model.attention_share) for sample in samples]
+    costs = [sequence_cost(length, policy.model.attention_share) for length in samples.lengths]
     ranks = arguments.ranks
     shares = {
         "balanced": balance(costs, ranks),
-        "in turn": [list(range(rank, len(samples), ranks)) for rank in range(ranks)],
+        "in turn": [list(range(rank, samples.num_samples, ranks)) for rank in range(ranks)],
     }
     cases = {
-        f"{name} {rank}": partial(policy.update, [samples[i] for i in share], negative_log_likelihood)
+        f"{name} {rank}": partial(policy.update, samples.select(share), negative_log_likelihood)
         for name, parts in shares.items()
         for rank, share in enumerate(parts)
     }
@@ -163,6 +162,6 @@ def _balance(result: BenchmarkResult, policy: Policy, arguments: argparse.Namesp
     for name in shares:
         best = [min(times[f"{name} {rank}"]) for rank in range(ranks)]
         ratio = max(best) * ranks / sum(best)
-        result.rows.append({"samples": f"{len(samples)}, {name}", "shares": best, "max_over_mean": ratio})
+        result.rows.append({"samples": f"{samples.num_samples}, {name}", "shares": best, "max_over_mean": ratio})
         if name == "balanced":
             result.target("time_max_over_mean", ratio, "<=", 1.10)

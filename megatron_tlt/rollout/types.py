@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class Response:
-    """A finished response.
+    """A finished response. An engine gives tokens as ``array("i")`` and log-probs as ``array("f")``, 4 bytes each.
 
     ``log_probs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from: temperature,
     top-p and top-k applied (vLLM's ``processed_logprobs``).
@@ -94,8 +95,8 @@ class Response:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     finish_reason: str
     finished_at: float
     draft: DraftStats = field(default_factory=DraftStats)

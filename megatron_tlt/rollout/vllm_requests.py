@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def to_response(request: Request, completion: Any, draft: DraftStats, now: float
     Raises:
         RunError: the accounts have another number of tokens than vLLM, or a fault in vLLM ended the request.
     """
-    tokens = tuple(completion.token_ids)
+    tokens = array("i", completion.token_ids)
     reason = str(completion.finish_reason)
     if reason not in _FINISH_REASONS:
         raise RunError(
@@ -124,7 +125,7 @@ def to_response(request: Request, completion: Any, draft: DraftStats, now: float
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
         token_ids=tokens,
-        log_probs=tuple(entry[token].logprob for entry, token in zip(entries, tokens, strict=True)),
+        log_probs=array("f", (entry[token].logprob for entry, token in zip(entries, tokens, strict=True))),
         finish_reason=reason,
         finished_at=now,
         draft=draft,

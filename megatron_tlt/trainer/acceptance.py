@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_tlt.observe.metrics import LENGTH_CLASSES
-from megatron_tlt.rollout.types import DraftStats, Response
+from megatron_tlt.rollout.types import DraftStats
 
 
 def length_classes(lengths: Sequence[int]) -> list[str]:
@@ -16,12 +16,16 @@ def length_classes(lengths: Sequence[int]) -> list[str]:
     return [LENGTH_CLASSES[sum(length > bound for bound in bounds)] for length in lengths]
 
 
-def acceptance_metrics(responses: Sequence[Response], drafter_version: int | None) -> dict[str, float]:
+def acceptance_metrics(
+    lengths: Sequence[int], accounts: Sequence[DraftStats], drafter_version: int | None
+) -> dict[str, float]:
     """Shares of drafts accepted at each position, and acceptance lengths by class of response length.
+
+    ``accounts[i]`` is that of response i, of ``lengths[i]`` tokens.
 
     ``drafter_version`` is that of the drafter model that made the drafts; None where there was none.
     """
-    total = sum((response.draft for response in responses), DraftStats())
+    total = sum(accounts, DraftStats())
     metrics = {
         f"speculation/accepted_at_{position}": accepted / total.num_drafts
         for position, accepted in enumerate(total.accepted_per_position, start=1)
@@ -29,9 +33,9 @@ def acceptance_metrics(responses: Sequence[Response], drafter_version: int | Non
     }
     if drafter_version is not None:
         metrics["speculation/drafter_version"] = float(drafter_version)
-    classes = length_classes([len(response.token_ids) for response in responses])
+    classes = length_classes(lengths)
     for name in LENGTH_CLASSES:
-        drafts = [response.draft for response, found in zip(responses, classes, strict=True) if found == name]
+        drafts = [account for account, found in zip(accounts, classes, strict=True) if found == name]
         if drafts:
             metrics[f"speculation/acceptance_length_{name}"] = sum(drafts, DraftStats()).acceptance_length
     return metrics

@@ -15,6 +15,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.spot import session_start
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.drafter import (
     FAILURES,
     DataBuffer,
@@ -61,7 +62,9 @@ class LearnsWhileTraining(Protocol):
 
     def check(self, engine: VllmEngine) -> None: ...
 
-    def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None: ...
+    def add(
+        self, step: int, scored: Sequence[ScoredResponse], batch: RolloutBatch, states: Mapping[int, torch.Tensor]
+    ) -> None: ...
 
     def train(self, step: int, policy: Policy) -> dict[str, float]: ...
 
@@ -203,18 +206,18 @@ class Drafting:
         if found != self.version:
             raise RunError(f"rank {rank()}: the engine's drafter has version {found}; the newest is {self.version}")
 
-    def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None:
-        """Takes in the hidden states of a step's responses: of those that this rank got, by index, (T, E)."""
+    def add(
+        self, step: int, scored: Sequence[ScoredResponse], batch: RolloutBatch, states: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Takes in the hidden states of a step's responses that this rank got and holds, by number, (T, E)."""
         self._step = step
         for index, hidden in states.items():
-            one = scored[index]
-            tokens = (*one.response.prompt_token_ids, *one.response.token_ids)
-            length = min(len(tokens), len(hidden))
+            one, length = scored[index], min(batch.lengths[index], len(hidden))
             entry = Entry(
                 key=f"{step}/{one.problem}/{one.sample}",
                 step=step,
-                token_ids=torch.tensor(tokens[:length], dtype=torch.int32),
-                prompt_length=len(one.response.prompt_token_ids),
+                token_ids=batch.tokens(index)[:length].clone(),
+                prompt_length=one.prompt_length,
                 hidden=hidden[:length],
                 reward=one.reward.value,
             )

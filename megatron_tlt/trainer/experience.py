@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import torch
+
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, prompt_lengths
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
@@ -19,7 +23,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.stop import StopAgreement
-from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
@@ -34,12 +38,25 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A response with the indices it was generated for and its verdict."""
+    """What every rank knows of a response: the indices it was generated for, its account and its verdict.
+
+    Its tokens are in the :class:`RolloutBatch`, under its place in the order of all responses. ``prompt_length`` and
+    ``length`` are tokens of the prompt and of the response.
+    """
 
     problem: int
     sample: int
-    response: Response
+    prompt_length: int
+    length: int
+    finish_reason: str
+    draft: DraftStats
     reward: Reward
+
+    @staticmethod
+    def of(problem: int, sample: int, response: Response, reward: Reward) -> ScoredResponse:
+        """Without the tokens."""
+        lengths = len(response.prompt_token_ids), len(response.token_ids)
+        return ScoredResponse(problem, sample, *lengths, response.finish_reason, response.draft, reward)
 
 
 @dataclass(frozen=True)
@@ -114,7 +131,8 @@ class ExperienceCollector:
         max_response_tokens: responses are cut there.
         tensor_parallel_size: ranks per engine.
         speculation: what drafts in the engine's steps; None: whatever the engine was built with.
-        on_collected: receives the problems and all their responses, on every rank, once they are scored.
+        on_collected: receives the problems, all their responses and the batch of this rank's tokens, on every rank,
+            once they are scored.
         should_stop: asked after every engine step; True ends the rollout early.
         as_asked: what is asked in place of a request, named ``problem-sample``: a measurement fixes lengths so.
     """
@@ -130,7 +148,7 @@ class ExperienceCollector:
         tensor_parallel_size: int,
         timeline: Timeline,
         speculation: EngineSpeculation | None = None,
-        on_collected: Callable[[Sequence[Problem], Sequence[ScoredResponse]], None] | None = None,
+        on_collected: Callable[[Sequence[Problem], Sequence[ScoredResponse], RolloutBatch], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         as_asked: Callable[[Request], Request] = lambda request: request,
     ) -> None:
@@ -155,13 +173,14 @@ class ExperienceCollector:
         seed_parts: Sequence[object],
         on_finished: Callable[[int], None] | None = None,
         while_idle: Callable[[], None] | None = None,
-    ) -> tuple[list[ScoredResponse], PhaseTimes]:
+    ) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
         """Generates ``samples`` responses to each problem.
 
         ``while_idle`` is called where this rank's engine has ended, and returns once the last one has.
 
         Returns:
-            All responses of all engines, ordered by problem and sample, the same on every rank; this rank's times.
+            All responses of all engines, ordered by problem and sample, the same on every rank; a batch of them, whose
+            tokens and log-probs the first rank of each engine holds for its own; this rank's times.
 
         Raises:
             ConfigError: a prompt is longer than the limit.
@@ -216,12 +235,14 @@ class ExperienceCollector:
         if stopped:
             raise StopRequested
         judged = time.perf_counter()
-        mine = [ScoredResponse(*keys[r.request_id], r, rewards[r.request_id]) for r in responses] if leads else []
+        own = {keys[r.request_id]: r for r in responses} if leads else {}
+        mine = [ScoredResponse.of(*key, r, rewards[r.request_id]) for key, r in own.items()]
         everyone = all_gather_data(mine, list[ScoredResponse])
         scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
+        batch = _batch_of(scored, own, self._engine.versions.get("policy") or 0)
         if self._on_collected is not None:
-            self._on_collected(problems, scored)
-        return scored, PhaseTimes(decoded - start, waited - decoded, judged - waited)
+            self._on_collected(problems, scored, batch)
+        return scored, batch, PhaseTimes(decoded - start, waited - decoded, judged - waited)
 
     def _requests(
         self, problems: Sequence[Problem], samples: int, sampling: SamplingSpec, seed_parts: Sequence[object]
@@ -250,3 +271,20 @@ class ExperienceCollector:
         if tokens and tokens[-1] in self._tokenizer.stop_ids:
             tokens = tokens[:-1]
         return self._tokenizer.decode(list(tokens))
+
+
+def _batch_of(scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Response], version: int) -> RolloutBatch:
+    """All responses, holding the tokens of this rank's ``own``, by problem and sample."""
+    held = [(i, own[s.problem, s.sample]) for i, s in enumerate(scored) if (s.problem, s.sample) in own]
+    parts = [np.asarray(ids, np.int32) for _, r in held for ids in (r.prompt_token_ids, r.token_ids)]
+    log_probs = [np.asarray(r.log_probs, np.float32) for _, r in held]
+    return RolloutBatch(
+        prompt_lengths_N=torch.tensor([s.prompt_length for s in scored], dtype=torch.int64),
+        lengths_N=torch.tensor([s.prompt_length + s.length for s in scored], dtype=torch.int64),
+        rewards_N=torch.tensor([s.reward.value for s in scored], dtype=torch.float64),
+        advantages_N=torch.zeros(len(scored), dtype=torch.float64),
+        versions_N=torch.full((len(scored),), version, dtype=torch.int64),
+        held=tuple(i for i, _ in held),
+        tokens_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts])),
+        rollout_log_probs_G=torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
+    )

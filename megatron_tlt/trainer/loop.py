@@ -155,7 +155,7 @@ class Run:
             should_stop=self._stop,
             as_asked=as_asked,
         )
-        # all ranks have all responses; rank 0 writes
+        # rank 0 writes, so it alone chooses
         per_task = config.observe.samples_per_task if rank() == 0 else 0
         self._samples = SampleRows(self.tokenizer, per_task, config.observe.sample_characters)
         self.step = TrainingStep(
@@ -335,16 +335,16 @@ class Run:
         seeds = (self._config.run.seed, "held-out")
         progress.start("evaluate", None)
         with self._timeline.span("evaluate"):
-            sampled, _ = self._collector.collect(
+            sampled, batch, _ = self._collector.collect(
                 problems, settings.samples, evaluation_sampling(self._config, self.tokenizer), seeds, progress.advance
             )
-            samples = self._samples.rows(EVALUATION, problems, sampled)
+            samples = self._samples.rows(EVALUATION, problems, sampled, batch)
             greedy = None
             if settings.greedy:
                 sampling = evaluation_sampling(self._config, self.tokenizer, greedy=True)
-                scored, _ = self._collector.collect(problems, 1, sampling, seeds, progress.advance)
+                scored, batch, _ = self._collector.collect(problems, 1, sampling, seeds, progress.advance)
                 greedy = [s.reward.correct for s in scored]
-                samples += self._samples.rows(GREEDY_EVALUATION, problems, scored)
+                samples += self._samples.rows(GREEDY_EVALUATION, problems, scored, batch)
         correct = [0] * len(problems)
         for s in sampled:
             correct[s.problem] += s.reward.correct

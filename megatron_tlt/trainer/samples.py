@@ -1,9 +1,11 @@
-"""Which of a rollout's responses people get to read, and as what text; pure."""
+"""Which of a rollout's responses people get to read, and as what text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_tlt.data.exchange import redistribute
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.tokenizer import Tokenizer
 from megatron_tlt.observe.samples import SampleRow, choose_samples, shorten
 from megatron_tlt.tasks.types import Problem
@@ -24,8 +26,12 @@ class SampleRows:
         self._per_task = per_task
         self._max_characters = max_characters
 
-    def rows(self, origin: str, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> list[SampleRow]:
+    def rows(
+        self, origin: str, problems: Sequence[Problem], scored: Sequence[ScoredResponse], batch: RolloutBatch
+    ) -> list[SampleRow]:
         """The rows of one rollout, by task; ``origin`` is one of ``observe.samples.ORIGINS``.
+
+        Every rank calls it: the tokens of what a rank chooses come from the ranks that hold them.
 
         The keys: ``origin``, ``task``, ``problem`` (uid), ``sample`` (number of the response to the problem),
         ``chosen`` (reasons), ``reward``, ``correct``, ``extracted`` (the judged answer, or null), ``answer`` (the
@@ -33,20 +39,28 @@ class SampleRows:
         ``finish_reason``, ``acceptance_length``, ``prompt`` and ``response`` (with special tokens) and ``cut`` (key of
         a text -> characters left out of it).
         """
-        if self._per_task == 0:
-            return []
-        by_task: dict[str, list[ScoredResponse]] = {}
-        for each in scored:
-            by_task.setdefault(problems[each.problem].source, []).append(each)
-        rows: list[SampleRow] = []
-        for _, found in sorted(by_task.items()):
-            rewards, lengths = [s.reward.value for s in found], [len(s.response.token_ids) for s in found]
-            chosen = choose_samples(rewards, lengths, self._per_task)
-            rows += [self._row(origin, problems[found[i].problem], found[i], why) for i, why in chosen.items()]
-        return rows
+        chosen = self._chosen(problems, scored)
+        texts = redistribute(batch, chosen, columns=())
+        return [
+            self._row(origin, problems[scored[i].problem], scored[i], why, texts.tokens(i).tolist())
+            for i, why in chosen.items()
+        ]
 
-    def _row(self, origin: str, problem: Problem, scored: ScoredResponse, chosen: list[str]) -> SampleRow:
-        response, reward = scored.response, scored.reward
+    def _chosen(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> dict[int, list[str]]:
+        """Why each chosen response was; by task."""
+        by_task: dict[str, list[int]] = {}
+        for i, each in enumerate(scored if self._per_task else ()):
+            by_task.setdefault(problems[each.problem].source, []).append(i)
+        chosen: dict[int, list[str]] = {}
+        for _, found in sorted(by_task.items()):
+            rewards, lengths = [scored[i].reward.value for i in found], [scored[i].length for i in found]
+            chosen |= {found[at]: why for at, why in choose_samples(rewards, lengths, self._per_task).items()}
+        return chosen
+
+    def _row(
+        self, origin: str, problem: Problem, scored: ScoredResponse, chosen: list[str], tokens: list[int]
+    ) -> SampleRow:
+        reward = scored.reward
         row: SampleRow = {
             "origin": origin,
             "task": problem.source,
@@ -58,12 +72,12 @@ class SampleRows:
             "extracted": reward.extracted,
             "answer": problem.answer or None,
             "error": reward.error,
-            "prompt_length": len(response.prompt_token_ids),
-            "length": len(response.token_ids),
-            "finish_reason": response.finish_reason,
-            "acceptance_length": round(response.draft.acceptance_length, 3),
-            "prompt": self._tokenizer.decode(response.prompt_token_ids, special_tokens=True),
-            "response": self._tokenizer.decode(response.token_ids, special_tokens=True),
+            "prompt_length": scored.prompt_length,
+            "length": scored.length,
+            "finish_reason": scored.finish_reason,
+            "acceptance_length": round(scored.draft.acceptance_length, 3),
+            "prompt": self._tokenizer.decode(tokens[: scored.prompt_length], special_tokens=True),
+            "response": self._tokenizer.decode(tokens[scored.prompt_length :], special_tokens=True),
         }
         cut: dict[str, int] = {}
         for key, value in row.items():

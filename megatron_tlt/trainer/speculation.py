@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.exchange import redistribute
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import rank, warn, world_size
 from megatron_tlt.platform.files import atomic_write_text
@@ -76,16 +78,17 @@ class Speculating:
             self.chooser.tuner.drafter_changed(self._model)
         self._version = version
 
-    def end_rollout(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> None:
+    def end_rollout(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse], batch: RolloutBatch) -> None:
         """All responses of a rollout, of all engines: the next time, any engine may decode a problem.
 
         Suffix trees learn from every response to a problem that may come again, length classes from every response.
+        Every rank calls it: where there are suffix trees, their tokens come from all ranks.
         """
-        responses = [
-            FinishedResponse(problems[s.problem].uid, s.response.prompt_token_ids, s.response.token_ids)
-            for s in scored
-            if problems[s.problem].recurs or self._all_problems
-        ]
+        kept = [i for i, s in enumerate(scored) if problems[s.problem].recurs or self._all_problems]
+        responses: list[FinishedResponse] = []
+        if "suffix" in self._drafters:
+            batch = redistribute(batch, kept, columns=())
+            responses = [_finished(problems[scored[i].problem], batch, i) for i in kept]
         for drafter in self._drafters.values():
             drafter.end_rollout(responses)
         if self.engine is not None:
@@ -94,8 +97,8 @@ class Speculating:
         lengths = None if self.chooser is None else self.chooser.lengths
         for s in scored:
             elsewhere = engine_of(s.problem, engines) != self._engine
-            if lengths is not None and elsewhere and s.response.finish_reason != "abort":
-                lengths.record(problems[s.problem].uid, len(s.response.token_ids))
+            if lengths is not None and elsewhere and s.finish_reason != "abort":
+                lengths.record(problems[s.problem].uid, s.length)
 
     def metrics(self) -> dict[str, float]:
         """What all engines did in the last rollout, and what this rank's drafters hold; collective."""
@@ -144,3 +147,8 @@ class Speculating:
     def _state(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         return found
+
+
+def _finished(problem: Problem, batch: RolloutBatch, sample: int) -> FinishedResponse:
+    tokens, prompt = batch.tokens(sample).numpy(), batch.prompt_lengths[sample]
+    return FinishedResponse(problem.uid, tokens[:prompt], tokens[prompt:])

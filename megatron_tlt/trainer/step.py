@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from megatron_tlt.actor.policy import Policy
+from megatron_tlt.actor.scores import PolicyScores, of_all_samples
 from megatron_tlt.algorithms.advantages import mixed_groups
-from megatron_tlt.algorithms.mismatch import Mismatch, enforce, measure_mismatch, truncated_importance_weights
+from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample, truncated_importance_weights
 from megatron_tlt.algorithms.registry import build_algorithm
-from megatron_tlt.algorithms.types import TokenScores, TrainingSample
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.exchange import redistribute
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.observe.samples import TRAIN, SampleRow
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
@@ -114,9 +117,9 @@ class TrainingStep:
         """
         result = StepResult()
         began = time.perf_counter()
-        scored = self._rollout(step, result, on_phase, on_response)
-        samples = self._log_probs(step, scored, result, on_phase)
-        self._update(step, samples, result, on_phase)
+        scored, batch = self._rollout(step, result, on_phase, on_response)
+        batch = self._log_probs(step, scored, batch, result, on_phase)
+        self._update(step, batch, result, on_phase)
         self._train_drafter(step, result, on_phase)
         on_updated(result)
         self.reshard(step + 1, result, on_phase)
@@ -141,7 +144,7 @@ class TrainingStep:
         result: StepResult,
         on_phase: Callable[[str, int | None], None],
         on_response: Callable[[int], None],
-    ) -> list[ScoredResponse]:
+    ) -> tuple[list[ScoredResponse], RolloutBatch]:
         config = self._config
         count, group = config.trainer.prompts_per_step, config.algorithm.group_size
         on_phase("rollout", None)
@@ -152,24 +155,24 @@ class TrainingStep:
         if self._speculating is not None:
             self._speculating.begin_step(drafter_version)
         while_idle = self._while_idle(step)
-        scored, times = self._collector.collect(
+        scored, batch, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response, while_idle
         )
         self._note_memory("rollout", result)
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
         slowest = max(row[0] for row in ranks)
-        lengths = [len(s.response.token_ids) for s in scored]
-        drafts = sum((s.response.draft for s in scored), DraftStats())
+        lengths = [s.length for s in scored]
+        accounts = [s.draft for s in scored]
+        drafts = sum(accounts, DraftStats())
         rewards = [s.reward.value for s in scored]
         if self._samples is not None:
-            result.samples = self._samples.rows(TRAIN, problems, scored)
+            result.samples = self._samples.rows(TRAIN, problems, scored, batch)
         result.lengths = lengths
-        result.acceptance = [s.response.draft.acceptance_length for s in scored]
+        result.acceptance = [account.acceptance_length for account in accounts]
         result.tasks = [problems[s.problem].source for s in scored]
-        result.tokens = sum(len(s.response.prompt_token_ids) for s in scored) + sum(lengths)
+        result.tokens = sum(s.prompt_length for s in scored) + sum(lengths)
         for s in scored:
-            reason = s.response.finish_reason
-            result.finish_reasons[reason] = result.finish_reasons.get(reason, 0) + 1
+            result.finish_reasons[s.finish_reason] = result.finish_reasons.get(s.finish_reason, 0) + 1
         result.metrics.update(
             {
                 "time/rollout": slowest,
@@ -191,12 +194,12 @@ class TrainingStep:
                 "speculation/acceptance_length": drafts.acceptance_length,
                 "speculation/draft_tokens": float(drafts.num_draft_tokens),
                 "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
-                **acceptance_metrics([s.response for s in scored], drafter_version),
+                **acceptance_metrics(lengths, accounts, drafter_version),
             }
         )
         if self._speculating is not None:
             result.metrics.update(self._speculating.metrics())
-        return scored
+        return scored, batch
 
     def _while_idle(self, step: int) -> Callable[[], None] | None:
         bubble = self._bubble
@@ -209,84 +212,76 @@ class TrainingStep:
         self,
         step: int,
         scored: Sequence[ScoredResponse],
+        batch: RolloutBatch,
         result: StepResult,
         on_phase: Callable[[str, int | None], None],
-    ) -> list[TrainingSample]:
-        config = self._config
+    ) -> RolloutBatch:
+        """The batch with this rank's share of the samples, their advantages and all columns that the loss reads."""
         on_phase("log-probs", None)
         began = time.perf_counter()
         self.take_device_back()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
-        rewards = [s.reward.value for s in scored]
-        advantages = self._algorithm.assign_credit(rewards)
-        samples = [
-            TrainingSample(
-                s.response.prompt_token_ids + s.response.token_ids, len(s.response.prompt_token_ids), advantage
-            )
-            for s, advantage in zip(scored, advantages, strict=True)
-        ]
+        advantages = self._algorithm.assign_credit([s.reward.value for s in scored])
+        batch = batch.with_columns(advantages_N=torch.tensor(advantages, dtype=torch.float64))
         temperature = self._temperature
         with self._timed("log_probs", result):
+            batch = redistribute(batch, self._policy.share(batch.lengths))
             if self._drafting is None:
-                old = self._policy.log_probs(samples, temperature)
+                old = self._policy.log_probs(batch, temperature)
             else:
-                old, states = self._policy.log_probs_and_states(samples, temperature, taps=self._drafting.taps)
-                self._drafting.add(step, scored, states)
-            reference = None
+                old, states = self._policy.log_probs_and_states(batch, temperature, taps=self._drafting.taps)
+                self._drafting.add(step, scored, batch, states)
+            batch = batch.with_columns(old_log_probs_G=old.log_probs_G)
             if self._reference:
                 self._reference.memory.reload()
-                reference = self._reference.log_probs(samples, temperature)
+                reference = self._reference.log_probs(batch, temperature)
+                batch = batch.with_columns(reference_log_probs_G=reference.log_probs_G)
                 self._reference.memory.offload()
-        rollout = [s.response.log_probs for s in scored]
-        mismatch = measure_mismatch(rollout, [scores.log_probs for scores in old])
-        self._record_mismatch(mismatch, result)
-        result.metrics.update(entropy_metrics(result.tasks, [scores.entropies for scores in old]))
-        enforce(mismatch, config.algorithm.mismatch, step)
-        return [self._with_columns(samples[i], rollout[i], old[i], reference, i) for i in range(len(samples))]
+        return self._compare_with_rollout(step, batch, old, result)
+
+    def _compare_with_rollout(
+        self, step: int, batch: RolloutBatch, old: PolicyScores, result: StepResult
+    ) -> RolloutBatch:
+        """Records how far the engine's log-probs are off, and corrects for it where that is asked for.
+
+        Raises:
+            RunError: on every rank, where they are too far off.
+        """
+        settings = self._config.algorithm.mismatch
+        rows_HK = torch.cat([mismatch_per_sample(batch), old.entropy_sums_H[:, None]], dim=1)
+        rows_NK = of_all_samples(rows_HK, batch.held, batch.num_samples)
+        mismatch = Mismatch.of(rows_NK[:, :4])
+        result.metrics["mismatch/mean_abs"] = mismatch.mean_abs
+        result.metrics["mismatch/max_abs"] = mismatch.max_abs
+        result.metrics["mismatch/k3_kl"] = mismatch.k3_kl
+        result.metrics.update(entropy_metrics(result.tasks, rows_NK[:, 4].tolist(), result.lengths))
+        enforce(mismatch, settings, step)
+        if settings.action == "correct":
+            assert batch.rollout_log_probs_G is not None
+            weights_G = truncated_importance_weights(batch.rollout_log_probs_G, old.log_probs_G, settings.truncation)
+            batch = batch.with_columns(token_weights_G=weights_G)
+        return batch.with_columns(rollout_log_probs_G=None)
 
     @property
     def _temperature(self) -> float:
         return self._sampling.temperature or 1.0
 
-    @staticmethod
-    def _record_mismatch(mismatch: Mismatch, result: StepResult) -> None:
-        result.metrics["mismatch/mean_abs"] = mismatch.mean_abs
-        result.metrics["mismatch/max_abs"] = mismatch.max_abs
-        result.metrics["mismatch/k3_kl"] = mismatch.k3_kl
-
-    def _with_columns(
-        self,
-        sample: TrainingSample,
-        rollout: tuple[float, ...],
-        old: TokenScores,
-        reference: list[TokenScores] | None,
-        index: int,
-    ) -> TrainingSample:
-        correction = self._config.algorithm.mismatch
-        weights = (
-            truncated_importance_weights(rollout, old.log_probs, correction.truncation)
-            if correction.action == "correct"
-            else ()
-        )
-        return replace(
-            sample,
-            old_log_probs=old.log_probs,
-            reference_log_probs=reference[index].log_probs if reference else (),
-            token_weights=weights,
-        )
-
     def _update(
-        self, step: int, samples: list[TrainingSample], result: StepResult, on_phase: Callable[[str, int | None], None]
+        self, step: int, batch: RolloutBatch, result: StepResult, on_phase: Callable[[str, int | None], None]
     ) -> None:
         config = self._config
         on_phase("update", None)
         rows: list[dict[str, float]] = []
         with self._timed("update", result):
-            order = np.random.default_rng((config.run.seed, step)).permutation(len(samples))
+            order = np.random.default_rng((config.run.seed, step)).permutation(batch.num_samples)
             if config.trainer.mini_batches == 1:
-                order = np.arange(len(samples))
-            for part in np.array_split(order, config.trainer.mini_batches):
-                rows.append(self._policy.update([samples[i] for i in part], self._loss, self._temperature))
+                order = np.arange(batch.num_samples)
+            parts = [part.tolist() for part in np.array_split(order, config.trainer.mini_batches)]
+            shares = [self._policy.share([batch.lengths[i] for i in part]) for part in parts]
+            # of a mini-batch this rank may compute on other samples than it has scored
+            batch = redistribute(batch, [part[i] for part, share in zip(parts, shares, strict=True) for i in share])
+            for part in parts:
+                rows.append(self._policy.update(batch.select(part), self._loss, self._temperature))
         for name in dict.fromkeys(name for row in rows for name in row if name != "tokens"):
             result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows if name in row]))
 

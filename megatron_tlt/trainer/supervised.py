@@ -10,10 +10,10 @@ from pathlib import Path
 from megatron_tlt.actor.megatron_optimizer import chosen_optimizer
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.checkpoint.files import clean_leftovers
 from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.supervised import encode_examples, solution_text
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
@@ -114,7 +114,9 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
             batch = [problems.problem(step * count + i) for i in range(count)]
             examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens, supervised.careless_fraction)
             left_out += len(batch) - len(examples)
-            samples = [TrainingSample(e.token_ids, e.loss_mask.index(1)) for e in examples]
+            samples = RolloutBatch.of_sequences(
+                [e.token_ids for e in examples], [e.loss_mask.index(1) for e in examples]
+            )
             metrics = policy.update(samples, negative_log_likelihood)
             progress.advance()
             if (step + 1) % max(1, supervised.num_steps // 20) == 0:

@@ -28,7 +28,7 @@ def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_s
     for task in sorted(set(tasks)):
         own = [s for name, s in zip(tasks, scored, strict=True) if name == task]
         rewards = [s.reward.value for s in own]
-        lengths = [len(s.response.token_ids) for s in own]
+        lengths = [s.length for s in own]
         found: dict[str, float | np.floating] = {
             "responses": len(own),
             "reward": np.mean(rewards),
@@ -37,22 +37,22 @@ def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_s
             "mixed_groups": mixed_groups(rewards, group_size),
             "length_mean": np.mean(lengths),
             "length_max": max(lengths),
-            "truncated": np.mean([s.response.finish_reason == "length" for s in own]),
+            "truncated": np.mean([s.finish_reason == "length" for s in own]),
         }
         metrics |= {f"task/{task}/{name}": float(value) for name, value in found.items()}
     return metrics
 
 
-def entropy_metrics(tasks: Sequence[str], entropies: Sequence[Sequence[float]]) -> dict[str, float]:
+def entropy_metrics(tasks: Sequence[str], sums: Sequence[float], lengths: Sequence[int]) -> dict[str, float]:
     """Mean entropy per response token (nats) of the policy that sampled, before its first update of the step.
 
-    ``entropies[i]`` holds those of the tokens of response i, whose task is ``tasks[i]``. The entropy is that of the
-    distribution at the rollout's temperature, top-p and top-k left out.
+    ``sums[i]`` is that of the ``lengths[i]`` tokens of response i, whose task is ``tasks[i]``. The entropy is that of
+    the distribution at the rollout's temperature, top-p and top-k left out.
     """
-    sums: dict[str, float] = {}
+    totals: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for task, row in zip(tasks, entropies, strict=True):
-        sums[task] = sums.get(task, 0.0) + sum(row)
-        counts[task] = counts.get(task, 0) + len(row)
-    metrics = {"rollout/entropy": sum(sums.values()) / max(sum(counts.values()), 1)}
-    return metrics | {f"task/{task}/entropy": sums[task] / max(counts[task], 1) for task in sorted(sums)}
+    for task, entropy, length in zip(tasks, sums, lengths, strict=True):
+        totals[task] = totals.get(task, 0.0) + entropy
+        counts[task] = counts.get(task, 0) + length
+    metrics = {"rollout/entropy": sum(totals.values()) / max(sum(counts.values()), 1)}
+    return metrics | {f"task/{task}/entropy": totals[task] / max(counts[task], 1) for task in sorted(totals)}

@@ -25,7 +25,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_metrics_of_any_name_are_means_over_all_response_tokens(found: list[dict[str, Any]]) -> None:
-    tokens = [sample.response_length for sample in metrics.samples()]
+    batch = metrics.samples()
+    tokens = [batch.response_length(i) for i in range(batch.num_samples)]
     rows = found[0]["rows"]
     assert len(rows) == len(metrics.LAYOUTS) * len(metrics.MAX_TOKENS)
     for name, row in rows.items():

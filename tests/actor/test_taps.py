@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.algorithms.types import TrainingSample
 from tests.helpers.launch import run_torchrun
+from tests.helpers.samples import Sample
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "taps.py"
@@ -28,7 +28,7 @@ def expected_states(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _states(model: torch.nn.Module, sample: TrainingSample) -> dict[str, torch.Tensor]:
+def _states(model: torch.nn.Module, sample: Sample) -> dict[str, torch.Tensor]:
     before_norm = []
     hook = model.model.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
     output = model(torch.tensor([sample.token_ids[:-1]]), output_hidden_states=True)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_tlt.algorithms.advantages import group_relative_advantages, mixed_groups
 from megatron_tlt.algorithms.losses import ClippedPolicyLoss, LossInputs, k3_estimate, negative_log_likelihood
-from megatron_tlt.algorithms.mismatch import Mismatch, enforce, measure_mismatch, truncated_importance_weights
-from megatron_tlt.algorithms.types import TrainingSample
+from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample, truncated_importance_weights
 from megatron_tlt.config.schema import AlgorithmConfig, MismatchConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
 
 
@@ -137,13 +137,24 @@ def test_k3_is_never_negative(p: float, q: float) -> None:
     assert float(k3_estimate(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64))) >= 0
 
 
+def mismatch_of(rollout: list[list[float]], actor: list[list[float]], **columns: torch.Tensor) -> Mismatch:
+    flat = [torch.tensor([value for row in rows for value in row]) for rows in (rollout, actor)]
+    sequences = [(0, *range(len(row))) for row in rollout]
+    batch = RolloutBatch.of_sequences(
+        sequences, [1] * len(rollout), rollout_log_probs_G=flat[0], old_log_probs_G=flat[1], **columns
+    )
+    return Mismatch.of(mismatch_per_sample(batch))
+
+
 def test_mismatch_of_equal_columns_is_zero_and_of_others_as_computed_by_hand() -> None:
-    assert measure_mismatch([[-1.0, -2.0]], [[-1.0, -2.0]]) == Mismatch(0, 0, 0)
-    found = measure_mismatch([[-1.0], [-2.0]], [[-1.5], [-2.0]])
+    assert mismatch_of([[-1.0, -2.0]], [[-1.0, -2.0]]) == Mismatch(0, 0, 0)
+    found = mismatch_of([[-1.0], [-2.0]], [[-1.5], [-2.0]])
     assert found.mean_abs == 0.25 and found.max_abs == 0.5
     assert found.k3_kl == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 2)
-    with pytest.raises(ValueError, match="response 0: 1 rollout log-probs, 2"):
-        measure_mismatch([[-1.0]], [[-1.0, -1.0]])
+    assert mismatch_of([[-1.0], [-2.0, 0.0]], [[-1.5], [-2.0, -1.0]]).mean_abs == 0.5  # over tokens, not responses
+    masked = torch.tensor([True, False])
+    assert mismatch_of([[-1.0], [-2.0]], [[-1.5], [-9.0]], loss_mask_G=masked) == Mismatch(0.5, 0.5, found.k3_kl * 2)
+    assert math.isnan(mismatch_of([[-1.0, -math.inf]], [[-1.0, -math.inf]]).mean_abs)
 
 
 def test_mismatch_beyond_the_threshold_fails_only_when_asked() -> None:
@@ -156,21 +167,18 @@ def test_mismatch_beyond_the_threshold_fails_only_when_asked() -> None:
         enforce(Mismatch(math.nan, 0, 0), MismatchConfig(action="fail"), 3)
 
 
+def weights_of(rollout: list[float], actor: list[float], truncation: float) -> list[float]:
+    return truncated_importance_weights(torch.tensor(rollout), torch.tensor(actor), truncation).tolist()
+
+
 def test_importance_weights_are_truncated_from_above_only() -> None:
-    weights = truncated_importance_weights([-1.0, -1.0], [-0.1, -2.0], 2.0)
-    assert weights == pytest.approx((2.0, math.exp(-1.0)))
+    assert weights_of([-1.0, -1.0], [-0.1, -2.0], 2.0) == pytest.approx((2.0, math.exp(-1.0)))
 
 
 @pytest.mark.filterwarnings("error")
 def test_importance_weights_of_huge_ratios_are_the_truncation() -> None:
-    assert truncated_importance_weights([-math.inf, -2000.0, 0.0], [-1.0, 0.0, -math.inf], 1.0) == (1.0, 1.0, 0.0)
-
-
-def test_a_sample_with_a_column_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="old_log_probs has 1 entries for a response of 2"):
-        TrainingSample((1, 2, 3), 1, old_log_probs=(0.0,))
-    with pytest.raises(ValueError, match="prompt_length 3"):
-        TrainingSample((1, 2, 3), 3)
+    assert weights_of([-math.inf, -2000.0, 0.0], [-1.0, 0.0, -math.inf], 1.0) == [1.0, 1.0, 0.0]
+    assert weights_of([], [], 1.0) == []
 
 
 def test_groups_of_equal_rewards_are_not_mixed() -> None:

@@ -43,11 +43,11 @@ def mixed_requests(count: int = 24, max_tokens: int = 32) -> list[Request]:
 
 
 def outcome(responses: list[Response]) -> list[tuple[tuple[int, ...], tuple[float, ...], str]]:
-    return [(response.token_ids, response.log_probs, response.finish_reason) for response in responses]
+    return [(tuple(r.token_ids), tuple(r.log_probs), r.finish_reason) for r in responses]
 
 
 def expected_log_probs(reference: Qwen2ForCausalLM, response: Response, spec: SamplingSpec) -> list[float]:
-    tokens = response.prompt_token_ids + response.token_ids
+    tokens = (*response.prompt_token_ids, *response.token_ids)
     logits = logits_of(reference, tokens)[len(response.prompt_token_ids) - 1 : -1]
     if spec.top_k > 0:
         smallest = logits.topk(spec.top_k, dim=-1).values[:, -1:]

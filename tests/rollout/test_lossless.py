@@ -72,7 +72,7 @@ def exact_marginals(
 
 def sampled_counts(responses: list[Response]) -> tuple[torch.Tensor, torch.Tensor]:
     """How often each (t1, t2) was sampled, as (vocabulary, vocabulary), and each t3, as (vocabulary)."""
-    tokens = torch.tensor([response.token_ids for response in responses])
+    tokens = torch.tensor([list(response.token_ids) for response in responses])
     joint = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB * VOCAB)
     return joint.view(VOCAB, VOCAB), torch.bincount(tokens[:, 2], minlength=VOCAB)
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_tlt.rollout.types import DraftStats, Response
+from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.trainer.acceptance import acceptance_metrics, length_classes
-
-
-def response(length: int, draft: DraftStats) -> Response:
-    return Response("r", (1,), (2,) * length, (0.0,) * length, "stop", 0.0, draft)
 
 
 def test_thirds_by_length_with_equal_lengths_together() -> None:
@@ -24,10 +20,10 @@ def test_shares_at_each_position_and_lengths_by_class() -> None:
         DraftStats(4, 6, 3, 6, 2, (1, 1)),
         DraftStats(5, 15, 4, 8, 8, (4, 4)),
     ]
-    metrics = acceptance_metrics([response(n, draft) for n, draft in zip((5, 6, 15), drafts, strict=True)], 40)
+    metrics = acceptance_metrics((5, 6, 15), drafts, 40)
     assert metrics["speculation/drafter_version"] == 40
     assert metrics["speculation/accepted_at_1"] == pytest.approx(6 / 10)
     assert metrics["speculation/accepted_at_2"] == pytest.approx(5 / 10)
     assert metrics["speculation/acceptance_length_short"] == pytest.approx(5 / 4)
     assert metrics["speculation/acceptance_length_long"] == pytest.approx(3.0)
-    assert acceptance_metrics([response(3, DraftStats(3, 3))], None) == {"speculation/acceptance_length_long": 1.0}
+    assert acceptance_metrics([3], [DraftStats(3, 3)], None) == {"speculation/acceptance_length_long": 1.0}

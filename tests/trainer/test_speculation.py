@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from megatron_tlt.config.schema import TaskConfig, TltConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.observe.metrics import read_metrics
 from megatron_tlt.observe.report_data import last_rollout
 from megatron_tlt.observe.timeline import read_trace
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.adaptive import default_strategies
 from megatron_tlt.rollout.token_drafters import token_drafters_of
-from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
 from megatron_tlt.speculation.strategy import OFF, StepRecord
 from megatron_tlt.speculation.suffix_file import read_responses
 from megatron_tlt.tasks.mixture import build_sources
@@ -59,14 +60,20 @@ def propose(made: Speculating, name: str, problem: str, context: list[int]) -> l
     return found
 
 
-def responses_to(*responses: tuple[str, list[int]], recurs: bool = True) -> tuple[list[Problem], list[ScoredResponse]]:
+def responses_to(
+    *responses: tuple[str, list[int]], recurs: bool = True
+) -> tuple[list[Problem], list[ScoredResponse], RolloutBatch]:
     """A step with one response to each problem, in the order of their positions."""
     problems = [Problem(uid, "s", "?", "1", "math", recurs=recurs) for uid, _ in responses]
     reward = Reward(1.0, True)
-    return problems, [
-        ScoredResponse(i, 0, Response(f"{i}-0", (1, 2), tuple(tokens), (), "stop", 0.0), reward)
-        for i, (_, tokens) in enumerate(responses)
+    scored = [
+        ScoredResponse(i, 0, 2, len(tokens), "stop", DraftStats(), reward) for i, (_, tokens) in enumerate(responses)
     ]
+    return (
+        problems,
+        scored,
+        RolloutBatch.of_sequences([(1, 2, *tokens) for _, tokens in responses], [2] * len(responses)),
+    )
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:

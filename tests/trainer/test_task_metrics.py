@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron_tlt.rewards.types import Reward
-from megatron_tlt.rollout.types import Response
+from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.trainer.experience import ScoredResponse
 from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, task_metrics
 
 
 def scored(problem: int, sample: int, length: int, reward: Reward, finish: str = "stop") -> ScoredResponse:
-    return ScoredResponse(problem, sample, Response("x", (5, 6), (7,) * length, (), finish, 0.0), reward)
+    return ScoredResponse(problem, sample, 2, length, finish, DraftStats(), reward)
 
 
 def test_metrics_of_tasks_are_over_their_own_responses() -> None:
@@ -49,6 +49,6 @@ def test_metrics_of_tasks_are_over_their_own_responses() -> None:
 
 
 def test_entropy_is_a_mean_over_tokens_not_over_responses() -> None:
-    found = entropy_metrics(["a", "b", "a"], [(3.0,), (1.0, 1.0), (0.0, 0.0)])
+    found = entropy_metrics(["a", "b", "a"], [3.0, 2.0, 0.0], [1, 2, 2])
     assert found == {"rollout/entropy": 1.0, "task/a/entropy": 1.0, "task/b/entropy": 1.0}
-    assert entropy_metrics(["a", "b"], [(4.0, 2.0, 3.0), (1.0,)])["rollout/entropy"] == 2.5
+    assert entropy_metrics(["a", "b"], [9.0, 1.0], [3, 1])["rollout/entropy"] == 2.5

@@ -16,9 +16,9 @@ import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.bench.layouts import LAYOUTS
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 from megatron_tlt.platform.files import atomic_write_text
@@ -35,7 +35,8 @@ class CheckpointBench:
         self._model = model
         self._root = root
         rng = random.Random(0)
-        self._samples = [TrainingSample(tuple(rng.randrange(vocabulary) for _ in range(24)), 3) for _ in range(4)]
+        sequences = [[rng.randrange(vocabulary) for _ in range(24)] for _ in range(4)]
+        self._samples = RolloutBatch.of_sequences(sequences, [3] * len(sequences))
         self._saved = 0
 
     def policy(self, layout: str) -> Policy:

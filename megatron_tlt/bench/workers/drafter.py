@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.bench.drafter import MORE, WEIGHTED
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.observe.timeline import Timeline
@@ -51,10 +51,12 @@ class _Together:
     def check(self, engine: VllmEngine) -> None:
         """The rollout's engine drafts by n-grams."""
 
-    def add(self, step: int, scored: Sequence[ScoredResponse], states: Mapping[int, torch.Tensor]) -> None:
+    def add(
+        self, step: int, scored: Sequence[ScoredResponse], batch: RolloutBatch, states: Mapping[int, torch.Tensor]
+    ) -> None:
         for name, drafter in self._drafters.items():
             if name != MORE:
-                drafter.add(step, scored, states)
+                drafter.add(step, scored, batch, states)
 
     def train(self, step: int, policy: Policy) -> dict[str, float]:
         found = {
@@ -137,18 +139,19 @@ class _DrafterBench:
             drafters[name] = Drafting(config, self._folder, self._work / name, self._policy)
         return head, drafters
 
-    def _first_responses(self, start: int, count: int) -> list[ScoredResponse]:
+    def _first_responses(self, start: int, count: int) -> tuple[list[ScoredResponse], RolloutBatch]:
         """Responses of the policy that the engine holds, to problems from number ``start`` on that no RL step has."""
         config = self._config
         problems = build_sources(config.tasks, "train", config.run.seed + 1)
         batch = [problems.problem(start + i) for i in range(count)]
-        return self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm", start))[0]
+        return self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm", start))[:2]
 
-    def _learn_first(self, drafter: Drafting, step: int, responses: Sequence[ScoredResponse]) -> None:
+    def _learn_first(
+        self, drafter: Drafting, step: int, responses: tuple[Sequence[ScoredResponse], RolloutBatch]
+    ) -> None:
         """Give a drafter responses of the first policy, with that policy's states."""
-        samples = _samples([scored.response for scored in responses])
-        _, states = self._first.log_probs_and_states(samples, taps=drafter.taps)
-        drafter.add(step, responses, states)
+        _, states = self._first.log_probs_and_states(responses[1], taps=drafter.taps)
+        drafter.add(step, *responses, states)
 
     def _learn_more(self, drafter: Drafting, step: int) -> None:
         """As many new responses of the first policy as the others get of the one that moves."""
@@ -212,10 +215,7 @@ class _DrafterBench:
     def _kl_to_first(self, responses: Sequence[Response]) -> float:
         """KL divergence of the policy to the first one, in nats per token: mean of log p - log p_first over its own."""
         samples = _samples(responses)
-        now, first = (
-            torch.cat([torch.as_tensor(scores.log_probs) for scores in policy.log_probs(samples)])
-            for policy in (self._policy, self._first)
-        )
+        now, first = (policy.log_probs(samples).log_probs_G for policy in (self._policy, self._first))
         return float((now - first).mean())
 
 
@@ -223,8 +223,9 @@ def _acceptance_length(responses: Sequence[Response]) -> float:
     return sum((response.draft for response in responses), DraftStats()).acceptance_length
 
 
-def _samples(responses: Sequence[Response]) -> list[TrainingSample]:
-    return [TrainingSample(one.prompt_token_ids + one.token_ids, len(one.prompt_token_ids)) for one in responses]
+def _samples(responses: Sequence[Response]) -> RolloutBatch:
+    sequences = [(*one.prompt_token_ids, *one.token_ids) for one in responses]
+    return RolloutBatch.of_sequences(sequences, [len(one.prompt_token_ids) for one in responses])
 
 
 def _ignore(*_: object) -> None:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tlt.actor.batches import MicroBatch
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.bench.workers.layout import random_samples
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.models.families import FAMILIES
 from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.platform.collectives import all_gather_data
@@ -26,7 +26,7 @@ from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 
 
-def _differences(policy: Policy, folder: Path, samples: list[TrainingSample]) -> list[float]:
+def _differences(policy: Policy, folder: Path, samples: RolloutBatch) -> list[float]:
     """For each sequence the largest difference of logits over the largest logit; none where another stage has them."""
     from megatron.core import parallel_state
 
@@ -39,8 +39,8 @@ def _differences(policy: Policy, folder: Path, samples: list[TrainingSample]) ->
         dist.all_gather(shares, share_RTV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         logits_RTV = torch.cat(shares, dim=-1)[..., : reference.config.vocab_size]
         for i, start in zip(batch.indices, batch.cu_seqlens, strict=False):
-            tokens = samples[i].token_ids[:-1]
-            expected = reference(torch.tensor([tokens])).logits[0]
+            tokens = samples.tokens(i)[:-1].long()
+            expected = reference(tokens[None]).logits[0]
             found = logits_RTV[0, start : start + len(tokens)]
             worst.append(float((found - expected).abs().max() / expected.abs().max()))
 

@@ -10,19 +10,18 @@ from pathlib import Path
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 
 
-def random_samples(count: int = 24) -> list[TrainingSample]:
+def random_samples(count: int = 24) -> RolloutBatch:
     """Random tokens below 64, of quite different lengths."""
     rng = random.Random(0)
-    return [
-        TrainingSample(tuple(rng.randrange(64) for _ in range(rng.choice((6, 9, 17, 40)))), 3) for _ in range(count)
-    ]
+    sequences = [[rng.randrange(64) for _ in range(rng.choice((6, 9, 17, 40)))] for _ in range(count)]
+    return RolloutBatch.of_sequences(sequences, [3] * count)
 
 
 def main(model: str, options: str, steps: int, out: str) -> None:

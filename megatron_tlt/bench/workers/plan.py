@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.bench.workers.memory import PeakSampler, anonymous_bytes
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 from megatron_tlt.platform.files import atomic_write_text
@@ -26,10 +26,9 @@ def main(given: str, out: str) -> None:
     values = json.loads(given)
     rng = random.Random(0)
     # a position predicts the next one, so a row is one shorter
-    samples = [
-        TrainingSample(tuple(rng.randrange(values["vocab"]) for _ in range(values["tokens"] + 1)), 3)
-        for _ in range(values["sequences"])
-    ]
+    count, length = values["sequences"], values["tokens"] + 1
+    sequences = [[rng.randrange(values["vocab"]) for _ in range(length)] for _ in range(count)]
+    samples = RolloutBatch.of_sequences(sequences, [3] * count)
     actor = ActorConfig.model_validate({"transformer_impl": "local", "optimizer": {"lr": 1e-4}, **values["actor"]})
     barrier()
     before = anonymous_bytes()

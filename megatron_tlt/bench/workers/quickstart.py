@@ -54,7 +54,7 @@ def prepare_quickstart(
     engine = VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), seed)
     problems = build_sources(config.tasks, "train", config.run.seed)
     asked = one_request_each(map(problems.problem, range(warm_problems)), tokenizer, sampling, "head")
-    pairs = [Pair(r.prompt_token_ids, r.token_ids) for r in engine.generate(asked)]
+    pairs = [Pair(r.prompt_token_ids, tuple(r.token_ids)) for r in engine.generate(asked)]
     held_out = build_sources(config.tasks, "held_out", config.run.seed).held_out(requests)
     found = one_request_each(held_out, tokenizer, sampling, "rollout")
     pool = [of_length(r, len(response.token_ids)) for r, response in zip(found, engine.generate(found), strict=True)]

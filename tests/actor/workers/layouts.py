@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from megatron_tlt.actor.megatron_checkpoint import load_policy, save_policy
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from tests.helpers.samples import Sample, batch_of, log_probs_of_all
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -46,13 +47,18 @@ TEMPERATURE = 0.7
 TIMEOUT_S = 120
 
 
-def samples() -> list[TrainingSample]:
+def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(3)
     out = []
     for length in (6, 30, 11, 17, 8, 23):
         tokens = torch.randint(64, (length,), generator=generator).tolist()
-        out.append(TrainingSample(tuple(tokens), 2 + length // 4))
+        out.append(Sample(tuple(tokens), 2 + length // 4))
     return out
+
+
+def batch() -> RolloutBatch:
+    """The samples, as every rank holds them."""
+    return batch_of(samples())
 
 
 def model_of(folder: Path, name: str) -> Path:
@@ -94,13 +100,13 @@ def timeouts() -> list[float]:
 
 def main(folder: str, out: str) -> None:
     initialize_distributed(TIMEOUT_S)
-    data, rows = samples(), {}
+    data, rows = batch(), {}
     for name in LAYOUTS:
         policy = policy_of(Path(folder), name)
         initial = load_file(model_of(Path(folder), name) / "model.safetensors")
         row: dict[str, Any] = {"exported_equals_loaded": equal(weights_of(policy), initial)}
         row["timeouts"] = timeouts()
-        row["log_probs"] = [scores.log_probs for scores in policy.log_probs(data, TEMPERATURE)]
+        row["log_probs"] = log_probs_of_all(data, policy.log_probs(data, TEMPERATURE))
         steps = [policy.update(data, negative_log_likelihood) for _ in range(2)]
         row["loss"], row["grad_norm"] = [s["loss"] for s in steps], [s["grad_norm"] for s in steps]
         checkpoint = Path(out) / f"checkpoint-{name}"

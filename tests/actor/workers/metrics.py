@@ -11,8 +11,8 @@ import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import LossInputs, Metrics
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 
@@ -26,18 +26,13 @@ MAX_TOKENS = (24, 96)
 """Several micro-batches to a rank, and one."""
 
 
-def samples() -> list[TrainingSample]:
+def samples() -> RolloutBatch:
     """Only the last has a positive advantage, so most micro-batches and one data-parallel rank know of none."""
     generator = torch.Generator().manual_seed(3)
     lengths = (17, 9, 23, 12, 20, 15)
-    return [
-        TrainingSample(
-            tuple(torch.randint(64, (length,), generator=generator).tolist()),
-            length // 2,
-            advantage=1.0 if i == len(lengths) - 1 else -1.0,
-        )
-        for i, length in enumerate(lengths)
-    ]
+    sequences = [torch.randint(64, (length,), generator=generator).tolist() for length in lengths]
+    advantages = [1.0 if i == len(lengths) - 1 else -1.0 for i in range(len(lengths))]
+    return RolloutBatch.of_sequences(sequences, [length // 2 for length in lengths], advantages)
 
 
 class OwnMetrics:

@@ -11,11 +11,12 @@ import torch
 
 from megatron_tlt.actor.megatron_weights import shards
 from megatron_tlt.actor.policy import Policy
+from megatron_tlt.actor.scores import of_all_samples
 from megatron_tlt.algorithms.losses import ClippedPolicyLoss
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.schema import ActorConfig, AlgorithmConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from tests.helpers.samples import Sample, batch_of, log_probs_of_all
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -28,22 +29,22 @@ VOCABULARY = 65
 """Two ranks hold 33 rows each: one of them is padding."""
 
 
-def sample(length: int, seed: int, advantage: float = 0.0) -> TrainingSample:
+def sample(length: int, seed: int, advantage: float = 0.0) -> Sample:
     """Of ``length`` tokens, half of them a response.
 
     Packed, the last token is left out: 17 tokens are 16, which every layout divides without padding.
     """
     tokens = torch.randint(64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     half = (0.0,) * (length - length // 2)
-    return TrainingSample(tuple(tokens), length // 2, advantage, old_log_probs=half, token_weights=half)
+    return Sample(tuple(tokens), length // 2, advantage, old_log_probs=half, token_weights=half)
 
 
-def repeated() -> list[TrainingSample]:
+def repeated() -> list[Sample]:
     """However they are grouped, every micro-batch has the routing of each of them."""
     return [sample(17, seed=1)] * 8
 
 
-def mixed() -> list[TrainingSample]:
+def mixed() -> list[Sample]:
     """With room for one of them in a micro-batch, two of unequal length."""
     return [sample(17, seed=1), sample(33, seed=2)]
 
@@ -62,11 +63,11 @@ def policy_of(folder: Path, layout: str, max_tokens: int = 64, **options: Any) -
     return Policy(folder, actor, seed=0)
 
 
-def gradients(policy: Policy, samples: list[TrainingSample], aggregation: str, like: str) -> dict[str, Any]:
+def gradients(policy: Policy, samples: list[Sample], aggregation: str, like: str) -> dict[str, Any]:
     """Gradients of the tensors whose name has ``like``: gradient descent at rate 1 changes a weight by its own."""
     names = [name for name in policy.model.weights.shapes if like in name]
     before = {name: tensor.clone() for name, tensor in policy.export_weights(names)}
-    policy.update(samples, ClippedPolicyLoss(AlgorithmConfig(loss_aggregation=aggregation)))
+    policy.update(batch_of(samples), ClippedPolicyLoss(AlgorithmConfig(loss_aggregation=aggregation)))
     return {name: (before[name] - tensor).tolist() for name, tensor in policy.export_weights(names)}
 
 
@@ -104,16 +105,18 @@ def vocabulary_rows(folder: Path) -> dict[str, Any]:
         policy = policy_of(folder, layout)
         padded = fill_padding(policy, 3.0)
         samples = [sample(9, seed=3, advantage=1.0), sample(14, seed=4, advantage=-0.5)]
-        scores = policy.log_probs(samples, 0.7)
+        batch = batch_of(samples)
+        scores = policy.log_probs(batch, 0.7)
+        log_probs = log_probs_of_all(batch, scores)
         # old log-probs of 0 would clip: these are the policy's own
         own = [
-            TrainingSample(s.token_ids, s.prompt_length, s.advantage, old_log_probs=score.log_probs)
-            for s, score in zip(samples, scores, strict=True)
+            Sample(s.token_ids, s.prompt_length, s.advantage, old_log_probs=tuple(found))
+            for s, found in zip(samples, log_probs, strict=True)
         ]
         rows[layout] = {
             "padded": padded,
-            "log_probs": [score.log_probs for score in scores],
-            "entropies": [score.entropies for score in scores],
+            "log_probs": log_probs,
+            "entropies": of_all_samples(scores.entropy_sums_H[:, None], scores.samples, len(samples))[:, 0].tolist(),
             "gradient": gradients(policy, own, "token_mean", "lm_head"),
             "exported": [list(tensor.shape) for _, tensor in policy.export_weights(["lm_head.weight"])],
         }
@@ -123,7 +126,9 @@ def vocabulary_rows(folder: Path) -> dict[str, Any]:
 def refused(folder: Path) -> str:
     """What an update says of an advantage that is not finite, where nothing clips the gradient."""
     try:
-        policy_of(folder, "dp2").update([sample(9, 3, float("inf"))] * 2, ClippedPolicyLoss(AlgorithmConfig()))
+        policy_of(folder, "dp2").update(
+            batch_of([sample(9, 3, float("inf"))] * 2), ClippedPolicyLoss(AlgorithmConfig())
+        )
     except RunError as error:
         return str(error)
     return ""

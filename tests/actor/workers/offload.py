@@ -12,7 +12,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import initialize_distributed
-from tests.actor.workers.layouts import equal, samples, weights_of
+from tests.actor.workers.layouts import batch, equal, weights_of
 
 
 def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[str, torch.Tensor]:
@@ -20,7 +20,7 @@ def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[st
     policy = Policy(folder, actor, seed=0)
     memory = PhaseOffload(policy.model, policy.optimizer, enabled=offloaded)
     for _ in range(3):
-        policy.update(samples(), negative_log_likelihood)
+        policy.update(batch(), negative_log_likelihood)
         freed = memory.offload()
         parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
         sizes = {parameter.untyped_storage().nbytes() for parameter in parameters}

@@ -15,7 +15,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
-from tests.actor.workers.layouts import equal, samples, weights_of
+from tests.actor.workers.layouts import batch, equal, weights_of
 
 STEPS, WARMUP, WEIGHT_DECAY = 4, 6, 0.01
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
@@ -73,7 +73,7 @@ def policy_of(folder: Path, case: Case, **megatron: Any) -> Policy:
 
 
 def train(policy: Policy, steps: int) -> list[float]:
-    return [policy.update(samples(), negative_log_likelihood)["loss"] for _ in range(steps)]
+    return [policy.update(batch(), negative_log_likelihood)["loss"] for _ in range(steps)]
 
 
 def save(policy: Policy, folder: Path) -> Path:

@@ -14,7 +14,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
-from tests.actor.workers.layouts import samples
+from tests.actor.workers.layouts import batch
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -52,7 +52,7 @@ def policy_of(folder: Path, megatron: dict[str, Any]) -> Policy:
 
 
 def losses(policy: Policy, steps: int) -> list[float]:
-    return [policy.update(samples(), negative_log_likelihood)["loss"] for _ in range(steps)]
+    return [policy.update(batch(), negative_log_likelihood)["loss"] for _ in range(steps)]
 
 
 def forget_optimizer(policy: Policy) -> None:

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import ActorConfig, RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
@@ -22,6 +21,7 @@ from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each
+from tests.helpers.samples import Sample, batch_of, log_probs_of_all
 
 PROMPTS, TOKENS, DRAFTS = 50, 20, 3
 CONFIG = Path(__file__).resolve().parents[3] / "launch" / "smollm2-135m-cpu.yaml"
@@ -72,22 +72,22 @@ def log_probs(folder: Path, requests: list[Request]) -> dict[str, list[list[floa
     responses = engine.generate(requests)
     engine.shutdown()
     samples = [
-        TrainingSample((*response.prompt_token_ids, *response.token_ids), len(response.prompt_token_ids))
+        Sample((*response.prompt_token_ids, *response.token_ids), len(response.prompt_token_ids))
         for response in responses
     ]
     actor = ActorConfig(transformer_impl="local", max_tokens_per_micro_batch=1024, log_prob_chunk_tokens=512)
     policy = Policy(folder, actor, seed=1, trainable=False)
-    scores = policy.log_probs(samples)
+    scores = policy.log_probs(batch_of(samples))
     return {
         "engine": [list(response.log_probs) for response in responses],
-        "actor": [[float(value) for value in score.log_probs] for score in scores],
+        "actor": log_probs_of_all(batch_of(samples), scores),
         "transformers": reference_log_probs(folder, samples, torch.float32),
         "exact": reference_log_probs(folder, samples, torch.float64),
     }
 
 
 @torch.no_grad()
-def reference_log_probs(folder: Path, samples: list[TrainingSample], dtype: torch.dtype) -> list[list[float]]:
+def reference_log_probs(folder: Path, samples: list[Sample], dtype: torch.dtype) -> list[list[float]]:
     """By transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     found = []

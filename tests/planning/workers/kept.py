@@ -13,8 +13,8 @@ import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.algorithms.types import TrainingSample
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.platform.device import initialize_distributed
 from megatron_tlt.platform.files import atomic_write_text
@@ -43,9 +43,9 @@ def kept_bytes(family: str, megatron: dict[str, Any], sizes: dict[str, int], lay
         return tensor
 
     rng = random.Random(0)
-    sample = TrainingSample(tuple(rng.randrange(64) for _ in range(tokens + 1)), 3)
+    batch = RolloutBatch.of_sequences([[rng.randrange(64) for _ in range(tokens + 1)]], [3])
     with torch.autograd.graph.saved_tensors_hooks(keep, give_back):
-        policy.update([sample], negative_log_likelihood)
+        policy.update(batch, negative_log_likelihood)
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -26,7 +26,7 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, collective_timeout_s, initialize_distributed, rank
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
-from tests.actor.workers.layouts import samples
+from tests.actor.workers.layouts import batch
 
 
 def policy_of(model: Path, **megatron: Any) -> Policy:
@@ -38,7 +38,7 @@ def policy_of(model: Path, **megatron: Any) -> Policy:
 
 def update(policy: Policy, steps: int = 1) -> None:
     for _ in range(steps):
-        policy.update(samples(), negative_log_likelihood)
+        policy.update(batch(), negative_log_likelihood)
 
 
 def tensors(policy: Policy) -> list[torch.Tensor]:
