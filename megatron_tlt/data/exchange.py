@@ -6,6 +6,7 @@ Shapes as in ``data/rollout_batch.py``; W ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -61,19 +62,20 @@ def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence
     held_WN, wanted_WN, names = _requests(batch, wanted, names)
     batch = batch if batch.held else _with_empty(batch, names)
     sends = plan_sends(held_WN, wanted_WN)
-    kept = batch.holding([i for i in batch.held if wanted_WN[rank(), i]])
+    kept = [i for i in batch.held if wanted_WN[rank(), i]]
     if not any(samples for row in sends for samples in row):
-        return kept
+        return batch.holding(kept)
     outgoing, incoming = sends[rank()], [row[rank()] for row in sends]
     arriving = [i for samples in incoming for i in samples]
-    order = sorted(arriving)
-    rows = {}
-    for name in (TOKENS, *names):
+    held = sorted((*kept, *arriving))
+    moved: dict[str, torch.Tensor] = {}
+    for name in (TOKENS, *names):  # one after another, so that only one column is in buffers
         length = batch.lengths.__getitem__ if name == TOKENS else batch.response_length
         found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming])
         parts = dict(zip(arriving, found.split([length(i) for i in arriving]), strict=True))
-        rows[name] = torch.cat([parts[i] for i in order]) if order else found
-    return kept.merged(order, rows) if order else kept
+        parts |= {i: batch.tokens(i) if name == TOKENS else batch.response(name, i) for i in kept}
+        moved[name] = torch.cat([found.new_empty(0), *(parts[i] for i in held)])
+    return replace(batch, held=tuple(held), **moved)
 
 
 def _requests(

@@ -9,7 +9,7 @@ generated, the tokens of the responses. All tensors are on the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -218,20 +218,6 @@ class RolloutBatch:
             held=tuple(start + i for start, batch in zip(starts, batches, strict=False) for i in batch.held),
             **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names},
         )
-
-    def merged(self, samples: Sequence[int], rows: Mapping[str, torch.Tensor]) -> RolloutBatch:
-        """The batch with more samples held: ``samples`` in ascending order, and their ``rows`` as :meth:`rows` gives.
-
-        Columns that ``rows`` lacks are dropped.
-        """
-        held = tuple(sorted((*self.held, *samples)))
-        arrived = replace(self, held=tuple(samples), **dict.fromkeys(self.columns) | dict(rows))
-        sources = dict.fromkeys(samples, arrived) | dict.fromkeys(self.held, self)
-        tokens = _joined(self.tokens_S, [sources[i].tokens(i) for i in held])
-        columns = dict.fromkeys(self.columns) | {
-            name: _joined(rows[name], [sources[i].response(name, i) for i in held]) for name in arrived.columns
-        }
-        return replace(self, held=held, tokens_S=tokens, **columns)
 
     @cached_property
     def _places(self) -> dict[int, int]:

@@ -76,16 +76,6 @@ def test_parts_put_together_are_the_whole(count: int, names: tuple[str, ...], pa
     assert [row(whole, at) for at in range(count)] == [row(batch, i) for i in placed]
 
 
-@given(st.integers(1, 9), NAMES, st.data())
-def test_samples_that_arrive_join_those_that_are_held(count: int, names: tuple[str, ...], data: st.DataObject) -> None:
-    batch = random_batch(count, 3, names)
-    own = data.draw(st.sets(st.integers(0, count - 1)))
-    others = sorted(data.draw(st.sets(st.integers(0, count - 1))) - own)
-    found = batch.holding(own).merged(others, batch.rows(others))
-    assert found.held == tuple(sorted({*own, *others}))
-    assert [row(found, i) for i in found.held] == [row(batch, i) for i in found.held]
-
-
 @given(st.integers(1, 5), st.integers(1, 12), st.data())
 def test_each_rank_gets_what_it_lacks_once_from_a_holder(ranks: int, samples: int, data: st.DataObject) -> None:
     bits = st.lists(st.lists(st.booleans(), min_size=samples, max_size=samples), min_size=ranks, max_size=ranks)
