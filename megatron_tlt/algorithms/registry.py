@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.config.import_path import is_import_path, load_object, one_line
+from megatron_tlt.config.import_path import check_arguments, is_import_path, load_object, one_line
 from megatron_tlt.config.schema import AlgorithmConfig
-from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,15 +27,7 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
         ConfigError: an unknown name, a wrong import path, or arguments that the class does not take or refuses.
     """
     cls = _algorithm_class(config.name)
-    taken = list(inspect.signature(cls).parameters.values())[1:]
-    names = {p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if not any(p.kind is p.VAR_KEYWORD for p in taken) and (unknown := config.arguments.keys() - names):
-        lines = [
-            f"algorithm.arguments.{name}: {config.name} does not take it; "
-            + (closest(name, names) if names else "allowed: no arguments")
-            for name in sorted(unknown)
-        ]
-        raise ConfigError("\n".join(lines))
+    check_arguments(cls, config.arguments, 1, "algorithm.arguments", config.name)
     try:
         return cls(config, **config.arguments)
     except Exception as error:  # a constructor raises what it likes

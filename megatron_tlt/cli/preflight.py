@@ -24,6 +24,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import RECIPE_FILE, recipe_folder
 from megatron_tlt.platform.nodes import Nodes, busy_ports
+from megatron_tlt.rollout.engines import engine_problems
 
 _MODULE = "megatron_tlt.cli.preflight_model"
 WHOLE = "--whole"
@@ -67,6 +68,7 @@ def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, l
 
 def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -> list[str]:
     found.add(algorithm_problems(config.algorithm))
+    found.add(engine_problems(config))
     found += _tasks_and_model(config, starts)
     flags = processor_flags() if starts and not has_gpu() else None
     if flags is not None and (note := slow_bfloat16(config, flags)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_tlt.config.violations import closest
@@ -48,3 +49,34 @@ def load_object(path: str, key: str, is_kind: Callable[[Any], bool], noun: str, 
         near = closest(name, (other for other, item in vars(module).items() if other[0] != "_" and is_kind(item)))
         raise ConfigError(f"{key}: found {path!r}; {what}; {near}")
     return found
+
+
+def check_arguments(cls: Callable[..., Any], arguments: Mapping[str, Any], given: int, key: str, name: str) -> None:
+    """That a constructor takes ``arguments`` behind the first ``given`` ones, which are not the config's to set.
+
+    Args:
+        cls: the class, or another callable.
+        arguments: from the config, by name.
+        given: how many positional ones it gets besides.
+        key: where the config has them, for errors.
+        name: what the config calls the class.
+
+    Raises:
+        ConfigError: one line per argument that it does not take; else the first one that is missing.
+    """
+    signature = inspect.signature(cls)
+    taken = signature.parameters.values()
+    positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    others = [*positional[given:], *(p for p in taken if p.kind is p.KEYWORD_ONLY)]
+    names = {p.name for p in others if p.kind is not p.POSITIONAL_ONLY}
+    if not any(p.kind is p.VAR_KEYWORD for p in taken) and (unknown := arguments.keys() - names):
+        lines = [
+            f"{key}.{argument}: {name} does not take it; "
+            + (closest(argument, names) if names else "allowed: no arguments")
+            for argument in sorted(unknown)
+        ]
+        raise ConfigError("\n".join(lines))
+    try:
+        signature.bind(*[None] * given, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}: found {dict(arguments)}; {name}{signature} refuses them: {error}") from error

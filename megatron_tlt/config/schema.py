@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
@@ -209,17 +209,41 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The in-process vLLM engines; ``vllm`` goes to EngineArgs as it is.
+    """The engines that generate; ``vllm`` goes to vLLM's EngineArgs as it is.
 
-    A prompt above ``max_prompt_tokens`` is an error, or left out and counted where ``filter_overlong_prompts`` is true.
+    ``engine`` is one of ``rollout.engines.ENGINES`` or the import path of a subclass of ``rollout.interface``'s
+    ``RolloutEngine``, which takes ``engine_arguments``. A prompt above ``max_prompt_tokens`` is an error, or left out
+    and counted where ``filter_overlong_prompts`` is true.
     """
 
+    engine: str = "vllm"
+    engine_arguments: dict[str, Any] = Field(default_factory=dict)
     tensor_parallel_size: PositiveInt = 1
     max_prompt_tokens: PositiveInt = 1024
     filter_overlong_prompts: bool = False
     max_response_tokens: PositiveInt = 4096
     sampling: SamplingConfig = SamplingConfig()
-    vllm: dict[str, Any] = Field(default_factory=dict)
+    # null takes back what a parent file gives
+    vllm: Annotated[dict[str, Any], BeforeValidator(lambda found: {} if found is None else found)] = Field(
+        default_factory=dict
+    )
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Requests that an engine decodes at once at most; None where the config leaves it to the engine."""
+        found = self.vllm.get("max_num_seqs")
+        return None if found is None else int(found)
+
+    @property
+    def dtype(self) -> str | None:
+        """The engine's dtype by its name; None where the config leaves it to the engine."""
+        found = self.vllm.get("dtype")
+        return None if found is None else str(found)
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether an engine's ranks hold whole experts, and not a part of each."""
+        return bool(self.vllm.get("enable_expert_parallel"))
 
 
 class MismatchConfig(Section):
@@ -285,9 +309,11 @@ class TrainerConfig(Section):
 class ReshardConfig(Section):
     """How weights go from the actor to the engines; ``verify_every`` 0 switches the checksums off.
 
-    Each engine rank gets the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers.
+    ``direct`` moves to each engine rank the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers. ``none``
+    moves and verifies nothing; it is for engines that take no weights.
     """
 
+    method: Literal["direct", "none"] = "direct"
     staging_mb: Annotated[float, Field(gt=0)] = 256.0
     verify_every: NonNegativeInt = 1
 

@@ -35,6 +35,7 @@ class Request:
 
     ``problem_key`` is shared by all responses to a problem, in every step: drafters learn from one for the next. A seed
     then gives the same response only after the same others; without a key it always does, whatever else there is.
+    ``sample`` numbers the responses to a problem within a rollout, from 0.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Request:
     sampling: SamplingSpec
     seed: int
     problem_key: str = ""
+    sample: int = 0
 
 
 @dataclass(frozen=True)

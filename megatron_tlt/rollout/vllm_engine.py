@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,8 @@ from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.reshard.interface import Part
 from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.chooser import StrategyChooser
+from megatron_tlt.rollout.engines import ALL
+from megatron_tlt.rollout.interface import OnFinished, OnStep, RolloutEngine
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.token_drafters import token_drafters_of
@@ -35,9 +37,6 @@ from megatron_tlt.rollout.vllm_versions import check_vllm
 from megatron_tlt.speculation.strategy import StepRecord, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 
-OnFinished = Callable[[Response], None]
-OnStep = Callable[[StepRecord], None]
-
 
 @dataclass
 class _Rollout:
@@ -47,13 +46,15 @@ class _Rollout:
     aborted: list[str] = field(default_factory=list)
 
 
-class VllmEngine:
+class VllmEngine(RolloutEngine):
     """One rank of one vLLM engine, driven by the calling thread.
 
     In a world of several ranks all ranks must construct their engine at the same time (vLLM builds process groups);
     with ``rollout.tensor_parallel_size`` 1 the engines are independent afterwards, with more the ranks of one engine
     must call each method with the same arguments, and get the same results. The default process group stays as it is.
     """
+
+    capabilities = ALL
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class VllmEngine:
         self._rollout_state: _Rollout | None = None
         self._drafter_names: set[str] = set()
         self._drafter_folder = speculation.path
-        versions: dict[str, int | None] = {POLICY: None if self._is_dummy(rollout) else 0}
+        versions: dict[str, int | None] = {POLICY: None if rollout.vllm.get("load_format") == "dummy" else 0}
         if speculation.enabled and speculation.path is not None:
             versions[DRAFTER] = 0
             self._drafter_names = set(SafetensorsFolder(speculation.path).names)
@@ -141,7 +142,7 @@ class VllmEngine:
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """The engine's ranks, over CPU tensors; None where it is one rank."""
+        """As ``RolloutEngine.tensor_parallel_group``."""
         return self._tp_group
 
     def generate(
@@ -374,10 +375,6 @@ class VllmEngine:
         """Take the device back: all, or only ``weights`` or ``kv_cache``."""
         if not self._is_cpu():
             self._llm.wake_up(tags)
-
-    @staticmethod
-    def _is_dummy(rollout: RolloutConfig) -> bool:
-        return rollout.vllm.get("load_format") == "dummy"
 
     @staticmethod
     def _is_cpu() -> bool:

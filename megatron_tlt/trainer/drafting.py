@@ -41,8 +41,8 @@ from megatron_tlt.platform.device import barrier, current_device, log_once, rank
 from megatron_tlt.platform.offload import StorageOffload
 from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
+from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.recorded_states import RecordedStates
-from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
 from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.experience import ScoredResponse
@@ -60,7 +60,7 @@ class LearnsWhileTraining(Protocol):
 
     taps: tuple[int, ...]
 
-    def check(self, engine: VllmEngine) -> None: ...
+    def check(self, engine: RolloutEngine) -> None: ...
 
     def add(
         self, step: int, scored: Sequence[ScoredResponse], batch: RolloutBatch, states: Mapping[int, torch.Tensor]
@@ -150,12 +150,12 @@ class Drafting:
         """Optimizer steps that the drafter has seen."""
         return self._trainer.version
 
-    def attach(self, engine: VllmEngine) -> None:
+    def attach(self, engine: RolloutEngine) -> None:
         """Names the engine that this rank's drafter goes to."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._trainer.model.state_dict().items()}
         self._sync = drafter_sync(self._run, self._tensors, shapes, engine)
 
-    def bubble(self, engine: VllmEngine, timeline: Timeline) -> Bubble:
+    def bubble(self, engine: RolloutEngine, timeline: Timeline) -> Bubble:
         """What trains this drafter while the engine waits for others'; :meth:`train` takes over what comes of it.
 
         Raises:
@@ -181,7 +181,7 @@ class Drafting:
         )
         return self._bubble
 
-    def _take_device(self, engine: VllmEngine) -> None:
+    def _take_device(self, engine: RolloutEngine) -> None:
         began = time.perf_counter()
         engine.sleep(level=2)
         self._memory.reload()
@@ -196,7 +196,7 @@ class Drafting:
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return self._trainer.model.state_dict()
 
-    def check(self, engine: VllmEngine) -> None:
+    def check(self, engine: RolloutEngine) -> None:
         """Refuses a rollout with another drafter than the newest.
 
         Raises:
@@ -329,7 +329,7 @@ class Drafting:
         return report
 
     def write(self, folder: Path) -> None:
-        """Writes the newest drafter, by rank 0, as a folder that stock vLLM loads."""
+        """Writes the newest drafter, by rank 0, as a folder that an engine loads."""
         self._memory.reload()
         if rank() == 0:
             save_drafter(self._trainer.model, folder, _engine_dtype(self._run))
@@ -394,4 +394,4 @@ def _copied(state: DrafterState) -> DrafterState:
 
 def _engine_dtype(config: TltConfig) -> torch.dtype:
     names = {"float32": torch.float32, "float16": torch.float16, "half": torch.float16}
-    return names.get(str(config.rollout.vllm.get("dtype")), torch.bfloat16)
+    return names.get(str(config.rollout.dtype), torch.bfloat16)

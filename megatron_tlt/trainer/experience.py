@@ -22,9 +22,9 @@ from megatron_tlt.platform.device import barrier, rank, world_size
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation
+from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.stop import StopAgreement
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
-from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
@@ -139,7 +139,7 @@ class ExperienceCollector:
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: RolloutEngine,
         tokenizer: Tokenizer,
         pool: RewardPool,
         *,
@@ -262,7 +262,7 @@ class ExperienceCollector:
             for sample in range(samples):
                 name = f"{index}-{sample}"
                 seed = request_seed(*seed_parts, problem.uid, index, sample)
-                requests.append(self._as_asked(Request(name, prompt, sampling, seed, problem.uid)))
+                requests.append(self._as_asked(Request(name, prompt, sampling, seed, problem.uid, sample)))
                 keys[name] = (index, sample)
         return requests, keys
 

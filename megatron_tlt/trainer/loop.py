@@ -14,7 +14,7 @@ from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
-from megatron_tlt.errors import TltError
+from megatron_tlt.errors import ConfigError, TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
@@ -23,6 +23,7 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import failing_together
 from megatron_tlt.platform.device import (
     initialize_distributed,
+    log_once,
     prepare,
     rank,
     seed_everything,
@@ -32,8 +33,8 @@ from megatron_tlt.platform.device import (
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
+from megatron_tlt.rollout.engines import build_engine, libraries_not_needed
 from megatron_tlt.rollout.types import Request
-from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
@@ -99,7 +100,7 @@ class Run:
         self._config = config
         self._stop = StopFlag()
         prepare()
-        check_versions()
+        check_versions(libraries_not_needed(config.rollout))
         initialize_distributed(config.launcher.collective_timeout_s)
         if not read_only:
             check_coordinator_host(config)
@@ -121,8 +122,6 @@ class Run:
         )
         if self._reference:
             self._reference.memory.offload()
-        # the first reshard brings the weights
-        rollout = config.rollout.model_copy(update={"vllm": {"load_format": "dummy", **config.rollout.vllm}})
         self.drafting = (
             Drafting(config, self._side_files, self._folder, self.policy, read_only=read_only)
             if config.drafter is not None
@@ -131,7 +130,7 @@ class Run:
         speculation = config.speculation
         if self.drafting is not None:
             speculation = speculation.model_copy(update={"path": self.drafting.first_folder})
-        self.engine = VllmEngine(self._side_files, rollout, speculation, config.run.seed)
+        self.engine = build_engine(config, self._side_files, speculation)
         if self.drafting is not None:
             self.drafting.attach(self.engine)
         self.bubble = (
@@ -246,8 +245,14 @@ class Run:
         """Evaluates what ``request`` names, prints what that was and the result.
 
         Raises:
+            ConfigError: the engine does not generate with a checkpoint's weights.
             Interrupted: a signal asked to stop.
         """
+        if not self.engine.capabilities.weights:
+            raise ConfigError(
+                f"rollout.engine: found {self._config.rollout.engine!r}, which takes no weights; allowed for an "
+                "evaluation: an engine that generates with the checkpoint's"
+            )
         folder = self._checkpoints.find(None if request.checkpoint is None else Path(request.checkpoint))
         state = TrainerState() if folder is None else self._checkpoints.load(self.policy, folder)
         seed = self._config.run.seed
@@ -309,18 +314,20 @@ class Run:
             self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
 
-    def _evaluate(self, record: RunRecord, progress: Progress) -> Evaluation:
+    def _evaluate(self, record: RunRecord, progress: Progress) -> None:
         """Held-out accuracy of the weights the engines hold; kept in the state, so that a resumed run asks once."""
         key = str(self._state.step)
         if key in self._state.evaluations:
-            return Evaluation(**self._state.evaluations[key])
+            return
+        if not self.engine.capabilities.weights:
+            log_once(f"note: nothing is evaluated: rollout.engine {self._config.rollout.engine} takes no weights")
+            return
         began = time.perf_counter()
         evaluation, samples = self.evaluate(progress, self.held_out())
         self._state.evaluations[key] = asdict(evaluation)
         self._saved_step = None
         record.evaluation(self._state.step, evaluation, time.perf_counter() - began, samples)
         progress.message(f"held-out after step {self._state.step}: {evaluation.line}")
-        return evaluation
 
     def held_out(self) -> list[Problem]:
         """The held-out problems of the config's tasks: the same ones every time."""

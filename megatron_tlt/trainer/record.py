@@ -140,7 +140,7 @@ class RunRecord:
         def column(name: str) -> list[float]:
             return [value for row in rows if (value := row.get(name)) is not None]
 
-        first, last = min(state.evaluations, key=int), max(state.evaluations, key=int)
+        evaluated = sorted(state.evaluations, key=int)  # empty where the engine takes no weights
         drafts = sum(column("speculation/draft_tokens"))
         gain = RunGain.of(rows)
         return {
@@ -149,7 +149,7 @@ class RunRecord:
             "tokens_seen": state.tokens_seen,
             "actor": {"backend": "megatron-core", "layout": layout},
             "rollout": {
-                "backend": "vllm",
+                "backend": config.rollout.engine,
                 "tensor_parallel_size": config.rollout.tensor_parallel_size,
                 "length": describe_lengths(lengths),
                 "acceptance_length": statistics.fmean(column("speculation/acceptance_length")),
@@ -161,7 +161,7 @@ class RunRecord:
                     "k3_kl": statistics.fmean(column("mismatch/k3_kl")),
                 },
             },
-            "eval": {"start": state.evaluations[first], "end": state.evaluations[last]},
+            "eval": {when: state.evaluations[evaluated[at]] for when, at in (("start", 0), ("end", -1)) if evaluated},
             "reward": reward_summary(rows),
             "learning": {"warnings": len(learning_warnings(rows))},
             "reshard": {

@@ -48,13 +48,12 @@ class Speculating:
         self._engine = rank() // self._tp
         # In a tree of all problems, responses to a problem that never recurs still give drafts to other problems.
         self._all_problems = speculation.suffix.scope == "global"
-        max_num_seqs = config.rollout.vllm.get("max_num_seqs")
         self.chooser = (
             build_controller(
                 speculation,
                 config.rollout.max_response_tokens,
                 config.run.seed + self._engine,
-                None if max_num_seqs is None else int(max_num_seqs),
+                config.rollout.max_num_seqs,
             )
             if speculation.enabled and speculation.adaptive is not None
             else None

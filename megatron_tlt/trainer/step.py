@@ -23,8 +23,8 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
+from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import DraftStats, SamplingSpec
-from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.trainer.acceptance import acceptance_metrics
 from megatron_tlt.trainer.bubble import Bubble
@@ -74,7 +74,7 @@ class TrainingStep:
         config: TltConfig,
         policy: Policy,
         reference: Policy | None,
-        engine: VllmEngine,
+        engine: RolloutEngine,
         collector: ExperienceCollector,
         problems: ProblemMixture,
         weight_sync: WeightSync,

@@ -36,6 +36,7 @@ from megatron_tlt.platform.device import (
 )
 from megatron_tlt.platform.files import atomic_write_text, temporary_sibling, write_errors
 from megatron_tlt.platform.versions import check_versions
+from megatron_tlt.rollout.engines import libraries_not_needed
 from megatron_tlt.tasks.mixture import ProblemMixture, build_sources
 from megatron_tlt.trainer.export import save_hf_folder
 
@@ -43,7 +44,7 @@ from megatron_tlt.trainer.export import save_hf_folder
 def build_model_of_recipe(config: TltConfig) -> None:
     """Builds and caches the model; all ranks together. Does nothing where the cache holds it already."""
     prepare()
-    check_versions()
+    check_versions(libraries_not_needed(config.rollout))
     initialize_distributed(config.launcher.collective_timeout_s)
     if config.model.recipe is None:
         raise ConfigError("model.recipe: not given; a recipe is needed to build a model")

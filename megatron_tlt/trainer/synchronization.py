@@ -11,9 +11,9 @@ from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.device import world_size
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
-from megatron_tlt.reshard.interface import WeightSync
+from megatron_tlt.reshard.interface import NoTransfer, WeightSync
 from megatron_tlt.reshard.spans import Span
-from megatron_tlt.rollout.vllm_engine import VllmEngine
+from megatron_tlt.rollout.interface import RolloutEngine
 
 # Row-parallel layers, under any prefix.
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
@@ -22,7 +22,7 @@ _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 def engine_layout(config: TltConfig, world: int) -> str:
     """The engines' layout in words: ``TP2 x 4`` are four engines of two ranks."""
     rollout = config.rollout
-    experts = " EP" if rollout.vllm.get("enable_expert_parallel") else ""
+    experts = " EP" if rollout.expert_parallel else ""
     return f"TP{rollout.tensor_parallel_size}{experts} x {world // rollout.tensor_parallel_size}"
 
 
@@ -30,7 +30,7 @@ def drafter_sync(
     config: TltConfig,
     newest: Callable[[], Mapping[str, torch.Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
-    engine: VllmEngine,
+    engine: RolloutEngine,
 ) -> WeightSync:
     """The drafter's way.
 
@@ -57,8 +57,10 @@ def drafter_sync(
     )
 
 
-def policy_sync(config: TltConfig, policy: Policy, engine: VllmEngine) -> WeightSync:
-    """The policy's way."""
+def policy_sync(config: TltConfig, policy: Policy, engine: RolloutEngine) -> WeightSync:
+    """The policy's way, by ``reshard.method``."""
+    if config.reshard.method == "none":
+        return NoTransfer()
     weights, world = policy.model.weights, world_size()
     return DirectSync(
         policy.held_spans,

@@ -29,6 +29,7 @@ from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
+from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import DraftStats, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
@@ -48,7 +49,7 @@ class _Together:
         self._drafters, self._first = drafters, first
         self.taps = next(iter(drafters.values())).taps
 
-    def check(self, engine: VllmEngine) -> None:
+    def check(self, engine: RolloutEngine) -> None:
         """The rollout's engine drafts by n-grams."""
 
     def add(

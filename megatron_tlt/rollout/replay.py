@@ -1,0 +1,209 @@
+"""``rollout.engine: replay``: responses from a recording, for training, debugging and tests without an engine.
+
+A recording is a JSON-lines file with one response a row:
+
+- ``prompt_token_ids`` (list of P integers), ``sample`` (its number among the responses to a problem, from 0);
+- ``token_ids`` (list of T integers, at least 1), ``log_probs`` (T numbers, each at most 0: the natural logarithm of
+  the token's probability under the distribution that it was sampled from);
+- ``finish_reason`` (optional, ``stop`` unless given) and ``seed`` (optional: that of the request it answered).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout.chooser import StrategyChooser
+from megatron_tlt.rollout.interface import Capabilities, OnFinished, OnStep, RolloutEngine
+from megatron_tlt.rollout.types import Request, Response, StepRecord
+
+_REQUIRED = ("prompt_token_ids", "sample", "token_ids", "log_probs")
+_KEYS = (*_REQUIRED, "finish_reason", "seed")
+_FINISH_REASONS = ("stop", "length", "abort")
+_MOST_PROBLEMS = 10
+_ROUNDING = 1e-6
+"""By so much a log-probability may be above 0."""
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """A response of a recording; ``seed`` is None where the row has none."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str
+    seed: int | None
+
+    def response(self, request: Request, seconds: float) -> Response:
+        """As the answer to ``request``, cut where that ends."""
+        most = request.sampling.max_tokens
+        reason = self.finish_reason if len(self.token_ids) <= most else "length"
+        tokens, log_probs = self.token_ids[:most], self.log_probs[:most]
+        return Response(request.request_id, request.prompt_token_ids, tokens, log_probs, reason, seconds)
+
+
+class ReplayEngine(RolloutEngine):
+    """Answers each request from the recording, by its prompt and its sample number.
+
+    Of several rows with both, it takes the one with the request's seed; where none has it, one that the seed selects.
+    So the same request always has the same response, also in a resumed run. Responses do not follow the policy: the
+    further it is from the one that was recorded, the more ``algorithm.mismatch`` has to correct.
+
+    Args:
+        model_path: the folder with the policy's ``config.json``, for the size of the vocabulary.
+        rollout: the config's section.
+        speculation: the config's section; it is not enabled.
+        seed: the run's; not used.
+        path: of the recording.
+
+    Raises:
+        ConfigError: the file cannot be read, or has rows of another form; the first ten are named.
+    """
+
+    capabilities = Capabilities(sleep=True)  # it takes no memory of the device
+
+    def __init__(
+        self, model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int, *, path: str
+    ) -> None:
+        model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        self._path = Path(path)
+        self._answers = read_recording(self._path, int(model["vocab_size"]))
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_finished: OnFinished | None = None,
+        on_step: OnStep | None = None,
+        chooser: StrategyChooser | None = None,
+    ) -> list[Response]:
+        """As ``RolloutEngine.generate``; each response is an engine step of its own.
+
+        Raises:
+            ConfigError: the recording has no response to a request.
+            RunError: there is a ``chooser``, but a replay drafts nothing.
+        """
+        if chooser is not None:
+            raise self._lacks("speculation")
+        answers = [self._answer(request) for request in requests]
+        began = time.perf_counter()
+        responses: list[Response] = []
+        for request, answer in zip(requests, answers, strict=True):
+            start = time.perf_counter() - began
+            response = answer.response(request, start)
+            responses.append(response)
+            if on_step is not None:
+                running, duration = len(requests) - len(responses) + 1, time.perf_counter() - began - start
+                on_step(StepRecord(start, duration, running, len(response.token_ids), 0, 0, prefilled=True))
+            if on_finished is not None:
+                on_finished(response)
+        return responses
+
+    def _answer(self, request: Request) -> RecordedAnswer:
+        found = self._answers.get((request.prompt_token_ids, request.sample))
+        if found is None:
+            raise ConfigError(
+                f"{self._path}: no response with sample {request.sample} to problem {request.problem_key!r}, whose "
+                f"prompt has {len(request.prompt_token_ids)} tokens, {list(request.prompt_token_ids[:8])}...; needed: "
+                "a row for each sample of each problem of the run"
+            )
+        return next((one for one in found if one.seed == request.seed), found[request.seed % len(found)])
+
+
+Recording = dict[tuple[tuple[int, ...], int], list[RecordedAnswer]]
+"""Answers by the prompt's token ids and the sample number, in the file's order."""
+
+
+def read_recording(path: Path, vocab_size: int) -> Recording:
+    """The rows of a recording.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or has rows of another form; one line for each of the first ten.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rollout.engine_arguments.path: {path} cannot be read: {error}") from error
+    answers: Recording = {}
+    problems: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = _checked(json.loads(line), vocab_size)
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+            continue
+        key = tuple(row["prompt_token_ids"]), row["sample"]
+        answer = RecordedAnswer(
+            tuple(row["token_ids"]), tuple(row["log_probs"]), row.get("finish_reason", "stop"), row.get("seed")
+        )
+        answers.setdefault(key, []).append(answer)
+    if not lines:
+        problems.append(f"rollout.engine_arguments.path: {path} is empty; allowed: a row per response")
+    if problems:
+        raise ConfigError("\n".join(problems[:_MOST_PROBLEMS]))
+    return answers
+
+
+def _checked(row: Any, vocab_size: int) -> dict[str, Any]:
+    """A row of the documented form.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"found a {type(row).__name__}; allowed: an object")
+    for key in _REQUIRED:
+        if key not in row:
+            raise ValueError(f"no {key!r}; needed: {', '.join(_REQUIRED)}")
+    if unknown := [key for key in row if key not in _KEYS]:
+        raise ValueError(f"unknown key {unknown[0]!r}; allowed: {', '.join(_KEYS)}")
+    for key in ("prompt_token_ids", "token_ids"):
+        tokens = row[key]
+        if (
+            not isinstance(tokens, list)
+            or not tokens
+            or not all(type(t) is int and 0 <= t < vocab_size for t in tokens)
+        ):
+            raise ValueError(f"{key}: allowed: at least one token id, each from 0 to {vocab_size - 1}")
+    values = row["log_probs"]
+    numbers = isinstance(values, list) and all(type(v) in (int, float) and math.isfinite(v) for v in values)
+    if not numbers or len(values) != len(row["token_ids"]) or max(values) > _ROUNDING:
+        raise ValueError("log_probs: allowed: a number of at most 0 for each of token_ids")
+    if type(row["sample"]) is not int or row["sample"] < 0:
+        raise ValueError(f"sample: found {row['sample']!r}; allowed: 0 and more")
+    if row.get("seed") is not None and type(row["seed"]) is not int:
+        raise ValueError(f"seed: found {row['seed']!r}; allowed: a whole number")
+    if row.get("finish_reason", "stop") not in _FINISH_REASONS:
+        raise ValueError(f"finish_reason: found {row['finish_reason']!r}; allowed: {', '.join(_FINISH_REASONS)}")
+    return row
+
+
+def append_recording(path: Path, requests: Iterable[Request], responses: Iterable[Response]) -> None:
+    """Appends rows that replay ``responses`` to their ``requests``, which are in the same order.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    rows = [
+        {
+            "prompt_token_ids": request.prompt_token_ids,
+            "sample": request.sample,
+            "token_ids": response.token_ids,
+            "log_probs": response.log_probs,
+            "finish_reason": response.finish_reason,
+            "seed": request.seed,
+        }
+        for request, response in zip(requests, responses, strict=True)
+    ]
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error}") from error
