@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_tlt.config.drafter_kinds import KINDS
+
 VOCAB = 32  # every prompt holds all of it, so that the n-gram drafter always finds a match
 SKIPPED = 3  # steps at the start of a rollout: the prompts, and the first drafts
 FULL = 0.9  # least share of all drafts in a step that is kept: of many requests, some n-gram is always cut short
@@ -31,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--layers", type=int, default=8)
     own.add_argument("--batches", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
     own.add_argument("--drafts", type=int, nargs="+", default=[1, 3, 5, 7], help="numbers of draft tokens")
-    own.add_argument("--drafters", nargs="+", default=["ngram", "eagle"], choices=("ngram", "eagle", "eagle3"))
+    own.add_argument("--drafters", nargs="+", default=["ngram", "eagle"], choices=("ngram", *KINDS))
     own.add_argument("--steps", type=int, default=8, help="steps that are kept of a rollout")
     own.add_argument("--rounds", type=int, default=8, help="interleaved rounds of all strategies")
     return own

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_tlt.config.drafter_kinds import KINDS
 from megatron_tlt.errors import ConfigError, TltError
 
 SAMPLED = "sampled.jsonl"
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "--config", type=Path, help="a launch config: its drafter section, and without --data its tasks for the target"
     )
     own.add_argument("--responses", type=int, default=512, help="how many it samples then")
-    own.add_argument("--kind", choices=("eagle", "eagle3"), help="default: the config's drafter.kind")
+    own.add_argument("--kind", choices=tuple(KINDS), help="default: the config's drafter.kind")
     own.add_argument("--steps", type=int, required=True, help="optimizer steps in all")
     own.add_argument("--out", type=Path, required=True, help="the warm-up's folder; FOLDER/drafter is for vLLM")
     own.add_argument("--seed", type=int, default=0)

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.workers import measure_in_worker
+from megatron_tlt.config.drafter_kinds import KINDS
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.environment import describe_environment
 
-KINDS = ("eagle", "eagle3")
 LOSSES = ("eagle", "kl", "tv")
 MORE = "more"
 """The arm that gets as many further steps on as many new responses as the adapted ones, all of the first policy."""
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the config")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of drafters")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS), help="of drafters")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="an adapted drafter for each")
     parser.add_argument("--weighted", action="store_true", help="and for each with responses weighted by reward")
     parser.add_argument(

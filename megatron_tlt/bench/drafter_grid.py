@@ -17,9 +17,11 @@ import torch
 from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart
 from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
+from megatron_tlt.config.drafter_kinds import KINDS, kind_of
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.drafter import DrafterTrainer, Entry, Pair, TargetStates, drafter_from_target, taps_of
 from megatron_tlt.drafter.evaluation import teacher_forced_acceptance
+from megatron_tlt.drafter.losses import LOSSES
 from megatron_tlt.drafter.training import FAILURES
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import model_folder
@@ -34,10 +36,10 @@ HELD_OUT = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="launch config")
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
-    parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     parser.add_argument("--unrolls", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--losses", nargs="+", choices=("eagle", "kl", "tv"), default=["eagle", "kl"])
+    parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=["eagle", "kl"])
     parser.add_argument("--warmups", type=int, nargs="+", default=[0], help="steps in which the rate rises")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[0, 2048], help="of EAGLE-3; 0 is the whole one")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training for each")
@@ -83,7 +85,7 @@ def _grid(arguments: argparse.Namespace, max_tokens: int) -> list[tuple[dict[str
     )
     found = []
     for kind, vocabulary, unroll, loss, rate, warmup in points:
-        if kind == "eagle" and vocabulary:
+        if vocabulary and not kind_of(kind).own_head:
             continue
         config = DrafterConfig(
             kind=kind,

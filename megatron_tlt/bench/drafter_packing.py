@@ -39,7 +39,7 @@ WHOLE, IN_ORDER, SORTED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
+    parser.add_argument("--kinds", nargs="+", choices=tuple(_PADDED), default=list(_PADDED))
     parser.add_argument("--samples", type=int, default=32, help="responses in a step")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest response")
     parser.add_argument("--bounds", type=int, nargs="+", default=[1100, 4096], help="tokens per micro-batch to try")
@@ -78,6 +78,10 @@ class _PaddedEagle(_PaddedStart, Eagle):
 
 class _PaddedEagle3(_PaddedStart, Eagle3):
     """EAGLE-3 over rectangles."""
+
+
+_PADDED: dict[Kind, type[DraftModel]] = {"eagle": _PaddedEagle, "eagle3": _PaddedEagle3}
+"""The kinds that have a padded form here."""
 
 
 class _Rectangle(Pack):
@@ -163,7 +167,7 @@ def _trainers(target: Path, kind: Kind, arguments: argparse.Namespace) -> dict[t
     model = drafter_from_target(target, kind, seed=1)
     model.from_target = False  # or the first step scales its start to the data, which is noise here: to nothing
     _fill_zeros(model)
-    padded = (_PaddedEagle if kind == "eagle" else _PaddedEagle3)(model.config, model.shared)
+    padded = _PADDED[kind](model.config, model.shared)
     padded.load_state_dict(model.state_dict())
     found: dict[tuple[str, int], DrafterTrainer] = {}
     for form, settings in (

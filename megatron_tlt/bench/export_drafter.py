@@ -24,6 +24,7 @@ from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.bench.workers.quickstart import ALONE
 from megatron_tlt.cli import main
 from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.drafter_kinds import KINDS
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -46,7 +47,7 @@ RESPONSE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--target-steps", type=int, default=300, help="steps that the target is trained on the chain")
     parser.add_argument("--steps", type=int, default=100, help="steps of the drafter's warm-up")
     parser.add_argument("--prompts", type=int, default=64, help="greedy responses that are compared")

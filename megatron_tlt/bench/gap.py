@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.workers import measure_in_worker
+from megatron_tlt.config.drafter_kinds import KINDS
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.environment import describe_environment
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
     )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
-    parser.add_argument("--kinds", nargs="+", choices=("eagle", "eagle3"), default=["eagle", "eagle3"])
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--gaps", type=int, nargs="+", default=[4, 16, 64], help="engine steps without the head")
     parser.add_argument("--drafting", type=int, default=4, help="engine steps with it, after each gap")
     parser.add_argument("--requests", type=int, default=64, help="of one rollout")

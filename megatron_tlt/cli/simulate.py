@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.cli import preflight, runs
+from megatron_tlt.config.drafter_kinds import MODEL_FREE
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
@@ -29,7 +30,6 @@ from megatron_tlt.platform.files import atomic_write_text
 
 _MANY = 50_000
 """Responses of a step from which on one seed says enough."""
-_LEARNED = ("eagle", "eagle3")
 _MOST_DRAFTS = 7
 """Of the chain that is simulated where the config has no learned drafter."""
 _DEFAULT_POLICIES = [name for name in POLICIES if name != "tail+spot"]
@@ -144,7 +144,7 @@ def _arms(config: TltConfig) -> tuple[list[DraftShape], str | None]:
 
     speculation, note = config.speculation, None
     strategies = strategies_of(speculation)
-    if not speculation.enabled or speculation.drafter not in _LEARNED:
+    if not speculation.enabled or speculation.drafter in MODEL_FREE:
         found = speculation.drafter if speculation.enabled else "nothing"
         note = f"the config drafts with {found}: an EAGLE head with chains of up to {_MOST_DRAFTS} is simulated instead"
         strategies, static = default_strategies("eagle", _MOST_DRAFTS), ("eagle", 3)

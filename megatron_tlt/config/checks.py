@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE
 from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.layouts import (
     Layout,
@@ -161,16 +162,17 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
             f"speculation.ngram.prompt_lookup_min: found {ngram.prompt_lookup_min}; allowed: at most "
             f"prompt_lookup_max = {ngram.prompt_lookup_max}"
         )
-    if speculation.drafter in ("ngram", "suffix"):
+    models = ", ".join(KINDS)
+    if speculation.drafter in MODEL_FREE:
         if speculation.draft_sample_method != "greedy":
             lines.append(
                 f"speculation.draft_sample_method: found {speculation.draft_sample_method}, but drafter "
-                f"{speculation.drafter} has no distribution to draw from; allowed: greedy, or with eagle, eagle3"
+                f"{speculation.drafter} has no distribution to draw from; allowed: greedy, or with {models}"
             )
         if path is not None:
             lines.append(
                 f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "
-                "allowed: with eagle, eagle3"
+                f"allowed: with {models}"
             )
     elif speculation.enabled:  # else no engine loads the head
         if path is None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_tlt.config.drafter_kinds import KindName, kind_default, kind_of
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
@@ -76,7 +77,7 @@ class DrafterConfig(Section):
     in bfloat16, others far slower.
     """
 
-    kind: Literal["eagle", "eagle3"] = "eagle3"
+    kind: KindName = "eagle3"
     path: Path | None = None
     taps: list[NonNegativeInt] | None = None
     draft_vocab_size: PositiveInt | None = None
@@ -100,34 +101,34 @@ class DrafterConfig(Section):
     @property
     def steps(self) -> int:
         """Drafts trained behind one another."""
-        return self.unroll_steps or (3 if self.kind == "eagle" else 4)
+        return self.unroll_steps or kind_of(self.kind).unroll_steps
 
     def entry_bytes(self, tokens: int, hidden_size: int) -> int:
-        """What a response takes in the buffer, of so many tokens with its prompt; EAGLE-3 keeps four hidden states."""
-        columns = 1 if self.kind == "eagle" else 4
-        return tokens * (2 * columns * hidden_size + 4) + ENTRY_OVERHEAD_BYTES
+        """What a response takes in the buffer, of so many tokens with its prompt."""
+        return tokens * (2 * kind_of(self.kind).states_per_token * hidden_size + 4) + ENTRY_OVERHEAD_BYTES
 
     @property
     def regression_weight(self) -> float:
         """The weight of the regression that is in force."""
-        default = 0.5 if self.kind == "eagle" and self.loss.name == "eagle" else 0.0
+        default = (kind_of(self.kind).regression_weight or 0.0) if self.loss.name == "eagle" else 0.0
         return default if self.loss.regression_weight is None else self.loss.regression_weight
 
     @model_validator(mode="before")
     @classmethod
     def _rate_of_kind(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("kind") == "eagle":
-            return {"lr": 1e-4} | values
-        return values
+        kind = kind_default(values, cls.model_fields["kind"].default)
+        return values if kind is None else {"lr": kind.lr} | values
 
     @model_validator(mode="after")
     def _kind_has_options(self) -> DrafterConfig:
-        if self.kind == "eagle3" and self.loss.regression_weight:
-            raise ValueError(f"loss.regression_weight is {self.loss.regression_weight}; EAGLE-3 has none, allowed: 0")
-        if self.kind == "eagle" and self.taps is not None:
-            raise ValueError("taps are EAGLE-3's; EAGLE takes none")
-        if self.kind == "eagle" and self.draft_vocab_size is not None:
+        kind = kind_of(self.kind)
+        if kind.regression_weight is None and self.loss.regression_weight:
+            found = self.loss.regression_weight
+            raise ValueError(f"loss.regression_weight is {found}; {kind.title} has none, allowed: 0")
+        if not kind.taps and self.taps is not None:
+            raise ValueError(f"taps is {self.taps}; {kind.title} takes none, allowed: null")
+        if not kind.own_head and self.draft_vocab_size is not None:
             raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; an EAGLE head has all tokens, allowed: null"
+                f"draft_vocab_size is {self.draft_vocab_size}; an {kind.title} head has all tokens, allowed: null"
             )
         return self

@@ -309,8 +309,8 @@ class TrainerConfig(Section):
 class ReshardConfig(Section):
     """How weights go from the actor to the engines; ``verify_every`` 0 switches the checksums off.
 
-    ``direct`` moves to each engine rank the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers. ``none``
-    moves and verifies nothing; it is for engines that take no weights.
+    ``direct`` moves to each engine rank the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers.
+    ``none`` moves and verifies nothing; it is for engines that take no weights.
     """
 
     method: Literal["direct", "none"] = "direct"

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megatron_tlt.config.drafter_kinds import KINDS, PATH_PATTERN, DrafterName
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 _NUMBER = r"-[1-9]\d*(-by-length)?"
-_PATTERN = rf"^(off|ngram{_NUMBER}|(suffix|(suffix\+)?eagle3?){_NUMBER}(-p[1-9]\d?)?)$"
+_MODEL = "|".join((*KINDS, PATH_PATTERN))
+_PATTERN = rf"^(off|ngram{_NUMBER}|(suffix|(suffix\+)?({_MODEL})){_NUMBER}(-p[1-9]\d?)?)$"
 # YAML reads an unquoted off as false
 StrategyName = Annotated[str, BeforeValidator(lambda name: "off" if name is False else name), Field(pattern=_PATTERN)]
 
@@ -90,7 +92,8 @@ class AdaptiveConfig(Section):
 class SpeculationConfig(Section):
     """Speculative decoding in rollout; never changes the distribution of the responses.
 
-    ``path`` is the folder of an ``eagle`` or ``eagle3`` head; embedding and output head that it lacks are the policy's.
+    ``drafter`` is ``ngram``, ``suffix``, or a kind of drafter model (``config/drafter_kinds.py``), by name or import
+    path. ``path`` is the folder of such a model; embedding and output head that it lacks are the policy's.
     A head drafts its likeliest token (``draft_sample_method`` greedy) or one drawn from its distribution
     (probabilistic), which pays where that is close to the policy's. The names are vLLM's.
     Without ``adaptive`` every step drafts ``num_speculative_tokens`` by ``drafter``; with it, at most that many, by
@@ -98,7 +101,7 @@ class SpeculationConfig(Section):
     """
 
     enabled: bool = True
-    drafter: Literal["ngram", "suffix", "eagle", "eagle3"] = "ngram"
+    drafter: DrafterName = "ngram"
     path: Path | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     num_speculative_tokens: PositiveInt = 3

@@ -18,8 +18,9 @@ from transformers import LlamaConfig
 
 from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_payload
 from megatron_tlt.checkpoint.weights import verify_weights
+from megatron_tlt.config.drafter_kinds import KINDS, kind_of
 from megatron_tlt.drafter.folder import (
-    ARCHITECTURES,
+    KIND_KEY,
     WEIGHTS,
     build_drafter,
     foreign_options,
@@ -90,12 +91,12 @@ def _config(folder: Path) -> tuple[LlamaConfig, Kind]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         found = values.get("architectures")
-        for kind, architecture in ARCHITECTURES.items():
-            if found == [architecture]:
-                return LlamaConfig(**values), kind
+        for name in [values[KIND_KEY]] if KIND_KEY in values else KINDS:
+            if found == [kind_of(name).architecture]:
+                return LlamaConfig(**values), name
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    allowed = " or ".join(f"[{architecture!r}] ({kind})" for kind, architecture in ARCHITECTURES.items())
+    allowed = " or ".join(f"[{kind.architecture!r}] ({name})" for name, kind in KINDS.items())
     raise ConfigError(f"{file}: architectures is {found!r}, which is no drafter; allowed: {allowed}")
 
 

@@ -6,6 +6,7 @@ target's, whose embedding (and LM head, for EAGLE) vLLM then shares with the dra
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,17 +19,18 @@ from transformers import LlamaConfig, PretrainedConfig
 from megatron_tlt.checkpoint.manifest import rewriting
 from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.config.drafter import DrafterConfig
-from megatron_tlt.drafter.eagle import Eagle
-from megatron_tlt.drafter.eagle3 import NUM_TAPS, Eagle3
+from megatron_tlt.config.drafter_kinds import KINDS, kind_of
+from megatron_tlt.config.import_path import load_object
+from megatron_tlt.drafter.eagle3 import NUM_TAPS
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors, as_dtype
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
 from megatron_tlt.platform.files import atomic_write_bytes
 
-MODELS: dict[Kind, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3}
-ARCHITECTURES: dict[Kind, str] = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 WEIGHTS = "model.safetensors"
+#: In a config.json: the import path of a user's kind, whose architecture may be that of another kind too.
+KIND_KEY = "drafter_kind"
 _TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Not part of the Llama form, or not drafted with here: whoever wrote them meant another model.
 _FOREIGN = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -40,7 +42,7 @@ _LAYER_WEIGHTS = (
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The layers EAGLE-3 taps unless told otherwise: low, middle, high (2, n / 2, n - 3), spread out in small models.
+    """The layers tapped unless told otherwise: low, middle, high (2, n / 2, n - 3), spread out in small models.
 
     Raises:
         ConfigError: the target has fewer than two layers, so that no three taps differ.
@@ -49,12 +51,14 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     if taps[0] < taps[1] < taps[2]:
         return taps
     if num_layers < NUM_TAPS - 1:
-        raise ConfigError(f"the target has {num_layers} layers; EAGLE-3 taps {NUM_TAPS}, allowed: at least 2 layers")
+        raise ConfigError(
+            f"the target has {num_layers} layers; the drafter taps {NUM_TAPS}, allowed: at least 2 layers"
+        )
     return tuple(range(NUM_TAPS)) if num_layers < NUM_TAPS + 1 else (1, num_layers // 2, num_layers - 1)
 
 
 def taps_of(config: PretrainedConfig) -> tuple[int, ...]:
-    """The tapped layers of an EAGLE-3 config; empty for EAGLE."""
+    """The tapped layers of a drafter's config; empty where it taps none."""
     return tuple((getattr(config, "eagle_config", None) or {}).get(_TAPS_KEY, ()))
 
 
@@ -65,9 +69,9 @@ def draft_config(
 
     Args:
         target: the target's config.
-        kind: EAGLE or EAGLE-3.
-        taps: the layers that EAGLE-3 taps (see :class:`~megatron_tlt.drafter.eagle3.Eagle3`), ascending.
-        draft_vocab_size: tokens that EAGLE-3 can draft; None for all.
+        kind: its name or import path.
+        taps: the layers that it taps, if any (see :class:`~megatron_tlt.drafter.eagle3.Eagle3`), ascending.
+        draft_vocab_size: tokens that it can draft, where it has an LM head of its own; None for all.
 
     Raises:
         ConfigError: a target of another family, taps that it has not, or more tokens than it has.
@@ -90,28 +94,55 @@ def draft_config(
         eos_token_id=target.eos_token_id,
         pad_token_id=None,
     )
-    config.architectures = [ARCHITECTURES[kind]]
-    if kind == "eagle3":
+    form = kind_of(kind)
+    config.architectures = [form.architecture]
+    if kind not in KINDS:
+        setattr(config, KIND_KEY, kind)
+    if form.taps:
         taps = default_taps(target.num_hidden_layers) if taps is None else tuple(taps)
         inside = all(0 <= tap <= target.num_hidden_layers for tap in taps)
         if len(set(taps)) != NUM_TAPS or list(taps) != sorted(taps) or not inside:
             raise ConfigError(
-                f"EAGLE-3 taps layers {tuple(taps)}; allowed: {NUM_TAPS} different ones, ascending, "
+                f"{form.title} taps layers {tuple(taps)}; allowed: {NUM_TAPS} different ones, ascending, "
                 f"from 0 to {target.num_hidden_layers}"
             )
+        config.eagle_config = {"use_aux_hidden_state": True, _TAPS_KEY: list(taps)}
+    if form.own_head:
         if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
             raise ConfigError(
                 f"draft_vocab_size is {draft_vocab_size}; allowed: at most the target's vocabulary, {target.vocab_size}"
             )
         config.draft_vocab_size = draft_vocab_size or target.vocab_size
-        config.eagle_config = {"use_aux_hidden_state": True, _TAPS_KEY: list(taps)}
     return config
 
 
+def model_class(kind: Kind) -> type[DraftModel]:
+    """The class of a kind's models.
+
+    Raises:
+        ConfigError: there is no such kind, or none of its models at its import path.
+    """
+    path = kind_of(kind).model
+
+    def is_model(item: Any) -> bool:
+        return isinstance(item, type) and issubclass(item, DraftModel) and not inspect.isabstract(item)
+
+    what = "a subclass of megatron_tlt.drafter.model.DraftModel with all of its methods"
+    cls: type[DraftModel] = load_object(path, f"model of drafter.kind {kind}", is_model, "class", what)
+    if cls.kind != kind:
+        raise ConfigError(f"model of drafter.kind {kind}: {path} has kind {cls.kind!r}; allowed: {kind!r}")
+    return cls
+
+
 def build_drafter(config: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
-    """An untrained drafter in float32, with weights that mean nothing; torch's random state stays as it is."""
+    """An untrained drafter in float32, with weights that mean nothing; torch's random state stays as it is.
+
+    Raises:
+        ConfigError: as ``model_class``.
+    """
+    cls = model_class(kind)
     with torch.random.fork_rng(devices=[]):
-        return MODELS[kind](config, shared)
+        return cls(config, shared)
 
 
 def _target_layer(weights: TargetTensors, num_layers: int) -> dict[str, torch.Tensor]:
@@ -248,11 +279,9 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
         own = LlamaConfig(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    eagle3 = kind == "eagle3"
     try:
-        config = draft_config(
-            target, kind, (taps_of(own) or None) if eagle3 else None, getattr(own, "draft_vocab_size", None)
-        )
+        taps = taps_of(own) if kind_of(kind).taps else ()
+        config = draft_config(target, kind, taps or None, getattr(own, "draft_vocab_size", None))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     if wrong := _differences(own, config):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Kind = Literal["eagle", "eagle3"]
+Kind = str
+"""The name or import path of a kind (``config/drafter_kinds.py``)."""
 
 
 class TargetTensors(Protocol):
@@ -78,6 +79,7 @@ class DraftModel(nn.Module, ABC):
     """
 
     kind: ClassVar[Kind]
+    """As ``drafter.kind`` names it."""
     #: Its weights are those that ``drafter_from_target`` gave it: the first training step scales them to the data.
     from_target = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_tlt.config.drafter_kinds import MODEL_FREE
 from megatron_tlt.observe.lasting_causes import STEPS, Row, StepsCheck
 from megatron_tlt.observe.metrics import LENGTH_CLASSES
 
@@ -11,8 +12,7 @@ LEAST_ACCEPTANCE = 1.05
 """Tokens per draft and verification, including the target's own, below which drafts cost more than they gain."""
 
 _ACCEPTANCE = "speculation/acceptance_length_"
-_MODEL = "eagle"
-"""Substring in the names of drafters with a model, and of pairs and bounds with them."""
+_SHARE = "speculation/share_"
 _REASON = "spot/untrained_"
 _WHY_UNTRAINED = {
     "no_data": "no rank's buffer holds a response; raise drafter.buffer.disk_bytes or drafter.buffer.max_age",
@@ -60,7 +60,7 @@ class DrafterCheck(StepsCheck):
 
     @staticmethod
     def _unused(row: Row) -> dict[str, str]:
-        shares = {name: value for name, value in row.items() if name.startswith("speculation/share_")}
+        shares = {name: value for name, value in row.items() if name.startswith(_SHARE)}
         if not shares or "speculation/gate_open" not in row:
             return {}
         if not row["speculation/gate_open"]:
@@ -71,7 +71,7 @@ class DrafterCheck(StepsCheck):
         # an untrained drafter is withheld, which is a separate cause
         if row.get("speculation/drafter_version") is None or row.get("speculation/drafter_withheld"):
             return {}
-        if any(value for name, value in shares.items() if _MODEL in name):
+        if any(value for name, value in shares.items() if _has_model(name.removeprefix(_SHARE))):
             return {}
         return {
             "never_chosen": f"the tuner never chose the drafter model. Raise {_steps_key(row)} or drafter.lr, start "
@@ -97,6 +97,11 @@ class DrafterCheck(StepsCheck):
         return messages, unknown
 
 
+def _has_model(strategy: str) -> bool:
+    """Whether a strategy or source of this name drafts with a drafter model, alone or in a pair."""
+    return not {"off", *MODEL_FREE}.issuperset(strategy.partition("-")[0].split("+"))
+
+
 def _why_untrained(row: Row) -> str:
     if row.get("drafter/failed"):
         return "its training fails; the log has the error; lower drafter.lr or set drafter.clip_grad"
@@ -114,7 +119,7 @@ def _steps_key(row: Row) -> str:
 
 
 def _remedy(drafter: str, row: Row) -> str:
-    if _MODEL not in drafter:
+    if not _has_model(drafter):
         return "Use another speculation.drafter, or speculation.adaptive, which turns it off when it does not pay"
     if row.get("drafter/version") is None:
         return "Train it in the run (a drafter section), or use another speculation.drafter"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_tlt.config.drafter_kinds import kind_of
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
-from megatron_tlt.planning.model_size import EAGLE3_TAPS, ModelSize
+from megatron_tlt.planning.model_size import ModelSize
 
 _WIDE = ("float32", "float")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
@@ -212,10 +213,10 @@ def _drafter(config: TltConfig) -> DrafterJob | None:
     drafter = config.drafter
     if drafter is None:
         return None
-    taps = len(drafter.taps) if drafter.taps is not None else EAGLE3_TAPS
+    taps = kind_of(drafter.kind).taps
     return DrafterJob(
-        eagle3=drafter.kind == "eagle3",
-        taps=taps if drafter.kind == "eagle3" else 0,
+        eagle3=taps > 0,
+        taps=taps if drafter.taps is None else len(drafter.taps),
         steps=drafter.steps,
         max_tokens=drafter.max_tokens_per_micro_batch,
         chunk_tokens=drafter.logit_chunk_tokens,

@@ -13,9 +13,6 @@ from megatron_tlt.models.families import FAMILIES, head_dim
 
 Count = TypeVar("Count", float, NDArray[np.float64])
 
-EAGLE3_TAPS = 3
-"""Number of hidden states that an EAGLE-3 head reads."""
-
 
 @dataclass(frozen=True)
 class ModelSize:

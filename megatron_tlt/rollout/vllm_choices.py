@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.speculation.strategy import DRAFTERS, Strategy
+from megatron_tlt.speculation.strategy import Strategy, drafters
 
 Choice = tuple[Strategy, Mapping[str, int] | None]
 _UNLIMITED = -1
@@ -54,13 +54,13 @@ def agree(choice: Choice | None, requests: Collection[str], group: dist.ProcessG
     head = torch.zeros(5, dtype=torch.int64)
     if choice is not None:
         strategy, budgets = choice
-        drafter = DRAFTERS.index(strategy.drafter)
+        drafter = drafters().index(strategy.drafter)
         head = torch.tensor(
             [drafter, strategy.num_tokens, strategy.by_length, strategy.least_percent, budgets is not None]
         )
     dist.broadcast(head, source, group)
     drafter, num_tokens, by_length, least_percent, limited = head.tolist()
-    strategy = Strategy(DRAFTERS[drafter], num_tokens, bool(by_length), least_percent)
+    strategy = Strategy(drafters()[drafter], num_tokens, bool(by_length), least_percent)
     if not limited:
         return strategy, None
     mine = (choice[1] if choice is not None else None) or {}

@@ -11,9 +11,6 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.types import ShardSlice
 from megatron_tlt.rollout.vllm_weights import read_weights
 
-# drafters that are models of their own, by vLLM's name of the method
-MODEL_DRAFTERS = ("eagle", "eagle3")
-
 
 def read_drafter_weights(
     drafter: Any, target: torch.nn.Module, names: set[str]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.config.drafter_kinds import KINDS, model_drafters
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
@@ -28,7 +29,7 @@ from megatron_tlt.rollout.types import Request, Response, ShardSlice
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, agree
 from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
-from megatron_tlt.rollout.vllm_drafters import MODEL_DRAFTERS, read_drafter_weights
+from megatron_tlt.rollout.vllm_drafters import read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
@@ -102,7 +103,7 @@ class VllmEngine(RolloutEngine):
         self._switch = StrategySwitch(
             self._runner,
             self.num_speculative_tokens,
-            speculation.drafter if speculation.enabled and speculation.drafter in MODEL_DRAFTERS else None,
+            speculation.drafter if speculation.enabled and speculation.drafter in model_drafters() else None,
             self.token_drafters,
             speculation.skipped,
             probabilistic=speculation.draft_sample_method == "probabilistic",
@@ -337,7 +338,8 @@ class VllmEngine(RolloutEngine):
             RunError: the engine has no drafter model.
         """
         if DRAFTER not in self._versions.as_dict():
-            raise RunError("the engine has no drafter model; allowed: speculation.drafter eagle or eagle3, enabled")
+            kinds = " or ".join(KINDS)
+            raise RunError(f"the engine has no drafter model; allowed: speculation.drafter {kinds}, enabled")
         return read_drafter_weights(self._runner.drafter, self._runner.get_model(), self._drafter_names)
 
     def restore_drafter(self) -> None:
@@ -353,7 +355,7 @@ class VllmEngine(RolloutEngine):
 
     def _check_weights(self) -> None:
         self._versions.require(POLICY)
-        if self.strategy.uses(MODEL_DRAFTERS):
+        if self.strategy.uses(model_drafters()):
             self._versions.require(DRAFTER)
         self._switch.head_is_whole = self._versions.as_dict().get(DRAFTER) is not None
 

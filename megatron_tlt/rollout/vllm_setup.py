@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.checks import drafter_problems
+from megatron_tlt.config.drafter_kinds import kind_of
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
@@ -220,7 +221,7 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
 
     # loaded from its folder also where the policy's weights are dummies; cut over the same ranks as the policy's
     return {
-        "method": speculation.drafter,
+        "method": kind_of(speculation.drafter).method,
         "model": str(speculation.path),
         "num_speculative_tokens": speculation.num_speculative_tokens,
         "draft_load_config": LoadConfig(),

@@ -9,10 +9,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-DRAFTERS = ("off", "ngram", "suffix", "eagle", "eagle3", "suffix+eagle", "suffix+eagle3")
-"""A pair drafts from the suffix tree where that has a likely match, and with the head for the other requests."""
-MODEL_FREE = ("ngram", "suffix")
-NAME = r"(?P<drafter>[a-z0-9+]+)-(?P<tokens>[1-9]\d*)(?P<by_length>-by-length)?(-p(?P<percent>[1-9]\d?))?"
+from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE, PATH_PATTERN, model_drafters
+
+DRAFTERS = ("off", *MODEL_FREE, *KINDS, *(f"suffix+{kind}" for kind in KINDS))
+"""Those of this package.
+
+A pair drafts from the suffix tree where that has a likely match, and with the head for the other requests.
+"""
+NAME = (
+    rf"(?P<drafter>[a-z0-9+]+|(suffix\+)?{PATH_PATTERN})-"
+    r"(?P<tokens>[1-9]\d*)(?P<by_length>-by-length)?(-p(?P<percent>[1-9]\d?))?"
+)
+
+
+def drafters() -> tuple[str, ...]:
+    """What a strategy may draft with in this process: ``DRAFTERS``, then users' kinds and their pairs."""
+    others = model_drafters()[len(KINDS) :]
+    return (*DRAFTERS, *others, *(f"suffix+{kind}" for kind in others))
 
 
 def drafters_of(source: str) -> tuple[str, ...]:
@@ -40,8 +53,8 @@ class Strategy:
         Raises:
             ValueError: an unknown drafter, or a number of tokens that does not fit it.
         """
-        if self.drafter not in DRAFTERS:
-            raise ValueError(f"drafter {self.drafter!r}: allowed are {', '.join(DRAFTERS)}")
+        if self.drafter not in DRAFTERS and self.drafter not in drafters():
+            raise ValueError(f"drafter {self.drafter!r}: allowed are {', '.join(drafters())}")
         if self.drafter == "off" and (self.num_tokens or self.by_length or self.least_percent):
             raise ValueError(
                 f"drafter off: num_tokens is {self.num_tokens}, by_length {self.by_length}, least_percent "

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
+from megatron_tlt.config.drafter_kinds import MODEL_FREE
 from megatron_tlt.planning.simulation.constants import Constants
-
-_MODEL_FREE = ("ngram", "suffix")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class DraftShape:
 
     @property
     def model_free(self) -> bool:
-        return self.drafter in _MODEL_FREE
+        return self.drafter in MODEL_FREE
 
 
 OFF = DraftShape()

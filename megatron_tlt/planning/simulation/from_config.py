@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_tlt.config.drafter_kinds import MODEL_FREE, kind_of
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.spot import session_start
 from megatron_tlt.planning.devices import DeviceSpec
-from megatron_tlt.planning.model_size import EAGLE3_TAPS, ModelSize
+from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import DraftShape
 from megatron_tlt.planning.simulation.constants import Constants
 from megatron_tlt.planning.simulation.lengths import LengthDistribution
@@ -36,7 +37,8 @@ def scenario_of(
     rollout, vllm = config.rollout, config.rollout.vllm
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
     adaptive, drafter = config.speculation.adaptive, config.drafter
-    eagle3 = config.speculation.enabled and config.speculation.drafter == "eagle3"
+    speculation = config.speculation
+    kind = kind_of(speculation.drafter) if speculation.enabled and speculation.drafter not in MODEL_FREE else None
     return Scenario(
         model=model,
         device=device,
@@ -62,8 +64,8 @@ def scenario_of(
             recompute=config.actor.megatron.get("recompute_granularity") == "full",
             log_prob_passes=2 if config.algorithm.kl_coefficient else 1,
         ),
-        taps=EAGLE3_TAPS if eagle3 else 0,
-        drafted=drafter.draft_vocab_size if eagle3 and drafter is not None else None,
+        taps=0 if kind is None else kind.taps,
+        drafted=None if kind is None or not kind.own_head or drafter is None else drafter.draft_vocab_size,
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
         spot=Spot(
             *session_start(config),
