@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_tlt.algorithms.losses import LossInputs
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.cli.preflight import load_checked
-from megatron_tlt.config.schema import AlgorithmConfig, TaskConfig
+from megatron_tlt.config.schema import AlgorithmConfig, RolloutConfig, TaskConfig
 from megatron_tlt.models import families
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_architecture
 from megatron_tlt.models.tiny import family_config
@@ -22,6 +23,7 @@ from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.rewards import Reward, RewardPool, verifiers_of
 from megatron_tlt.tasks import build_sources
 from tests.helpers.launch import REPOSITORY
+from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2
 from tests.helpers.user_code import add_module
 
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), re.DOTALL)
@@ -45,6 +47,8 @@ def test_every_example_is_short_and_names_its_file() -> None:
         "mypackage/rewards.py",
         "mypackage/tasks.py",
         "mypackage/algorithms.py",
+        "mypackage/engines.py",
+        "mypackage/heads.py",
         "megatron_tlt/models/seed_oss.py",
     }
     assert all(len(code.splitlines()) <= 60 for code in PYTHON.values())
@@ -52,10 +56,15 @@ def test_every_example_is_short_and_names_its_file() -> None:
 
 def test_the_launch_config_passes_the_checks_before_a_run(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    rollout = {"max_prompt_tokens": 128, "max_response_tokens": 512}
+    rollout = {**CONFIG["rollout"], "max_prompt_tokens": 128, "max_response_tokens": 512}
     path.write_text(yaml.safe_dump({**CONFIG, "model": {"recipe": {}}, "rollout": rollout}))
     config = load_checked(path, starts=False)
     assert (config.tasks, config.algorithm.name) == (TASKS, "mypackage.algorithms.Damped")
+    assert config.drafter is not None and (config.drafter.lr, config.drafter.steps) == (1e-3, 4)
+    bash = next(code for language, code in BLOCKS if language == "bash")
+    overrides = [word for word in shlex.split(bash) if "=" in word]
+    replayed = load_checked(path, overrides, starts=False)
+    assert (replayed.rollout.engine, replayed.reshard.method, replayed.drafter) == ("replay", "none", None)
 
 
 def test_the_tasks_problems_are_judged_by_the_rewards_in_the_pool() -> None:
@@ -100,6 +109,35 @@ def test_the_algorithm_gives_credit_and_a_gradient() -> None:
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {"loss": 1.5, "drift": 1.5}, rel=1e-5
     )
+
+
+def test_the_engine_records_what_a_replay_gives_and_drafts_with_the_kind(tmp_path: Path) -> None:
+    from megatron_tlt.config.speculation import SpeculationConfig
+    from megatron_tlt.drafter import drafter_from_target, save_drafter
+    from megatron_tlt.rollout.engines import engine_class
+    from megatron_tlt.rollout.replay import ReplayEngine
+    from megatron_tlt.rollout.types import Request, SamplingSpec
+
+    kind, folder = CONFIG["drafter"]["kind"], build_qwen2(tmp_path / "model", vocab_size=32, num_layers=4)
+    head = drafter_from_target(folder, kind, seed=1)
+    head.set_start(torch.full((head.entry_size,), 2.0), 1.0)
+    hidden = head.feature_size // 3
+    torch.testing.assert_close(head.fc.weight[:, hidden : 2 * hidden], torch.eye(hidden) / 6)
+    save_drafter(head, tmp_path / "head")
+    vllm = {"dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks_override": 16}
+    rollout = RolloutConfig(max_prompt_tokens=8, max_response_tokens=16, vllm=vllm)
+    drafting = SpeculationConfig(drafter=kind, path=tmp_path / "head", num_speculative_tokens=2)
+    sampling = SamplingSpec(temperature=0.0, max_tokens=16)
+    requests = [Request(f"0-{i}", (1, 2, 3 + i), sampling, seed=i, sample=i) for i in range(3)]
+    recorder = engine_class(CONFIG["rollout"]["engine"])
+    engine = recorder(folder, rollout, drafting, 7, folder=tmp_path)  # type: ignore[call-arg]
+    responses = engine.generate(requests)
+    engine.shutdown()
+    assert sum(response.draft.num_draft_tokens for response in responses) > 0
+    assert all(greedy(load_qwen2(folder), r.prompt_token_ids, r.token_ids) == list(r.token_ids) for r in responses)
+    replay = ReplayEngine(folder, rollout, SpeculationConfig(enabled=False), 7, path=str(tmp_path / "rank0.jsonl"))
+    found = replay.generate(requests)
+    assert [(r.token_ids, r.log_probs) for r in found] == [(r.token_ids, r.log_probs) for r in responses]
 
 
 def test_the_family_has_the_weights_that_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
