@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.rollout.types import Request, Response, StepRecord
+from megatron_tlt.rollout.types import Request, Response
+from megatron_tlt.speculation.strategy import StepRecord
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,8 @@ from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.chooser import StrategyChooser
 from megatron_tlt.rollout.interface import Capabilities, OnFinished, OnStep, RolloutEngine
-from megatron_tlt.rollout.types import Request, Response, StepRecord
+from megatron_tlt.rollout.types import Request, Response
+from megatron_tlt.speculation.strategy import OFF, StepRecord
 
 _REQUIRED = ("prompt_token_ids", "sample", "token_ids", "log_probs")
 _KEYS = (*_REQUIRED, "finish_reason", "seed")
@@ -101,7 +102,8 @@ class ReplayEngine(RolloutEngine):
             responses.append(response)
             if on_step is not None:
                 running, duration = len(requests) - len(responses) + 1, time.perf_counter() - began - start
-                on_step(StepRecord(start, duration, running, len(response.token_ids), 0, 0, prefilled=True))
+                tokens = len(response.token_ids)
+                on_step(StepRecord(OFF, running, duration, tokens, had_prefill=True, start=start))
             if on_finished is not None:
                 on_finished(response)
         return responses

@@ -22,7 +22,7 @@ from megatron_tlt.speculation.suffix_tree import (
     as_tokens,
     check_tokens,
 )
-from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, no_proposal
+from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, TokenIds, no_proposal
 
 _RELEASE_TO = 0.9
 """Share of the bound down to which trees are given up at once: they come back, and looking for them takes time."""
@@ -282,7 +282,7 @@ class SuffixDrafter:
         room = self.config.max_bytes - self._store.nbytes - used - own
         return int(_INSERTED[self.config.scope] * room)
 
-    def _sequence(self, prompt: Sequence[int], response: Sequence[int]) -> Tokens:
+    def _sequence(self, prompt: TokenIds, response: TokenIds) -> Tokens:
         """What stands in a tree for a whole response."""
         end = as_tokens(prompt[max(0, len(prompt) - self._prompt_tokens) :])
         return check_tokens(np.concatenate([end, as_tokens(response)]))

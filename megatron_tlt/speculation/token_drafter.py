@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
+
 
 class Proposal(NamedTuple):
     """Draft tokens, how many of them to expect accepted by the drafter's own estimate, and the match they follow."""
@@ -23,8 +28,8 @@ class FinishedResponse(NamedTuple):
     """A response of a rollout, by whichever engine: its problem's key, prompt tokens and response tokens."""
 
     problem: str
-    prompt: Sequence[int]
-    tokens: Sequence[int]
+    prompt: TokenIds
+    tokens: TokenIds
 
 
 class TokenDrafter(Protocol):
