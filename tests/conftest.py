@@ -22,15 +22,15 @@ _MARKERS = (
     "slow: takes long; only `tests/run.sh --all` runs it",
     "distributed: starts several processes; only `tests/run.sh --all` runs it, unless it is marked representative",
     "representative(kind): stands for its kind; the contributor's tier runs it although it is distributed or slow",
-    "cpu_cure: losslessness at temperature > 0; on CPU builds it must fail without megatron_tlt.rollout.vllm_cure",
+    "cpu_patch: losslessness at temperature > 0; on CPU builds it must fail without megatron_tlt.rollout.vllm_patches",
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--without-cpu-cure",
+        "--without-cpu-patch",
         action="store_true",
-        help="take the cure of vLLM's CPU rejection sampler out, run only the tests that need it, expect them to fail",
+        help="take the patch of vLLM's CPU rejection sampler out, run only the tests that need it, expect them to fail",
     )
     parser.addoption(
         "--count-left-out",
@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in _MARKERS:
         config.addinivalue_line("markers", marker)
-    if config.getoption("--without-cpu-cure"):
-        os.environ["TLT_WITHOUT_CPU_CURE"] = "1"
+    if config.getoption("--without-cpu-patch"):
+        os.environ["TLT_WITHOUT_CPU_PATCH"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
@@ -53,13 +53,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if file := config.getoption("--count-left-out"):
         file.write_text(f"{sum(not _in_contributors_tier(item) for item in items)}\n")
     items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, _starts_processes(item)))
-    if not config.getoption("--without-cpu-cure"):
+    if not config.getoption("--without-cpu-patch"):
         return
-    cured = [item for item in items if item.get_closest_marker("cpu_cure")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in cured])
-    items[:] = cured
+    patched = [item for item in items if item.get_closest_marker("cpu_patch")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in patched])
+    items[:] = patched
     for item in items:
-        item.add_marker(pytest.mark.xfail(reason="the CPU cure was taken out", raises=AssertionError, strict=True))
+        item.add_marker(pytest.mark.xfail(reason="the CPU patch was taken out", raises=AssertionError, strict=True))
 
 
 def _starts_processes(item: pytest.Item) -> bool:

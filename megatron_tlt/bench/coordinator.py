@@ -22,7 +22,7 @@ from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.spot.messages import Seal, new_secret
+from megatron_tlt.spot.messages import MessageSigner, new_secret
 from megatron_tlt.spot.service import CoordinatorService
 
 HEARTBEAT_S = 0.25
@@ -184,7 +184,7 @@ def _real(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
         secret = new_secret()
         with ExitStack() as stack:
             service = stack.enter_context(
-                CoordinatorService([(i,) for i in range(count)], config, Seal(secret, "bench"), "127.0.0.1")
+                CoordinatorService([(i,) for i in range(count)], config, MessageSigner(secret, "bench"), "127.0.0.1")
             )
             endpoint = service.endpoint
             if faults is not None:

@@ -16,7 +16,7 @@ from megatron_tlt.bench.coordinator_rules import History, Rules, SimulatedRank
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.types import Advice, Directive, Place, Report, SessionOrder
+from megatron_tlt.spot.types import Advice, Directive, MemberProgress, Report, SessionOrder
 
 LATENCY_S = 0.005
 SETTLED_AFTER_S = 40.0
@@ -219,7 +219,7 @@ class Simulation:
         rank.follower.leave()
         rank.left, rank.computes = place, None
 
-    def _contribute(self, rank: SimulatedRank, place: Place) -> None:
+    def _contribute(self, rank: SimulatedRank, place: MemberProgress) -> None:
         if rank.dead or rank.follower.place != place or self._now < rank.hangs_until:
             return
         group = self._groups[place.session, place.generation]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
 from megatron_tlt.spot.session import Session
-from megatron_tlt.spot.types import NO_RL_STEP, Directive, Place, ReplicaState, SessionOrder
+from megatron_tlt.spot.types import NO_RL_STEP, Directive, MemberProgress, ReplicaState, SessionOrder
 
 GRACE_S = 1.0
 """Simulated seconds within which, on a good network, an idle replica is in the session and a session gets on."""
@@ -42,8 +42,8 @@ class SimulatedRank:
     dead: bool = False
     hangs_until: float = 0.0
     cut_off_until: float = 0.0
-    computes: Place | None = None
-    left: Place | None = None
+    computes: MemberProgress | None = None
+    left: MemberProgress | None = None
     """Where it was when it last left a group."""
     version: int = 0
     newest: Directive | None = None
@@ -99,7 +99,7 @@ class Rules:
             self.violated(f"rank {rank.number} entered {order.name} at step {left.step}, not {order.effective_step}")
         self._progress_at = self.now
 
-    def trained(self, place: Place) -> None:
+    def trained(self, place: MemberProgress) -> None:
         """A step of a group is done."""
         if self._trained_under.setdefault((place.session, place.step), place.generation) != place.generation:
             self.violated(f"step {place.step} of session {place.session} was trained under two generations")

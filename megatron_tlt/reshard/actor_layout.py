@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_tlt.config.layouts import Layout, problems
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.reshard.spans import Side, Span
+from megatron_tlt.reshard.spans import ShardMap, Span
 
 if TYPE_CHECKING:
     from megatron_tlt.models.weight_map import WeightMap
@@ -29,7 +29,7 @@ class _Place(NamedTuple):
     expert: int
 
 
-def actor_side(weights: WeightMap, layout: Layout) -> Side:
+def actor_side(weights: WeightMap, layout: Layout) -> ShardMap:
     """The spans that each rank of ``layout`` holds, including replicas and copies of a tied embedding.
 
     Raises:
@@ -57,7 +57,7 @@ def actor_side(weights: WeightMap, layout: Layout) -> Side:
         if place not in held:
             held[place] = tuple(_held(weights, layout, stages[place.stage], place))
         ranks.append(held[place])
-    return Side(str(layout), tuple(ranks))
+    return ShardMap(str(layout), tuple(ranks))
 
 
 def stage_layers(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:

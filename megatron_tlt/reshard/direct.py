@@ -16,11 +16,11 @@ from megatron_tlt.platform.collectives import all_gather_data, failing_together
 from megatron_tlt.platform.device import current_device, node_index, rank
 from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, aligned, local_transfers, make_rounds, staging_bytes_of
 from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, checksum
+from megatron_tlt.reshard.checksum_verifier import ChecksumVerifier
 from megatron_tlt.reshard.exchange import BucketExchange
 from megatron_tlt.reshard.interface import Part, SpanSource, SyncReport, TensorSlice, WeightSync, WeightTarget
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer, make_plan
-from megatron_tlt.reshard.proof import Proof
-from megatron_tlt.reshard.spans import Side, Span, TensorForm
+from megatron_tlt.reshard.spans import ShardMap, Span, TensorForm
 
 _CHECKSUM_BYTES = CHECKSUM_WORDS * 8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -143,7 +143,7 @@ class DirectSync(WeightSync):
         self._target.begin_update(self._part)
         trailer = TRAILER_BYTES if verify else 0
         with torch.no_grad():
-            mover = _Mover(prepared, held, needed, verify)
+            mover = _Packer(prepared, held, needed, verify)
             exchange = self._exchange(prepared.rounds, trailer, current_device().torch_device)
             exchange.run(mover, [partial(mover.copy, transfer) for transfer in prepared.local])
             with failing_together():
@@ -222,8 +222,8 @@ class DirectSync(WeightSync):
         return _Prepared(plan, held.spans, needed.spans, wire, rounds, local_transfers(plan, rank()))
 
 
-def _side(layout: str, ranks: Iterable[Sequence[_Entry]]) -> Side:
-    return Side(layout, tuple(tuple(Span(*entry[:3]) for entry in entries) for entries in ranks))
+def _side(layout: str, ranks: Iterable[Sequence[_Entry]]) -> ShardMap:
+    return ShardMap(layout, tuple(tuple(Span(*entry[:3]) for entry in entries) for entries in ranks))
 
 
 def _dtypes(ranks: Iterable[Sequence[_Entry]], side: str) -> dict[str, torch.dtype]:
@@ -249,7 +249,7 @@ def _bucket_bytes(rounds: Iterable[Iterable[Bucket]], trailer: int) -> int:
     return sum(bucket.wire_bytes(trailer) for bucket in chain.from_iterable(rounds))
 
 
-class _Mover:
+class _Packer:
     """Moves slices between views and buckets, and records them."""
 
     def __init__(self, prepared: _Prepared, held: _Views, needed: _Views, verify: bool) -> None:
@@ -259,7 +259,7 @@ class _Mover:
         self._needed = needed
         self._verify = verify
         self._sent_sums: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.proof = Proof(prepared.plan, rank(), prepared.needed)
+        self.proof = ChecksumVerifier(prepared.plan, rank(), prepared.needed)
 
     def _source(self, transfer: Transfer) -> torch.Tensor:
         return self._held.slice(transfer.source_slot, transfer, self._forms[transfer.tensor].dim)

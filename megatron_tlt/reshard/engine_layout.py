@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.reshard.spans import Side, Span
+from megatron_tlt.reshard.spans import ShardMap, Span
 
 if TYPE_CHECKING:
     from megatron_tlt.models.weight_map import WeightMap
@@ -21,7 +21,7 @@ _VOCAB_MULTIPLE = 64
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 
-def engine_side(weights: WeightMap, world: int, tensor_parallel_size: int, expert_parallel: bool) -> Side:
+def engine_side(weights: WeightMap, world: int, tensor_parallel_size: int, expert_parallel: bool) -> ShardMap:
     """The spans that each of ``world`` ranks needs in engines of ``tensor_parallel_size`` ranks each.
 
     A tied output layer is the embedding's own parameter in vLLM and needs nothing. No rank needs the rows that pad the
@@ -43,7 +43,7 @@ def engine_side(weights: WeightMap, world: int, tensor_parallel_size: int, exper
         raise ConfigError("\n".join(found))
     engine = [tuple(shares.of(rank)) for rank in range(tensor_parallel_size)]
     words = f"TP{tensor_parallel_size}" + ("+EP" if shares.expert_parallel else "")
-    return Side(
+    return ShardMap(
         f"{words} x {world // tensor_parallel_size}", tuple(engine[r % tensor_parallel_size] for r in range(world))
     )
 

@@ -15,7 +15,7 @@ from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, largest_buckets
 
 
-class Mover(Protocol):
+class Packer(Protocol):
     """Copies between buckets and weights."""
 
     def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class BucketExchange:
         self._trailer = trailer_bytes
         self._device = device
 
-    def run(self, mover: Mover, meanwhile: Sequence[Callable[[], None]]) -> None:
+    def run(self, mover: Packer, meanwhile: Sequence[Callable[[], None]]) -> None:
         """Exchanges all rounds, and calls ``meanwhile`` one by one during transfers. Buffers are freed at the end.
 
         Raises:
@@ -120,7 +120,7 @@ class BucketExchange:
 class _Arrival:
     """Waits for a round and unpacks it."""
 
-    def __init__(self, posted: _Posted, incoming: list[Message], mover: Mover) -> None:
+    def __init__(self, posted: _Posted, incoming: list[Message], mover: Packer) -> None:
         self._posted = posted
         self._incoming = incoming
         self._mover = mover

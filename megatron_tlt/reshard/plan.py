@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.files import atomic_write_bytes
-from megatron_tlt.reshard.spans import Side, Span, TensorForm
+from megatron_tlt.reshard.spans import ShardMap, Span, TensorForm
 
 
 class Transfer(NamedTuple):
@@ -121,7 +121,7 @@ class ReshardPlan:
             raise ConfigError(f"{path}: not a plan of a resharding: {error}") from error
 
 
-def make_plan(forms: Mapping[str, TensorForm], actor: Side, engines: Side, nodes: Sequence[int]) -> ReshardPlan:
+def make_plan(forms: Mapping[str, TensorForm], actor: ShardMap, engines: ShardMap, nodes: Sequence[int]) -> ReshardPlan:
     """Plans one transfer of every entry that an engine rank needs, from a rank that holds it.
 
     Prefers a rank's own entries, then a rank of its node, then one of another node. Among equally near ranks it takes
@@ -149,7 +149,7 @@ def make_plan(forms: Mapping[str, TensorForm], actor: Side, engines: Side, nodes
     return ReshardPlan(dict(forms), actor.layout, engines.layout, tuple(nodes), tuple(transfers), picker.lower_bound)
 
 
-def _checked(side: Side, forms: Mapping[str, TensorForm], layouts: str) -> Iterator[tuple[int, int, Span]]:
+def _checked(side: ShardMap, forms: Mapping[str, TensorForm], layouts: str) -> Iterator[tuple[int, int, Span]]:
     for rank, spans in enumerate(side.spans):
         for slot, span in enumerate(spans):
             form = forms.get(span.tensor)

@@ -48,7 +48,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Side:
+class ShardMap:
     """One side of a transfer: a description of its layout for errors and tables, and the spans of each rank.
 
     On the actor's side several ranks may hold the same entries (replicas); on the engines' side a rank may need the

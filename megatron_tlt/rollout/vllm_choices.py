@@ -39,7 +39,7 @@ class RunningRequests(Mapping[str, int]):
         return len(self._running)
 
 
-def agree(choice: Choice | None, requests: Collection[str], group: dist.ProcessGroup | None) -> Choice:
+def broadcast_strategy(choice: Choice | None, requests: Collection[str], group: dist.ProcessGroup | None) -> Choice:
     """The first rank's ``choice`` on every rank of ``group``; others give None. Collective, over CPU tensors.
 
     Args:

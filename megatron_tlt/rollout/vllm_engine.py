@@ -27,10 +27,10 @@ from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.token_drafters import token_drafters_of
 from megatron_tlt.rollout.types import Request, Response, ShardSlice
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
-from megatron_tlt.rollout.vllm_choices import RunningRequests, agree
-from megatron_tlt.rollout.vllm_cure import apply_all_cures, draft_without_padding
+from megatron_tlt.rollout.vllm_choices import RunningRequests, broadcast_strategy
 from megatron_tlt.rollout.vllm_drafters import read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
+from megatron_tlt.rollout.vllm_patches import apply_all_cures, draft_without_padding
 from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
@@ -77,7 +77,7 @@ class VllmEngine(RolloutEngine):
         """
         vllm_setup.prepare_environment()
         self.vllm_version = check_vllm()
-        self.cpu_cure_applied = apply_all_cures()
+        self.cpu_patch_applied = apply_all_cures()
         self._owns_group = vllm_setup.ensure_process_group()
         self._tp_size = rollout.tensor_parallel_size
         if dist.get_world_size() % self._tp_size:
@@ -219,7 +219,7 @@ class VllmEngine(RolloutEngine):
         running = RunningRequests(self._scheduler.running, self._switch.external_id)
         batch = len(running) or min(len(self._scheduler.waiting), self._runner.max_num_reqs)
         choice = chooser.next(batch, running) if self._tp_rank == 0 else None
-        strategy, budgets = agree(choice, running, self._tp_group)
+        strategy, budgets = broadcast_strategy(choice, running, self._tp_group)
         self._switch.set(strategy, budgets)
 
     def _record(self, start: float, duration: float, verified: Strategy) -> StepRecord:
@@ -357,7 +357,7 @@ class VllmEngine(RolloutEngine):
         self._versions.require(POLICY)
         if self.strategy.uses(model_drafters()):
             self._versions.require(DRAFTER)
-        self._switch.head_is_whole = self._versions.as_dict().get(DRAFTER) is not None
+        self._switch.drafter_ready = self._versions.as_dict().get(DRAFTER) is not None
 
     def reset(self) -> None:
         """Forget cached prefixes and accounts, as after a change of weights."""

@@ -110,7 +110,7 @@ class StrategySwitch:
         # what the drafts that now wait for verification were made under
         self.drafted_under = OFF
         # False while the head's weights are not whole: it then takes no part, not even in prompts
-        self.head_is_whole = True
+        self.drafter_ready = True
         # where what the head reads goes too, for whoever learns from it
         self.recorded: RecordedStates | None = None
         if not num_tokens:
@@ -331,7 +331,7 @@ class StrategySwitch:
         used: list[_Row] = []
         skipped: list[_Row] = []
         for row in rows:
-            wanted = self.head_is_whole and (row.prompt or row.index in asking)
+            wanted = self.drafter_ready and (row.prompt or row.index in asking)
             if wanted or not row.last:
                 (used if wanted else skipped).append(row)
         if skipped:

@@ -4,9 +4,9 @@ from megatron_tlt.spot.checkpointer import SelectiveCheckpointer, newest
 from megatron_tlt.spot.client import CoordinatorClient
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.messages import Seal, new_secret
+from megatron_tlt.spot.messages import MessageSigner, new_secret
 from megatron_tlt.spot.service import CoordinatorService
-from megatron_tlt.spot.types import Advice, Directive, Place, ReplicaState, Report, SessionOrder
+from megatron_tlt.spot.types import Advice, Directive, MemberProgress, ReplicaState, Report, SessionOrder
 
 __all__ = [
     "Advice",
@@ -15,10 +15,10 @@ __all__ = [
     "CoordinatorService",
     "Directive",
     "Follower",
-    "Place",
+    "MemberProgress",
+    "MessageSigner",
     "ReplicaState",
     "Report",
-    "Seal",
     "SelectiveCheckpointer",
     "SessionOrder",
     "new_secret",

@@ -15,9 +15,9 @@ import zmq
 
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.follower import Follower
-from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Dropped, Seal
+from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Dropped, MessageSigner
 from megatron_tlt.spot.threaded import Threaded
-from megatron_tlt.spot.types import Advice, Directive, Place, SessionOrder
+from megatron_tlt.spot.types import Advice, Directive, MemberProgress, SessionOrder
 
 _T = TypeVar("_T")
 
@@ -55,7 +55,7 @@ class CoordinatorClient(Threaded):
         rank: int,
         endpoint: str,
         config: SpotConfig,
-        seal: Seal,
+        seal: MessageSigner,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
@@ -140,7 +140,7 @@ class CoordinatorClient(Threaded):
         return self._follower.order
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemberProgress | None:
         """Where it trains."""
         return self._follower.place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from megatron_tlt.spot.types import NO_RL_STEP, Advice, Directive, Place, Report, SessionOrder
+from megatron_tlt.spot.types import NO_RL_STEP, Advice, Directive, MemberProgress, Report, SessionOrder
 
 
 class Follower:
@@ -31,7 +31,7 @@ class Follower:
         """It left unbidden, and the coordinator is not known to have noticed."""
         self._entries = 0
         self._version = 0
-        self._place: Place | None = None
+        self._place: MemberProgress | None = None
         self._entered = (0, 0)
 
     # What the rank tells
@@ -72,7 +72,7 @@ class Follower:
         standing = self._enterable(now)
         if standing is None or standing.name != order.name:
             return False
-        self._place = Place(order.session, order.generation, order.effective_step)
+        self._place = MemberProgress(order.session, order.generation, order.effective_step)
         self._entered = (order.session, order.generation)
         return True
 
@@ -140,7 +140,7 @@ class Follower:
         return self._place is not None
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemberProgress | None:
         """Where it trains."""
         return self._place
 
@@ -172,7 +172,7 @@ class Follower:
             return Advice.WAIT
         return Advice.TRAIN
 
-    def _told_to_leave(self, place: Place) -> bool:
+    def _told_to_leave(self, place: MemberProgress) -> bool:
         order = self._order
         if order is None or order.session != place.session:
             return True

@@ -49,7 +49,7 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-class Seal:
+class MessageSigner:
     """Signs messages of one run, and opens those that were signed with the same secret for the same run.
 
     Raises:

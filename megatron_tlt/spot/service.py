@@ -16,7 +16,7 @@ import zmq
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot.coordinator import Coordinator
-from megatron_tlt.spot.messages import LARGEST_REPORT, Dropped, Seal
+from megatron_tlt.spot.messages import LARGEST_REPORT, Dropped, MessageSigner
 from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Directive, Report
 
@@ -46,7 +46,7 @@ class CoordinatorService(Threaded):
         self,
         replicas: Sequence[Sequence[int]],
         config: SpotConfig,
-        seal: Seal,
+        seal: MessageSigner,
         host: str,
         port: int = 0,
         clock: Callable[[], float] = time.monotonic,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_tlt.spot.types import Place, SessionOrder
+from megatron_tlt.spot.types import MemberProgress, SessionOrder
 
 
 class Session:
@@ -64,7 +64,7 @@ class Session:
             self._rl_step, self.number, self.order.generation + 1, members, leader, start, start + self._ahead, at_once
         )
 
-    def advance(self, rank: int, place: Place) -> bool:
+    def advance(self, rank: int, place: MemberProgress) -> bool:
         """Take in where a member is; whether that moved the session as a whole on."""
         moved = False
         if place.generation == self.order.generation and rank in self._unsettled:

@@ -65,7 +65,7 @@ class SessionOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemberProgress:
     """Where a rank trains: session, generation, and its next step."""
 
     session: int
@@ -90,7 +90,7 @@ class Report:
     available: bool
     num_entries: int
     drafter_version: int
-    place: Place | None
+    place: MemberProgress | None
     heard: int
 
 

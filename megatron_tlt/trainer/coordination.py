@@ -14,7 +14,7 @@ from megatron_tlt.config.spot import session_start
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.collectives import broadcast_data, failing_together
 from megatron_tlt.platform.device import log_once, rank
-from megatron_tlt.spot import CoordinatorClient, CoordinatorService, Seal, new_secret
+from megatron_tlt.spot import CoordinatorClient, CoordinatorService, MessageSigner, new_secret
 
 _NOT_BELIEVED = ("misdirected", "replayed", "reports replayed", "reports of unknown ranks")
 
@@ -76,11 +76,11 @@ class Coordination:
                 width = config.rollout.tensor_parallel_size
                 replicas = [range(first, first + width) for first in range(0, config.launcher.world_size, width)]
                 host = coordinator_host(config.spot.host, config.launcher.nnodes)
-                service = CoordinatorService(replicas, settings, Seal(secret, run_id), host)
+                service = CoordinatorService(replicas, settings, MessageSigner(secret, run_id), host)
                 endpoint = self._open.enter_context(service).endpoint
                 self._service = service
         secret, endpoint = broadcast_data((secret, endpoint), tuple[bytes, str])
-        client = CoordinatorClient(rank(), endpoint, settings, Seal(secret, run_id))
+        client = CoordinatorClient(rank(), endpoint, settings, MessageSigner(secret, run_id))
         self.client = self._open.enter_context(client)
         log_once(f"the spot coordinator listens at {endpoint}")
 

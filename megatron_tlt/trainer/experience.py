@@ -150,7 +150,7 @@ class ExperienceCollector:
         speculation: EngineSpeculation | None = None,
         on_collected: Callable[[Sequence[Problem], Sequence[ScoredResponse], RolloutBatch], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-        as_asked: Callable[[Request], Request] = lambda request: request,
+        request_transform: Callable[[Request], Request] = lambda request: request,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -163,7 +163,7 @@ class ExperienceCollector:
         self._speculation = speculation
         self._on_collected = on_collected
         self._should_stop = should_stop
-        self._as_asked = as_asked
+        self._request_transform = request_transform
 
     def collect(
         self,
@@ -262,7 +262,7 @@ class ExperienceCollector:
             for sample in range(samples):
                 name = f"{index}-{sample}"
                 seed = request_seed(*seed_parts, problem.uid, index, sample)
-                requests.append(self._as_asked(Request(name, prompt, sampling, seed, problem.uid, sample)))
+                requests.append(self._request_transform(Request(name, prompt, sampling, seed, problem.uid, sample)))
                 keys[name] = (index, sample)
         return requests, keys
 

@@ -39,7 +39,7 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
-from megatron_tlt.trainer.drafting import Drafting
+from megatron_tlt.trainer.drafter_manager import DrafterManager
 from megatron_tlt.trainer.evaluation import Evaluation, EvaluationReport, EvaluationRequest
 from megatron_tlt.trainer.experience import (
     ExperienceCollector,
@@ -51,7 +51,7 @@ from megatron_tlt.trainer.experience import (
 from megatron_tlt.trainer.export import save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.samples import SampleRows
-from megatron_tlt.trainer.speculation import Speculating
+from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
 from megatron_tlt.trainer.synchronization import policy_sync
 
@@ -92,7 +92,7 @@ class Run:
     def __init__(
         self,
         config: TltConfig,
-        as_asked: Callable[[Request], Request] = lambda request: request,
+        request_transform: Callable[[Request], Request] = lambda request: request,
         *,
         verifiers: Sequence[str] = (),
         read_only: bool = False,
@@ -123,7 +123,7 @@ class Run:
         if self._reference:
             self._reference.memory.offload()
         self.drafting = (
-            Drafting(config, self._side_files, self._folder, self.policy, read_only=read_only)
+            DrafterManager(config, self._side_files, self._folder, self.policy, read_only=read_only)
             if config.drafter is not None
             else None
         )
@@ -136,7 +136,7 @@ class Run:
         self.bubble = (
             self.drafting.bubble(self.engine, self._timeline) if self.drafting and config.spot is not None else None
         )
-        self._speculating = Speculating(config, self.engine.token_drafters)
+        self._speculating = SpeculationState(config, self.engine.token_drafters)
         self._limit = prompt_limit(config.rollout, self.tokenizer)
         problems = build_sources(config.tasks, "train", config.run.seed, self._limit)
         needed = sorted({*verifiers_of(config.tasks), *verifiers})
@@ -152,7 +152,7 @@ class Run:
             speculation=self._speculating.engine,
             on_collected=self._speculating.end_rollout,
             should_stop=self._stop,
-            as_asked=as_asked,
+            request_transform=request_transform,
         )
         # rank 0 writes, so it alone chooses
         per_task = config.observe.samples_per_task if rank() == 0 else 0
@@ -209,7 +209,7 @@ class Run:
             try:
                 self._loop(record, progress)
             except StopRequested:
-                self.step.take_device_back()
+                self.step.switch_to_actor()
                 self._save()
                 self._checkpoints.finish()
                 record.finish_partial()
@@ -285,7 +285,7 @@ class Run:
             every = config.evaluation.every
             if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
                 self._evaluate(record, progress)
-        self.step.take_device_back()
+        self.step.switch_to_actor()
         self._save()
         self._checkpoints.finish()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_tlt.platform.device import warn
-from megatron_tlt.trainer.bubble import BubbleReport
+from megatron_tlt.trainer.spot_trainer import SpotReport
 
 # Longer than a coordinator that is there takes to start a session.
 _START_S = 5.0
@@ -29,7 +29,7 @@ class SessionDiagnosis:
 
     @classmethod
     def of(
-        cls, reports: Sequence[BubbleReport], ranks_per_engine: int, min_replicas: int, min_entries: int, version: int
+        cls, reports: Sequence[SpotReport], ranks_per_engine: int, min_replicas: int, min_entries: int, version: int
     ) -> SessionDiagnosis:
         """From the reports of all ranks, in their order; the drafter had ``version`` before."""
         starts = range(0, len(reports), ranks_per_engine)

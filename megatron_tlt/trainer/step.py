@@ -27,11 +27,11 @@ from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import DraftStats, SamplingSpec
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.trainer.acceptance import acceptance_metrics
-from megatron_tlt.trainer.bubble import Bubble
-from megatron_tlt.trainer.drafting import LearnsWhileTraining
+from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
 from megatron_tlt.trainer.samples import SampleRows
-from megatron_tlt.trainer.speculation import Speculating
+from megatron_tlt.trainer.speculation_state import SpeculationState
+from megatron_tlt.trainer.spot_trainer import SpotTrainer
 from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, task_metrics
 
 
@@ -80,9 +80,9 @@ class TrainingStep:
         weight_sync: WeightSync,
         timeline: Timeline,
         sampling: SamplingSpec,
-        drafting: LearnsWhileTraining | None = None,
-        speculating: Speculating | None = None,
-        bubble: Bubble | None = None,
+        drafting: OnlineDrafter | None = None,
+        speculating: SpeculationState | None = None,
+        bubble: SpotTrainer | None = None,
         samples: SampleRows | None = None,
     ) -> None:
         self._config = config
@@ -206,7 +206,7 @@ class TrainingStep:
         if bubble is None:
             return None
         bubble.begin(step)
-        return lambda: bubble.until_over(step)
+        return lambda: bubble.train_until_rollout_ends(step)
 
     def _log_probs(
         self,
@@ -219,7 +219,7 @@ class TrainingStep:
         """The batch with this rank's share of the samples, their advantages and all columns that the loss reads."""
         on_phase("log-probs", None)
         began = time.perf_counter()
-        self.take_device_back()
+        self.switch_to_actor()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
         advantages = self._algorithm.assign_credit([s.reward.value for s in scored])
         batch = batch.with_columns(advantages_N=torch.tensor(advantages, dtype=torch.float64))
@@ -292,7 +292,7 @@ class TrainingStep:
         with self._timed("drafter", result):
             result.metrics.update(self._drafting.train(step, self._policy))
 
-    def take_device_back(self) -> None:
+    def switch_to_actor(self) -> None:
         """Engines give up the device's memory, and the actor's comes back."""
         self._engine.sleep(level=2)
         self._policy.memory.reload()

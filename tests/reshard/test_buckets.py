@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.reshard.buckets import ALIGNMENT, aligned, local_transfers, make_rounds, staging_bytes_of
 from megatron_tlt.reshard.plan import ReshardPlan, make_plan
-from megatron_tlt.reshard.spans import Side, Span, TensorForm
+from megatron_tlt.reshard.spans import ShardMap, Span, TensorForm
 from tests.reshard.test_plan import problems
 
 TRAILER = 32
@@ -20,7 +20,7 @@ TRAILER = 32
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.integers(4 * (128 + TRAILER), 5000))
 def test_both_ends_of_every_bucket_agree_and_nothing_is_left_out(
-    problem: tuple[dict[str, TensorForm], Side, Side, list[int]], staging: int
+    problem: tuple[dict[str, TensorForm], ShardMap, ShardMap, list[int]], staging: int
 ) -> None:
     plan = make_plan(*problem)
     rounds = [make_rounds(plan, rank, staging, TRAILER) for rank in range(plan.world)]
@@ -67,7 +67,7 @@ def exchange(world: int, length: int) -> ReshardPlan:
             share = length // (world // 2)
             held[stage * world // 2 + part].append(Span(name, part * share, share))
     whole = tuple(Span(name, 0, length) for name in forms)
-    return make_plan(forms, Side("PP2", tuple(map(tuple, held))), Side("TP1", (whole,) * world), [0] * world)
+    return make_plan(forms, ShardMap("PP2", tuple(map(tuple, held))), ShardMap("TP1", (whole,) * world), [0] * world)
 
 
 def test_all_senders_are_busy_in_every_round() -> None:
@@ -81,7 +81,9 @@ def test_all_senders_are_busy_in_every_round() -> None:
 
 def test_staging_that_holds_no_entry_is_refused_with_what_it_takes() -> None:
     forms = {"wide": TensorForm((2, 1 << 20), 0, 4)}
-    plan = make_plan(forms, Side("a", ((Span("wide", 0, 2),), ())), Side("b", ((), (Span("wide", 0, 2),))), [0, 0])
+    plan = make_plan(
+        forms, ShardMap("a", ((Span("wide", 0, 2),), ())), ShardMap("b", ((), (Span("wide", 0, 2),))), [0, 0]
+    )
     with pytest.raises(
         ConfigError, match=r"reshard.staging_mb: found 8; allowed: at least 16, which one entry of wide"
     ):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.reshard.plan import ReshardPlan, make_plan
-from megatron_tlt.reshard.spans import Side, Span, TensorForm
+from megatron_tlt.reshard.spans import ShardMap, Span, TensorForm
 
 
 def cut(tensor: str, length: int, parts: int, part: int) -> Span:
@@ -20,7 +20,7 @@ def cut(tensor: str, length: int, parts: int, part: int) -> Span:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[dict[str, TensorForm], Side, Side, list[int]]:
+def problems(draw: st.DrawFn) -> tuple[dict[str, TensorForm], ShardMap, ShardMap, list[int]]:
     """A world whose ranks hold and need shares, of other numbers of parts for each tensor, replicas included."""
     world = draw(st.integers(1, 8))
     nodes = sorted(draw(st.lists(st.integers(0, 2), min_size=world, max_size=world)))
@@ -37,7 +37,8 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, TensorForm], Side, Side, list[i
         for rank in draw(st.lists(st.integers(0, world - 1), max_size=2 * world)):
             needed[rank].append(cut(name, form.length, parts, rank % parts))
     sides = (
-        Side(f"side{i}", tuple(tuple(spans[rank]) for rank in range(world))) for i, spans in enumerate((held, needed))
+        ShardMap(f"side{i}", tuple(tuple(spans[rank]) for rank in range(world)))
+        for i, spans in enumerate((held, needed))
     )
     return forms, *sides, nodes
 
@@ -45,7 +46,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, TensorForm], Side, Side, list[i
 @settings(max_examples=300, deadline=None)
 @given(problems())
 def test_every_entry_is_written_once_by_its_nearest_owner(
-    problem: tuple[dict[str, TensorForm], Side, Side, list[int]],
+    problem: tuple[dict[str, TensorForm], ShardMap, ShardMap, list[int]],
 ) -> None:
     forms, actor, engines, nodes = problem
     plan = make_plan(forms, actor, engines, nodes)
@@ -86,14 +87,14 @@ def test_every_entry_is_written_once_by_its_nearest_owner(
 def test_replicas_share_the_sending() -> None:
     forms = {f"t{i}": TensorForm((8, 4), 0, 2) for i in range(30)}
     whole = tuple(Span(name, 0, 8) for name in forms)
-    plan = make_plan(forms, Side("replicas", (whole,) * 3 + ((),)), Side("one", ((),) * 3 + (whole,)), [0] * 4)
+    plan = make_plan(forms, ShardMap("replicas", (whole,) * 3 + ((),)), ShardMap("one", ((),) * 3 + (whole,)), [0] * 4)
     assert plan.sent_bytes(False) == (640, 640, 640, 0)
     assert plan.received_bytes(False) == (0, 0, 0, 1920)
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     forms = {"a": TensorForm((4, 4), 1, 4)}
-    plan = make_plan(forms, Side("x", ((Span("a", 0, 4),), ())), Side("y", ((), (Span("a", 1, 2),))), [0, 1])
+    plan = make_plan(forms, ShardMap("x", ((Span("a", 0, 4),), ())), ShardMap("y", ((), (Span("a", 1, 2),))), [0, 1])
     plan.write(tmp_path / "plan.json")
     again = ReshardPlan.read(tmp_path / "plan.json")
     assert again == plan
@@ -106,8 +107,10 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 def test_what_nobody_holds_is_named_with_rank_and_layouts() -> None:
     forms = {"a": TensorForm((4, 4), 0, 4)}
     with pytest.raises(RunError, match=r"a, entry 2: rank 1 needs it, but no rank .* \(TP2 to engines TP1 x 2\)"):
-        make_plan(forms, Side("TP2", ((Span("a", 0, 2),), ())), Side("TP1 x 2", ((), (Span("a", 0, 4),))), [0, 0])
+        make_plan(
+            forms, ShardMap("TP2", ((Span("a", 0, 2),), ())), ShardMap("TP1 x 2", ((), (Span("a", 0, 4),))), [0, 0]
+        )
     with pytest.raises(RunError, match=r"b of rank 0 is no tensor of the model"):
-        make_plan(forms, Side("TP2", ((Span("b", 0, 2),),)), Side("TP1", ((),)), [0])
+        make_plan(forms, ShardMap("TP2", ((Span("b", 0, 2),),)), ShardMap("TP1", ((),)), [0])
     with pytest.raises(RunError, match=r"a of rank 0: entries 2 to 5 of its 4"):
-        make_plan(forms, Side("TP2", ((),)), Side("TP1", ((Span("a", 2, 3),),)), [0])
+        make_plan(forms, ShardMap("TP2", ((),)), ShardMap("TP1", ((Span("a", 2, 3),),)), [0])

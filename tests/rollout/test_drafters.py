@@ -191,7 +191,7 @@ def test_policy_and_drafter_are_read_apart(drafting: VllmEngine, plain_engine: V
         plain_engine.begin_update("drafter")
 
 
-@pytest.mark.cpu_cure
+@pytest.mark.cpu_patch
 def test_samples_have_the_exact_marginals(drafting: VllmEngine, reference: Qwen2ForCausalLM) -> None:
     joint_p, third_p, drafts = sampled_p_values(drafting, reference, (*range(VOCAB), 3), 0.7, 0.9)
     assert drafts.num_accepted_tokens > 50

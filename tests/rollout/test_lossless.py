@@ -93,7 +93,7 @@ def sampled_p_values(
     return joint_p, third_p, total_draft(responses)
 
 
-@pytest.mark.cpu_cure
+@pytest.mark.cpu_patch
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
 def test_samples_have_the_exact_marginals(
     engine: VllmEngine, reference: Qwen2ForCausalLM, prompt: tuple[int, ...], temperature: float, top_p: float
@@ -126,16 +126,16 @@ def test_without_the_cure_the_marginals_are_wrong(
     engine: VllmEngine, reference: Qwen2ForCausalLM, prompt: tuple[int, ...]
 ) -> None:
     """The same check must refuse vLLM's own CPU function, or it proves nothing."""
-    from megatron_tlt.rollout.vllm_cure import apply_cpu_cure, remove_cpu_cure
+    from megatron_tlt.rollout.vllm_patches import apply_cpu_patch, remove_cpu_patch
 
-    if not engine.cpu_cure_applied:
-        pytest.skip("this build of vLLM needs no cure")
-    remove_cpu_cure()
+    if not engine.cpu_patch_applied:
+        pytest.skip("this build of vLLM needs no patch")
+    remove_cpu_patch()
     try:
         p_values = [
             sampled_p_values(engine, reference, prompt, *setting, samples=1000)[0]
             for setting in ((1.0, 1.0), (0.7, 0.9))
         ]
     finally:
-        assert apply_cpu_cure()
+        assert apply_cpu_patch()
     assert max(p_values) < 1e-9

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SAMPLES = 20_480
 
 
-@pytest.mark.cpu_cure
+@pytest.mark.cpu_patch
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"),
     [
@@ -75,7 +75,7 @@ def test_log_probs_are_the_targets_whatever_the_switches(drafting: VllmEngine, r
         assert response.log_probs == pytest.approx(exact, abs=1e-4)
 
 
-@pytest.mark.cpu_cure
+@pytest.mark.cpu_patch
 def test_min_tokens_keeps_the_exact_marginals(
     drafting: VllmEngine, reference: Qwen2ForCausalLM, prompt: tuple[int, ...]
 ) -> None:

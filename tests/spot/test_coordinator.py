@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.spot.coordinator import Coordinator
-from megatron_tlt.spot.types import Advice, Place, ReplicaState, Report
+from megatron_tlt.spot.types import Advice, MemberProgress, ReplicaState, Report
 from tests.spot.world import PAIRS, World, advice, states, training
 
 BUSY, IDLE, TRAINING, LOST = ReplicaState.BUSY, ReplicaState.IDLE, ReplicaState.TRAINING, ReplicaState.LOST
@@ -264,7 +264,7 @@ def test_reports_of_unknown_ranks_are_passed_over() -> None:
 def test_steps_of_another_session_do_not_count() -> None:
     world = training(0, 1)
     for rank in (0, 1):
-        world.handle(replace(world.ranks[rank].report(), place=Place(9, 1, 3)))
+        world.handle(replace(world.ranks[rank].report(), place=MemberProgress(9, 1, 3)))
     assert world.order.until_step == 3
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Drop, Dropped, Seal, new_secret
-from megatron_tlt.spot.types import Directive, Place, Report, SessionOrder
+from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Drop, Dropped, MessageSigner, new_secret
+from megatron_tlt.spot.types import Directive, MemberProgress, Report, SessionOrder
 
 SECRET = bytes(range(32))
-REPORT = Report(3, 17, 2, True, True, 40, 5, Place(1, 2, 3), 9)
+REPORT = Report(3, 17, 2, True, True, 40, 5, MemberProgress(1, 2, 3), 9)
 ORDER = SessionOrder(2, 1, 2, tuple(range(64)), 0, 4, 6, False)
 DIRECTIVE = Directive(3, 9, 2, False, ORDER)
-seal = Seal(SECRET, "run")
+seal = MessageSigner(SECRET, "run")
 
 numbers = st.integers(-(2**63), 2**63 - 1)
 
@@ -28,13 +28,13 @@ def reason(frames: list[bytes], kind: type[Report] | type[Directive] = Report) -
 
 
 @settings(deadline=None)
-@given(st.builds(Report, place=st.none() | st.builds(Place, numbers, numbers, numbers)))
+@given(st.builds(Report, place=st.none() | st.builds(MemberProgress, numbers, numbers, numbers)))
 def test_reports_arrive_as_they_were(report: Report) -> None:
     try:
         frames = seal.close(report)
     except OverflowError:
         return  # numbers that no rank counts up to
-    assert Seal(SECRET, "run").open(frames, Report) == report
+    assert MessageSigner(SECRET, "run").open(frames, Report) == report
 
 
 @pytest.mark.parametrize("order", [None, ORDER])
@@ -51,8 +51,8 @@ def test_one_changed_byte_is_a_forgery(frame: int, position: int, flip: int) -> 
     assert reason([bytes(part) for part in frames]) is Drop.FORGED
 
 
-@pytest.mark.parametrize("other", [Seal(new_secret(), "run"), Seal(SECRET, "another run")])
-def test_another_secret_or_run_is_a_forgery(other: Seal) -> None:
+@pytest.mark.parametrize("other", [MessageSigner(new_secret(), "run"), MessageSigner(SECRET, "another run")])
+def test_another_secret_or_run_is_a_forgery(other: MessageSigner) -> None:
     assert reason(other.close(REPORT)) is Drop.FORGED
 
 
@@ -88,4 +88,4 @@ def test_an_order_for_many_ranks_fits() -> None:
 def test_secrets_have_one_length() -> None:
     assert len(new_secret()) == 32 and new_secret() != new_secret()
     with pytest.raises(ValueError, match="5 bytes; allowed: 32"):
-        Seal(b"short", "run")
+        MessageSigner(b"short", "run")

@@ -23,8 +23,8 @@ from megatron_tlt.spot import (
     CoordinatorClient,
     CoordinatorService,
     Directive,
+    MessageSigner,
     Report,
-    Seal,
     new_secret,
 )
 
@@ -62,7 +62,7 @@ class Run:
     def __init__(self, stack: ExitStack, ranks: int, config: SpotConfig = CONFIG) -> None:
         self.clock = HeldClock()
         self.secret = new_secret()
-        self.seal = Seal(self.secret, "run")
+        self.seal = MessageSigner(self.secret, "run")
         self.config = config
         self.stack = stack
         replicas = [(rank,) for rank in range(ranks)]
@@ -142,8 +142,8 @@ def test_strangers_are_dropped_and_counted_and_change_nothing(stack: ExitStack) 
     mac, payload = run.seal.close(lie)
     stranger.send_multipart([payload])
     stranger.send_multipart([b"", payload])
-    stranger.send_multipart(Seal(new_secret(), "run").close(lie))
-    stranger.send_multipart(Seal(run.secret, "another run").close(lie))
+    stranger.send_multipart(MessageSigner(new_secret(), "run").close(lie))
+    stranger.send_multipart(MessageSigner(run.secret, "another run").close(lie))
     stranger.send_multipart([mac, payload[:-1] + b"\x00"])
     stranger.send_multipart([b"junk", os.urandom(64)])
     stranger.send_multipart([mac, payload, b"more"])
@@ -184,12 +184,12 @@ def test_a_false_coordinator_is_not_believed(stack: ExitStack) -> None:
     router = stack.enter_context(context.socket(zmq.ROUTER))
     router.setsockopt(zmq.LINGER, 0)
     port = router.bind_to_random_port(f"tcp://{HOST}")
-    seal = Seal(new_secret(), "run")
+    seal = MessageSigner(new_secret(), "run")
     client = stack.enter_context(CoordinatorClient(0, f"tcp://{HOST}:{port}", CONFIG, seal))
     client.rollout_started(0)
     route, *frames = router.recv_multipart()
     over = Directive(0, 2**62, 0, True, None)
-    for answer in (Seal(new_secret(), "run").close(over), seal.close(over)[1:], frames):
+    for answer in (MessageSigner(new_secret(), "run").close(over), seal.close(over)[1:], frames):
         router.send_multipart([route, *answer])
     until(lambda: client.counts == {"messages forged": 2, "messages unsigned": 1})
     until(lambda: client.is_silent)
@@ -235,10 +235,10 @@ def test_a_service_held_up_for_five_seconds_blocks_nobody_and_loses_nobody(stack
 
 _CLIENT = """
 import sys, threading
-from megatron_tlt.spot import CoordinatorClient, Seal
+from megatron_tlt.spot import CoordinatorClient, MessageSigner
 from megatron_tlt.config.spot import SpotConfig
 config = SpotConfig(heartbeat_s=0.1, lost_after_s=2.0, silent_after_s=1.0)
-client = CoordinatorClient(2, sys.argv[1], config, Seal(sys.stdin.buffer.read(32), "run"))
+client = CoordinatorClient(2, sys.argv[1], config, MessageSigner(sys.stdin.buffer.read(32), "run"))
 client.rollout_started(0)
 threading.Event().wait(60)
 """
@@ -313,7 +313,7 @@ def test_a_service_that_fails_takes_nothing_with_it(stack: ExitStack, caplog: py
 
 
 def test_closing_frees_the_port_and_may_be_repeated() -> None:
-    seal = Seal(new_secret(), "run")
+    seal = MessageSigner(new_secret(), "run")
     service = CoordinatorService([(0,)], CONFIG, seal, HOST)
     port = int(service.endpoint.rpartition(":")[2])
     client = CoordinatorClient(0, service.endpoint, CONFIG, seal)
@@ -329,7 +329,7 @@ def test_clients_find_a_service_that_comes_later(stack: ExitStack) -> None:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
-    seal = Seal(new_secret(), "run")
+    seal = MessageSigner(new_secret(), "run")
     client = stack.enter_context(CoordinatorClient(0, f"tcp://{HOST}:{port}", CONFIG, seal))
     client.rollout_started(0)
     client.released(0, 5)
@@ -341,7 +341,7 @@ def test_clients_find_a_service_that_comes_later(stack: ExitStack) -> None:
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "", "::", "255.255.255.255", "224.0.0.1", "no such name"])
 def test_a_host_that_is_not_one_interface_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"the coordinator's host: found .*allowed: one address"):
-        CoordinatorService([(0,)], CONFIG, Seal(new_secret(), "run"), host)
+        CoordinatorService([(0,)], CONFIG, MessageSigner(new_secret(), "run"), host)
 
 
 def test_it_listens_on_the_address_asked_for_alone(stack: ExitStack) -> None:
@@ -356,4 +356,4 @@ def test_it_listens_on_the_address_asked_for_alone(stack: ExitStack) -> None:
 def test_a_port_in_use_is_one_clear_error(stack: ExitStack) -> None:
     port = int(Run(stack, 1).service.endpoint.rpartition(":")[2])
     with pytest.raises(RunError, match=f"cannot listen on {HOST}:{port}: Address already in use"):
-        CoordinatorService([(0,)], CONFIG, Seal(new_secret(), "run"), HOST, port)
+        CoordinatorService([(0,)], CONFIG, MessageSigner(new_secret(), "run"), HOST, port)

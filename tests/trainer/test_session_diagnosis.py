@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.drafter import Entry
-from megatron_tlt.trainer.bubble import BubbleReport
 from megatron_tlt.trainer.session_diagnosis import REASONS, SessionDiagnosis, SessionWarnings
+from megatron_tlt.trainer.spot_trainer import SpotReport
 from tests.drafter.conftest import load_target, random_entry, write_target
 from tests.trainer.threads import Threads, until
 
 
-def report(released_at: float, entries: int, version: int = 5, sessions: tuple[int, ...] = ()) -> BubbleReport:
-    return BubbleReport(version, released_at, entries=entries, sessions=sessions)
+def report(released_at: float, entries: int, version: int = 5, sessions: tuple[int, ...] = ()) -> SpotReport:
+    return SpotReport(version, released_at, entries=entries, sessions=sessions)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def report(released_at: float, entries: int, version: int = 5, sessions: tuple[i
         ([report(2, 4, 7, (1,)), report(4, 6), report(9, 20)], (10, 5.0, None)),
     ],
 )
-def test_why_nothing_was_trained(reports: list[BubbleReport], expected: tuple[int, float, str | None]) -> None:
+def test_why_nothing_was_trained(reports: list[SpotReport], expected: tuple[int, float, str | None]) -> None:
     found = SessionDiagnosis.of(reports, 1, min_replicas=2, min_entries=10, version=5)
     assert (found.entries, found.ready_s, found.reason) == expected
     assert found.metrics == {

@@ -24,7 +24,7 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer import speculation
 from megatron_tlt.trainer.experience import ScoredResponse
-from megatron_tlt.trainer.speculation import Speculating
+from megatron_tlt.trainer.speculation_state import SpeculationState
 from tests.trainer.conftest import Runs, rows_of
 
 ADAPTIVE = {
@@ -37,21 +37,21 @@ TASK = {"name": "gcd"}
 
 def speculating(
     suffix: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **adaptive: object
-) -> Speculating:
+) -> SpeculationState:
     section = {**ADAPTIVE, "adaptive": {**ADAPTIVE["adaptive"], **adaptive}, "suffix": suffix or {}}  # type: ignore[dict-item]
     sections = {"speculation": section, "rollout": rollout or {}}
     config = TltConfig.model_validate({"model": {"path": "m"}, "tasks": [TASK], **sections})
-    return Speculating(config, token_drafters_of(config.speculation))
+    return SpeculationState(config, token_drafters_of(config.speculation))
 
 
-def respond(made: Speculating, problem: str, tokens: list[int]) -> None:
+def respond(made: SpeculationState, problem: str, tokens: list[int]) -> None:
     for name, drafter in made._drafters.items():
         drafter.start(f"{problem}-{name}", problem, [1, 2])
         drafter.extend(f"{problem}-{name}", tokens)
         drafter.finish(f"{problem}-{name}")
 
 
-def propose(made: Speculating, name: str, problem: str, context: list[int]) -> list[int]:
+def propose(made: SpeculationState, name: str, problem: str, context: list[int]) -> list[int]:
     drafter = made._drafters[name]
     drafter.start("asked", problem, [1, 2])
     drafter.extend("asked", context)
@@ -81,7 +81,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None
     monkeypatch.setattr(speculation, "world_size", lambda: world_size)
 
 
-def roll_out(made: Speculating, steps: int) -> list[str]:
+def roll_out(made: SpeculationState, steps: int) -> list[str]:
     assert made.engine is not None
     requests = [Request(str(i), (1, 2), SamplingSpec(), i, f"p{i}") for i in range(4)]
     made.engine.begin_rollout(requests)

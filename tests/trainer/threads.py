@@ -17,9 +17,9 @@ from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.drafter import DataBuffer, DrafterState, DrafterTrainer, Entry, drafter_from_target
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.subset_group import Abandoned
-from megatron_tlt.spot import CoordinatorClient, CoordinatorService, Seal, new_secret
-from megatron_tlt.trainer.bubble import Bubble
+from megatron_tlt.spot import CoordinatorClient, CoordinatorService, MessageSigner, new_secret
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
+from megatron_tlt.trainer.spot_trainer import SpotTrainer
 
 LIMIT_S = 60.0
 Asked = Callable[[], bool]
@@ -97,12 +97,12 @@ class Threads:
         self._lock = threading.Lock()
         self.batch = 4
         self.took_device: list[int] = []
-        count, seal = len(entries), Seal(new_secret(), "run")
+        count, seal = len(entries), MessageSigner(new_secret(), "run")
         replicas = [(rank,) for rank in range(count)]
         self.service = stack.enter_context(CoordinatorService(replicas, self.config, seal, "127.0.0.1"))
         self.trainers: list[DrafterTrainer] = []
         self.buffers: list[DataBuffer] = []
-        self.bubbles: list[Bubble] = []
+        self.bubbles: list[SpotTrainer] = []
         self.clients: list[CoordinatorClient] = []
         self.timelines: list[Timeline] = []
         self.good: list[DrafterState] = []
@@ -118,7 +118,7 @@ class Threads:
             checkpoints = SpotCheckpoints(folder / "spot", self.config.checkpoint_every, trainer)
             timeline = Timeline(rank)
             self.good.append(copied(trainer.state))
-            bubble = Bubble(
+            bubble = SpotTrainer(
                 self.config,
                 trainer,
                 buffer,
@@ -159,7 +159,7 @@ class Threads:
 
     def release(self, *ranks: int, rl_step: int = 1) -> None:
         for rank in ranks:
-            thread = threading.Thread(target=self.bubbles[rank].until_over, args=(rl_step,), daemon=True)
+            thread = threading.Thread(target=self.bubbles[rank].train_until_rollout_ends, args=(rl_step,), daemon=True)
             self._running[rank] = thread
             thread.start()
 

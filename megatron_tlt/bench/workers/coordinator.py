@@ -16,7 +16,7 @@ from typing import Any
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.platform.processes import stay_with_parent
 from megatron_tlt.spot.client import CoordinatorClient
-from megatron_tlt.spot.messages import SECRET_BYTES, Seal
+from megatron_tlt.spot.messages import SECRET_BYTES, MessageSigner
 from megatron_tlt.spot.types import Advice
 
 STEP_S = 0.2
@@ -79,7 +79,7 @@ def _poll_s(client: CoordinatorClient) -> float:
 def main() -> None:
     stay_with_parent()
     options = json.loads(sys.argv[1])
-    seal = Seal(sys.stdin.buffer.read(SECRET_BYTES), options["run_id"])
+    seal = MessageSigner(sys.stdin.buffer.read(SECRET_BYTES), options["run_id"])
     config = SpotConfig(**options["config"])
     clients = [CoordinatorClient(rank, options["endpoint"], config, seal) for rank in options["ranks"]]
     print(json.dumps({"poll_s": _poll_s(clients[0])}), flush=True)

@@ -33,7 +33,7 @@ from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import DraftStats, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.drafting import Drafting
+from megatron_tlt.trainer.drafter_manager import DrafterManager
 from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse, one_request_each, training_sampling
 from megatron_tlt.trainer.step import TrainingStep
 from megatron_tlt.trainer.synchronization import drafter_sync, policy_sync
@@ -45,7 +45,7 @@ class _Together:
     The one that learns from the ``first`` policy's responses alone has that policy's LM head.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafting], first: Policy) -> None:
+    def __init__(self, drafters: Mapping[str, DrafterManager], first: Policy) -> None:
         self._drafters, self._first = drafters, first
         self.taps = next(iter(drafters.values())).taps
 
@@ -118,14 +118,14 @@ class _DrafterBench:
         }
         return load_config(given["config"], [*given["set"], *(f"{key}={value}" for key, value in overrides.items())])
 
-    def _start(self) -> tuple[Path, dict[str, Drafting]]:
+    def _start(self) -> tuple[Path, dict[str, DrafterManager]]:
         """The head that all start with, which learnt from responses of the first policy; the drafters by arm."""
         given = self._given
         self._to_ngram.sync(version=0, verify=False)
         head = self._work / "head" if given["head"] is None else Path(given["head"])
         if given["head"] is None:
             config = self._variant("eagle", session_steps=given["warm_steps"])
-            warm = Drafting(config, self._folder, self._work / "warm", self._policy)
+            warm = DrafterManager(config, self._folder, self._work / "warm", self._policy)
             self._learn_first(warm, 0, self._first_responses(0, given["warm_problems"]))
             warm.train(0, self._policy)
             warm.write(head)
@@ -137,7 +137,7 @@ class _DrafterBench:
         drafters = {}
         for name, (loss, weighted) in variants.items():
             config = self._variant(loss, path=head, **{"loss.reward_weighting": weighted})
-            drafters[name] = Drafting(config, self._folder, self._work / name, self._policy)
+            drafters[name] = DrafterManager(config, self._folder, self._work / name, self._policy)
         return head, drafters
 
     def _first_responses(self, start: int, count: int) -> tuple[list[ScoredResponse], RolloutBatch]:
@@ -148,13 +148,13 @@ class _DrafterBench:
         return self._collector.collect(batch, 1, self._sampling, (config.run.seed, "warm", start))[:2]
 
     def _learn_first(
-        self, drafter: Drafting, step: int, responses: tuple[Sequence[ScoredResponse], RolloutBatch]
+        self, drafter: DrafterManager, step: int, responses: tuple[Sequence[ScoredResponse], RolloutBatch]
     ) -> None:
         """Give a drafter responses of the first policy, with that policy's states."""
         _, states = self._first.log_probs_and_states(responses[1], taps=drafter.taps)
         drafter.add(step, *responses, states)
 
-    def _learn_more(self, drafter: Drafting, step: int) -> None:
+    def _learn_more(self, drafter: DrafterManager, step: int) -> None:
         """As many new responses of the first policy as the others get of the one that moves."""
         config = self._config
         count = config.trainer.prompts_per_step * config.algorithm.group_size

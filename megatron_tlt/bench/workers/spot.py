@@ -212,7 +212,7 @@ class SpotBench:
         run.engine.generate(requests)
         seconds = time.perf_counter() - began
         if trains:
-            run.bubble.until_over(rollout)
+            run.bubble.train_until_rollout_ends(rollout)
         if bubble == "alone":
             self._train_until_all_are_here(run.drafting.buffer, rollout)
         barrier()

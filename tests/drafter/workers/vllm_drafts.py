@@ -11,7 +11,7 @@ from typing import Any
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.rollout import vllm_setup
-from megatron_tlt.rollout.vllm_cure import apply_all_cures
+from megatron_tlt.rollout.vllm_patches import apply_all_cures
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=64, max_response_tokens=64, vllm={"dtype": "float32", "max_num_seqs": 4})
 

@@ -20,10 +20,10 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.timeline import SPOT_LANE
 from megatron_tlt.platform.offload import StorageOffload
 from megatron_tlt.rollout.recorded_states import RecordedStates
-from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
 from megatron_tlt.trainer.coordination import check_coordinator_host, coordinator_host
 from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
+from megatron_tlt.trainer.spot_trainer import SpotReport, SpotTrainer, newest_rank, spot_metrics
 from tests.drafter.conftest import load_target, random_entry, write_target
 from tests.helpers.launch import REPOSITORY
 from tests.trainer.threads import LIMIT_S, Meeting, ThreadGroup, Threads, copied, until
@@ -76,7 +76,7 @@ def test_a_second_rank_joins_and_the_last_ones_release_ends_it(threads: Threads,
     assert threads.took_device == [0, 1]
     until(lambda: threads.bubbles[0]._checkpoints.idle())
     assert 0 < latest(tmp_path / "spot") <= reports[0].version
-    metrics = bubble_metrics(reports, 0)
+    metrics = spot_metrics(reports, 0)
     assert 0 < metrics["spot/used_s"] <= metrics["spot/idle_s"] and metrics["spot/steps"] == reports[0].version
     spans = [[e for e in timeline.to_events() if e["lane"] == SPOT_LANE] for timeline in threads.timelines]
     assert [[e["args"]["members"] for e in own] for own in spans] == [[1, 2], [2], []]
@@ -337,13 +337,13 @@ def test_training_goes_on_bit_for_bit_where_its_memory_was_given_up_meanwhile(
 
 def test_metrics_of_all_ranks() -> None:
     reports = [
-        BubbleReport(7, 10.0, 16.25, 4.0, (1, 2), refused=3, metrics={"loss": 1.0}),
-        BubbleReport(7, 12.0, 13.0, 1.0, (1,), failed=1, refused=1, unsaved=2, dropped=3),
-        BubbleReport(2, 16.0, led=True),
+        SpotReport(7, 10.0, 16.25, 4.0, (1, 2), refused=3, metrics={"loss": 1.0}),
+        SpotReport(7, 12.0, 13.0, 1.0, (1,), failed=1, refused=1, unsaved=2, dropped=3),
+        SpotReport(2, 16.0, led=True),
     ]
     assert newest_rank(reports) == 0 and newest_rank(reports[::-1]) == 1
     assert newest_rank([reports[0], replace(reports[1], led=True)]) == 1
-    assert bubble_metrics(reports, 2) == {
+    assert spot_metrics(reports, 2) == {
         "spot/idle_s": 10.0,
         "spot/used_s": 4.75,  # of 5 s, a quarter of one beyond the end
         "spot/share": 0.475,
@@ -356,7 +356,7 @@ def test_metrics_of_all_ranks() -> None:
         "spot/failed_checkpoints": 2.0,
         "spot/dropped_states": 3.0,
     }
-    assert bubble_metrics([BubbleReport(released_at=3.0)], 0)["spot/share"] == 0.0
+    assert spot_metrics([SpotReport(released_at=3.0)], 0)["spot/share"] == 0.0
 
 
 def test_a_budget_that_is_too_small_is_refused_with_what_is_needed(threads: Threads, tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_needed(threads: Thre
     with pytest.raises(
         ConfigError, match=rf"spot.memory_gib: found 1e-06; allowed: above {trainer.needed_bytes / 2**30:.3g}"
     ):
-        Bubble(config, trainer, unused, unused, unused, global_batch=1, last_good=unused, take_device=unused)
+        SpotTrainer(config, trainer, unused, unused, unused, global_batch=1, last_good=unused, take_device=unused)
 
 
 def test_the_coordinator_listens_where_all_ranks_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,19 +43,19 @@ from megatron_tlt.platform.rank_group import WholeGroup
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.recorded_states import RecordedStates
-from megatron_tlt.trainer.bubble import Bubble, BubbleReport, bubble_metrics, newest_rank
 from megatron_tlt.trainer.engine_data import EngineData
 from megatron_tlt.trainer.experience import ScoredResponse
 from megatron_tlt.trainer.frozen_drafter import compare_with_frozen, held
 from megatron_tlt.trainer.session_diagnosis import SessionDiagnosis, SessionWarnings
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
+from megatron_tlt.trainer.spot_trainer import SpotReport, SpotTrainer, newest_rank, spot_metrics
 from megatron_tlt.trainer.synchronization import drafter_sync
 
 # the keys of a rank's data in its part of a checkpoint
 _KEYS = "entries.json"
 
 
-class LearnsWhileTraining(Protocol):
+class OnlineDrafter(Protocol):
     """What a training step asks of a drafter that is trained; every call is made by all ranks together."""
 
     taps: tuple[int, ...]
@@ -84,7 +84,7 @@ class _TensorsOf:
         return dict(self._policy.export_weights((name,)))[name]
 
 
-class Drafting:
+class DrafterManager:
     """One drafter, the same on every rank; all ranks call every method together.
 
     Args:
@@ -128,7 +128,7 @@ class Drafting:
             folder / "drafter" / f"data-{rank():05d}", bounds, config.run.seed + rank(), model.entry_size
         )
         self._sync: WeightSync | None = None
-        self._bubble: Bubble | None = None
+        self._bubble: SpotTrainer | None = None
         self._checkpoints: SpotCheckpoints | None = None
         self._warnings = SessionWarnings(*session_start(config))
         # responses of the last step, which the drafter is compared on before it learns from them
@@ -155,7 +155,7 @@ class Drafting:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._trainer.model.state_dict().items()}
         self._sync = drafter_sync(self._run, self._tensors, shapes, engine)
 
-    def bubble(self, engine: RolloutEngine, timeline: Timeline) -> Bubble:
+    def bubble(self, engine: RolloutEngine, timeline: Timeline) -> SpotTrainer:
         """What trains this drafter while the engine waits for others'; :meth:`train` takes over what comes of it.
 
         Raises:
@@ -168,7 +168,7 @@ class Drafting:
             engine.record_into(recorded)
         tp = self._run.rollout.tensor_parallel_size
         self._checkpoints = SpotCheckpoints(self._folder / "drafter" / "spot", spot.checkpoint_every, self._trainer)
-        self._bubble = Bubble(
+        self._bubble = SpotTrainer(
             spot,
             self._trainer,
             self._buffer,
@@ -280,11 +280,11 @@ class Drafting:
     def _session(self, step: int, steps: int) -> SessionResult:
         return train_session(self._trainer, self._buffer, step, self._config.entries_per_step, steps, group=self._group)
 
-    def _take_bubble_over(self, step: int, bubble: Bubble) -> tuple[SessionResult, dict[str, float]]:
+    def _take_bubble_over(self, step: int, bubble: SpotTrainer) -> tuple[SessionResult, dict[str, float]]:
         """The newest drafter of all ranks' goes to all ranks, then they train together what is missing."""
         spot = self._run.spot
         assert spot is not None
-        reports = all_gather_data(bubble.report, BubbleReport)
+        reports = all_gather_data(bubble.report, SpotReport)
         newest, before = newest_rank(reports), self._good.version
         self._trainer.forget_losses()
         if reports[newest].version != before:
@@ -296,7 +296,7 @@ class Drafting:
         bounds = session_start(self._run)
         diagnosis = SessionDiagnosis.of(reports, self._run.rollout.tensor_parallel_size, *bounds, before)
         self._warnings.check(step, diagnosis)
-        metrics = bubble_metrics(reports, before) | diagnosis.metrics
+        metrics = spot_metrics(reports, before) | diagnosis.metrics
         metrics["transition/to_drafter_ms"] = 1e3 * max(all_gather_data(self._to_drafter_s, float))
         self._to_drafter_s = 0.0
         missing = spot.min_steps - trained.steps

@@ -25,7 +25,7 @@ from megatron_tlt.trainer.experience import ScoredResponse
 _STATE, _SUFFIX = "state.json", "suffix.bin"
 
 
-class Speculating:
+class SpeculationState:
     """Of one rank; a part of its checkpoints.
 
     With several ranks to an engine all of them draft alike, but only the first one's choices count.

@@ -44,7 +44,7 @@ class FormGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class BubbleReport:
+class SpotReport:
     """What a rank did in an RL step's bubble; times of day in seconds.
 
     ``version`` is its drafter's behind the bubble, ``led`` whether it led its last session, ``left_at`` when it last
@@ -69,12 +69,12 @@ class BubbleReport:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def newest_rank(reports: Sequence[BubbleReport]) -> int:
+def newest_rank(reports: Sequence[SpotReport]) -> int:
     """The rank whose drafter all take over: of the highest version, of those who led, the first."""
     return max(range(len(reports)), key=lambda rank: (reports[rank].version, reports[rank].led, -rank))
 
 
-def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, float]:
+def spot_metrics(reports: Sequence[SpotReport], version: int) -> dict[str, float]:
     """Of all ranks together, which had ``version`` before. Times of several nodes are as exact as their clocks agree.
 
     ``idle_s`` is what ranks waited for the last one, summed; ``used_s`` how much of it they trained; ``preempt_ms``
@@ -102,7 +102,7 @@ def bubble_metrics(reports: Sequence[BubbleReport], version: int) -> dict[str, f
     }
 
 
-class Bubble:
+class SpotTrainer:
     """One rank's. Nothing that goes wrong in here goes any further: the rank waits for the rollout's end instead.
 
     Args:
@@ -149,9 +149,9 @@ class Bubble:
         self._line: CoordinatorClient | None = None
         self._refused: Callable[[], int] = lambda: 0
         self._rl_step = -1
-        self._report = BubbleReport()
+        self._report = SpotReport()
         self._has_device = False
-        self._told_at: float | None = None
+        self._leave_requested_at: float | None = None
         self._steps = 0  # of the generation
 
     def attach(self, client: CoordinatorClient, refused: Callable[[], int] = lambda: 0) -> None:
@@ -164,7 +164,7 @@ class Bubble:
         return self._line
 
     @property
-    def report(self) -> BubbleReport:
+    def report(self) -> SpotReport:
         """Of the newest bubble."""
         return replace(
             self._report,
@@ -176,14 +176,14 @@ class Bubble:
     def begin(self, rl_step: int) -> None:
         """This rank's share of ``rl_step``'s rollout begins."""
         self._rl_step = rl_step
-        self._report = BubbleReport()
+        self._report = SpotReport()
         self._has_device = False
         self._newest = None
         if self._data is not None:
             self._data.begin()
         self._client.rollout_started(rl_step)
 
-    def until_over(self, rl_step: int) -> None:
+    def train_until_rollout_ends(self, rl_step: int) -> None:
         """Its share is done: trains as it is told, until the last rank's is done or the coordinator is silent."""
         client, released_at = self._client, self._timeline.now()
         entries = len(self._buffer) + (0 if self._data is None else self._data.count)
@@ -211,7 +211,7 @@ class Bubble:
     def _session(self, order: SessionOrder) -> None:
         """One generation of a session, from its group's making until it is left."""
         client, trainer = self._client, self._trainer
-        began, self._told_at, self._steps = self._timeline.now(), None, 0
+        began, self._leave_requested_at, self._steps = self._timeline.now(), None, 0
         outcome, failed, cut_off = "failed", 0, 0
         try:
             self._get_device()
@@ -270,7 +270,7 @@ class Bubble:
             client.withdraw()  # it would go the same way again
             return
         # told on another member first; a coordinator that says nothing is silent in the end, which is LEAVE too
-        while not self._is_told():
+        while not self._leave_requested():
             client.wait(_WAIT_S)
         client.leave()
 
@@ -281,22 +281,22 @@ class Bubble:
         if len(order.members) > 1:
             limit_s = 2 * self._config.session_timeout_s  # the coordinator's comes first
             try:
-                group = self._form(order.name, order.members, self._is_told, self._is_overdue, limit_s)
+                group = self._form(order.name, order.members, self._leave_requested, self._is_overdue, limit_s)
             except Abandoned:
                 return "not formed"
         leads = order.leader == client.rank
         if leads:
-            self._checkpoints.take_over(self._is_told)
+            self._checkpoints.take_over(self._leave_requested)
         trainer.forget_losses()
         trainer.synchronize(order.leader, group)
         at, count = order.members.index(client.rank), len(order.members)
         share = self._batch // count + (at < self._batch % count)
         while True:
-            if not self._is_told() and client.poll() is Advice.WAIT:
+            if not self._leave_requested() and client.poll() is Advice.WAIT:
                 client.wait(_WAIT_S)
                 continue
             began = self._timeline.now()
-            result = trainer.train_step(self._draw(share), self._is_told, self._rl_step, group)
+            result = trainer.train_step(self._draw(share), self._leave_requested, self._rl_step, group)
             self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
             if result.outcome != "trained":
                 return result.outcome
@@ -316,15 +316,17 @@ class Bubble:
         yield from newest
         yield from self._buffer.sample(share - len(newest), self._rl_step, self._trainer.version)
 
-    def _is_told(self) -> bool:
+    def _leave_requested(self) -> bool:
         """Whether this generation is to be left; once so, it stays so, though a silent coordinator may come back."""
-        if self._told_at is None and self._client.poll() is Advice.LEAVE:
-            self._told_at = self._timeline.now()
-        return self._told_at is not None
+        if self._leave_requested_at is None and self._client.poll() is Advice.LEAVE:
+            self._leave_requested_at = self._timeline.now()
+        return self._leave_requested_at is not None
 
     def _is_overdue(self) -> bool:
         """Whether that is longer ago than any member should take to hear of it."""
-        return self._is_told() and self._timeline.now() - (self._told_at or 0.0) > self._config.grace_s
+        return (
+            self._leave_requested() and self._timeline.now() - (self._leave_requested_at or 0.0) > self._config.grace_s
+        )
 
     def _get_device(self) -> None:
         if not self._has_device:

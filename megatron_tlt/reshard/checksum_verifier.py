@@ -12,7 +12,7 @@ from megatron_tlt.reshard.plan import ReshardPlan, Transfer
 from megatron_tlt.reshard.spans import Span
 
 
-class Proof:
+class ChecksumVerifier:
     """Collects the slices that this rank received; nothing is read from the device before ``check``."""
 
     def __init__(self, plan: ReshardPlan, rank: int, needed: Sequence[Span]) -> None:

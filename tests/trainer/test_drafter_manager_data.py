@@ -13,7 +13,7 @@ import torch
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.models.hf_folder import SafetensorsFolder
-from megatron_tlt.trainer.drafting import Drafting
+from megatron_tlt.trainer.drafter_manager import DrafterManager
 from tests.config.test_loader import write
 from tests.drafter.conftest import load_target, random_entry, write_target
 
@@ -39,8 +39,8 @@ def test_an_evaluation_says_nothing_of_data_that_it_does_not_read(
     policy = cast("Policy", TensorsOfFolder(target))
     run, checkpoint = tmp_path / "run", tmp_path / "checkpoint"
 
-    def drafting(read_only: bool) -> Drafting:
-        return Drafting(config, target, run, policy, read_only=read_only)
+    def drafting(read_only: bool) -> DrafterManager:
+        return DrafterManager(config, target, run, policy, read_only=read_only)
 
     trained = drafting(read_only=False)
     model = load_target(target)

@@ -1,4 +1,4 @@
-"""The start-up check names what is wrong, and the cure keeps the contract of the function it replaces."""
+"""The start-up check names what is wrong, and the patch keeps the contract of the function it replaces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.rollout.vllm_cure import expand_batch_to_tokens
+from megatron_tlt.rollout.vllm_patches import expand_batch_to_tokens
 from megatron_tlt.rollout.vllm_versions import check_version, check_vllm, missing_attributes
 
 

@@ -1,6 +1,6 @@
-"""The cures of what goes wrong in vLLM's CPU builds; other builds are left alone.
+"""The patches of what goes wrong in vLLM's CPU builds; other builds are left alone.
 
-``apply_cpu_cure``: speculation is wrong at temperature > 0. vLLM 0.32's CPU stand-in for the Triton kernel behind
+``apply_cpu_patch``: speculation is wrong at temperature > 0. vLLM 0.32's CPU stand-in for the Triton kernel behind
 ``expand_batch_to_tokens`` writes into an int64 copy of its output and never copies back, so that the rejection sampler
 divides logits by uninitialised memory instead of by each request's temperature (top-k and top-p suffer likewise).
 Greedy requests are unaffected.
@@ -23,7 +23,7 @@ import torch
 from megatron_tlt.errors import RunError
 
 # Set to 1 only to show that the losslessness tests notice: they must fail then.
-LEAVE_OUT_ENV = "TLT_WITHOUT_CPU_CURE"
+LEAVE_OUT_ENV = "TLT_WITHOUT_CPU_PATCH"
 
 _upstream: Callable[..., Any] | None = None
 
@@ -41,8 +41,8 @@ def expand_batch_to_tokens(
     return values.to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
-def apply_cpu_cure() -> bool:
-    """Replace the broken function; returns whether the cure is in place now.
+def apply_cpu_patch() -> bool:
+    """Replace the broken function; returns whether the patch is in place now.
 
     Does nothing on builds for other devices and where the environment says to leave it out. Safe to call twice.
     """
@@ -58,7 +58,7 @@ def apply_cpu_cure() -> bool:
     return True
 
 
-def remove_cpu_cure() -> None:
+def remove_cpu_patch() -> None:
     """Put vLLM's own function back (for tests that compare the two)."""
     global _upstream
     from vllm.v1.sample import rejection_sampler
@@ -137,8 +137,8 @@ def _count_greater_or_equal(x: torch.Tensor, values: torch.Tensor) -> torch.Tens
 
 
 def apply_all_cures() -> bool:
-    """All that must happen before an engine is built; returns what ``apply_cpu_cure`` does. Safe to call again."""
+    """All that must happen before an engine is built; returns what ``apply_cpu_patch`` does. Safe to call again."""
     survive_steps_without_drafts()
     harden_kernel_scan()
     rank_without_compiling()
-    return apply_cpu_cure()
+    return apply_cpu_patch()
