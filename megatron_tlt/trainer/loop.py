@@ -84,7 +84,7 @@ class Run:
 
     Args:
         config: of the run.
-        as_asked: what the engine is asked in place of a request; a measurement fixes lengths so.
+        request_transform: what the engine is asked in place of a request; a measurement fixes lengths so.
         verifiers: that are needed beside those of the config's tasks.
         read_only: another process may be training this run: nothing of its folder is changed.
     """
