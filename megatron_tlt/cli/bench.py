@@ -11,6 +11,7 @@ _NAMES = (
     "checkpoint",
     "conversion",
     "coordinator",
+    "data-plane",
     "drafter",
     "drafter-checkpoint",
     "drafter-grid",
