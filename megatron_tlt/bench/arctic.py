@@ -1,4 +1,4 @@
-"""arctic-inference's suffix decoding, which vLLM's method of that name uses, behind the interface of our drafters."""
+"""Adapts arctic-inference's suffix decoding, which vLLM's method of that name uses, to our drafters' interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError:
 
 
 class ArcticDrafter:
-    """A ``TokenDrafter``: a cache for everything, or one per problem; nothing is ever evicted."""
+    """A ``TokenDrafter`` with one cache for everything, or one per problem; nothing is ever evicted."""
 
     def __init__(self, max_depth: int, per_problem: bool) -> None:
         self._max_depth, self._per_problem = max_depth, per_problem
@@ -26,7 +26,7 @@ class ArcticDrafter:
         self._number = 0
 
     def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
-        """As ``TokenDrafter.start``."""
+        """See ``TokenDrafter.start``."""
         key = problem if self._per_problem else ""
         if key not in self._caches:
             self._caches[key] = SuffixDecodingCache(self._max_depth, -1)
@@ -36,39 +36,39 @@ class ArcticDrafter:
         self._requests[request_id] = (self._caches[key], unique, list(prompt))
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """As ``TokenDrafter.extend``."""
+        """See ``TokenDrafter.extend``."""
         cache, unique, context = self._requests[request_id]
         cache.add_active_response(unique, np.asarray(tokens, np.int32))
         context.extend(tokens)
 
     def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
-        """As ``TokenDrafter.propose``."""
+        """See ``TokenDrafter.propose``."""
         cache, unique, context = self._requests[request_id]
         draft = cache.speculate(unique, np.asarray(context[-self._max_depth :], np.int32), max_tokens, 1.0, 0.0, 0.1)
         return Proposal(draft.token_ids, draft.score, draft.match_len)
 
     def finish(self, request_id: str) -> None:
-        """As ``TokenDrafter.finish``."""
+        """See ``TokenDrafter.finish``."""
         cache, unique, _ = self._requests.pop(request_id)
         cache.stop_request(unique)
 
     def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """As ``TokenDrafter.learn``."""
+        """See ``TokenDrafter.learn``."""
         self.start("learnt", problem, prompt)
         self.extend("learnt", response)
         self.finish("learnt")
 
     def begin_step(self) -> None:
-        """Does nothing: this drafter keeps no state for a single step."""
+        """Does nothing: this drafter has no state per step."""
 
     def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
-        """Does nothing: this drafter has no epochs and keeps every response that it decoded."""
+        """Does nothing: this drafter has no epochs and keeps every response it decodes."""
 
     @property
     def memory_bytes(self) -> int:
-        """Not told for a whole cache."""
+        """Unknown for a whole cache."""
         return 0
 
     def counters(self) -> dict[str, int]:
-        """Nothing is counted."""
+        """Has no counters."""
         return {}

@@ -1,4 +1,4 @@
-"""A target of full size that needs no training: each token is followed by the next one of a fixed chain."""
+"""A full-size target without training: each token is followed by the next one of a fixed chain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.models.tiny import write_tiny_model
 
 
 def chain_responses(count: int, length: int, vocab_size: int, certainty: float, seed: int) -> list[tuple[int, ...]]:
-    """Sequences as the model samples them at temperature 1, without asking it."""
+    """Sequences as the model samples them at temperature 1, computed without the model."""
     draw = random.Random(seed)
     found = []
     for _ in range(count):
@@ -28,12 +28,12 @@ def chain_responses(count: int, length: int, vocab_size: int, certainty: float, 
 def write_chain_model(
     folder: Path, num_layers: int, vocab_size: int, certainty: float | None = None, hidden_size: int = 768
 ) -> Path:
-    """Writes one; 12 layers of 768 make 105 million weights, and so do 26 of 512.
+    """Writes a chain model; 12 layers of width 768, or 26 of width 512, have 105 million weights.
 
-    The output layer looks for the embedding of a token's predecessor, and layers add little to what they get. A batch
-    of another size, which rounds otherwise, still decodes what was recorded, at the precision that models are rolled
-    out in. The work of a step is that of any model of its shape. At temperature 1 the chain's next token has
-    probability ``certainty`` on average, and all others share the rest; without it, one above chance.
+    The output layer matches the embedding of a token's predecessor, and layers add little to their input. So a batch of
+    another size, which rounds differently, still decodes the recorded tokens at the precision of rollouts. A step costs
+    as much as for any model of this shape. At temperature 1 the chain's next token has probability ``certainty`` on
+    average, and all others share the rest; without ``certainty`` it has a probability above chance.
     """
     write_tiny_model(
         "qwen2-untied",
@@ -62,7 +62,7 @@ def write_chain_model(
 
 
 def _sharpness(logits_VV: torch.Tensor, certainty: float) -> float:
-    """What logits behind each token are to be multiplied by, for the next one's mean probability to be that."""
+    """The factor for logits after each token that gives the next token this mean probability."""
     low, high = 1.0, 1000.0
     while high / low > 1.001:
         middle = math.sqrt(low * high)

@@ -1,4 +1,4 @@
-"""How long a save holds up training, in the background and not, and whether losses go on under another layout."""
+"""Time that a save blocks training, synchronous and asynchronous, and losses after resuming under another layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ARCHITECTURE = ArchitectureConfig(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind")
+    parser.add_argument("--repeats", type=int, default=5, help="number of saves of each kind")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps after a resume")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for all of it")
-    parser.add_argument("--dir", type=Path, help="where to write the checkpoints; a temporary folder if not given")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the whole benchmark")
+    parser.add_argument("--dir", type=Path, help="folder for the checkpoints (default: a temporary folder)")
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:

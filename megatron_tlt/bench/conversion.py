@@ -1,4 +1,4 @@
-"""Host memory of converting a checkpoint of some gigabytes, both ways, and whether its bits come back."""
+"""Host memory of converting a checkpoint of some gigabytes, both ways, and whether all bits are preserved."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron_tlt.observe.environment import describe_environment
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=24, help="24 are 1.1 billion weights, 2.2 GB in bf16")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="how many convert together")
-    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of processes to try")
+    parser.add_argument("--folder", type=Path, help="working folder (default: the system's temporary folder)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one conversion")
 
 
 def write_large_model(folder: Path, layers: int) -> WeightMap:
-    """A Llama in bf16 whose every 16 bits are random: what no rounding may touch. A file for each eight layers."""
+    """Writes a bf16 Llama of random bits, in which any rounding shows. One file per eight layers."""
     sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": layers}
     config = family_config("llama", **sizes, num_attention_heads=32, num_key_value_heads=4)
     config.save_pretrained(folder)
@@ -63,9 +63,9 @@ def _measure(what: str, source: Path, target: Path, processes: int, timeout_s: f
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per number of processes and direction: the rise of anonymous memory, of the process that rose most.
+    """A row per number of processes and direction: the largest rise of anonymous memory of any process.
 
-    It is held against the largest tensor plus a process's share of the model.
+    It is compared with the size of the largest tensor plus a process's share of the model.
     """
     result = BenchmarkResult(environment=describe_environment(), name="conversion")
     worst, same = 0.0, True

@@ -1,4 +1,4 @@
-"""The spot coordinator: rules in random histories, decisions for many replicas, reaction times over real ZeroMQ."""
+"""The spot coordinator: rules in random histories, scale of the state machine, reaction times over real ZeroMQ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_tlt.spot.service import CoordinatorService
 
 HEARTBEAT_S = 0.25
 SPREAD_S = 0.4
-"""Within which the ranks of a rollout are released, one after another."""
+"""Period within which the ranks of a rollout are released, one after another."""
 LEAD_S = 0.3
 NETWORKS: dict[str, dict[str, float] | None] = {
     "none": None,
@@ -37,7 +37,7 @@ NETWORKS: dict[str, dict[str, float] | None] = {
     "reordered": {"reordered": 0.5},
     "delayed": {"delayed": 0.1},
 }
-"""What the relay between clients and service does; without faults, once there is none."""
+"""Faults of the relay between clients and service; None: no relay."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64, help="real clients")
     parser.add_argument("--processes", type=int, default=4, help="processes that the real clients share")
     parser.add_argument("--rollouts", type=int, default=15, help="rollouts of the real clients on each network")
-    parser.add_argument("--first-seed", type=int, default=1_000_000, help="the tests' histories begin at 0")
+    parser.add_argument("--first-seed", type=int, default=1_000_000, help="the tests' histories start at 0")
 
 
 def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
@@ -105,7 +105,7 @@ def _scale(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
 
 
 class _Clients:
-    """The real clients, in their processes."""
+    """The real clients in their processes."""
 
     def __init__(self, stack: ExitStack, endpoint: str, secret: bytes, config: SpotConfig, args: Any) -> None:
         self.poll_s: list[float] = []
@@ -126,7 +126,7 @@ class _Clients:
             self.poll_s.append(_answer(process)["poll_s"])
 
     def rollout(self, rl_step: int, release_at: Mapping[int, float]) -> list[dict[str, Any]]:
-        """What every client saw of one."""
+        """Runs one rollout; returns what every client observed."""
         line = json.dumps({"rl_step": rl_step, "release_at": release_at}).encode() + b"\n"
         for process in self._processes:
             assert process.stdin is not None
@@ -154,7 +154,7 @@ def _answer(process: subprocess.Popen[bytes]) -> Any:
 
 
 def _reactions(seen: Sequence[dict[str, Any]], min_replicas: int) -> tuple[list[float], list[float], int]:
-    """Seconds to the first session's orders and to the rollout's end at each client, and what was missed."""
+    """Seconds until each client has the first session's orders and the rollout's end, and the number missed."""
     released = sorted(rank["released"] for rank in seen)
     possible, ended = released[min_replicas - 1], released[-1]
     first = [rank for rank in seen if rank["generation"] == 1]
@@ -165,7 +165,7 @@ def _reactions(seen: Sequence[dict[str, Any]], min_replicas: int) -> tuple[list[
 
 
 def _real(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
-    """All networks, then the clients' polls; each network has a service and clients of its own."""
+    """Runs all networks, then the clients' polls; each network has its own service and clients."""
     count = arguments.clients
     least = count // 2
     config = SpotConfig(
@@ -228,10 +228,10 @@ def _real(result: BenchmarkResult, arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per kind of fault: of histories, of one rollout of very many replicas, of rollouts of real clients.
+    """A row per kind of fault: histories, one rollout of very many replicas, rollouts of real clients.
 
-    Reaction times are from the release that made a session possible (the last one) to each member's having its order
-    (each client's knowing the end), on one clock; all processes share this machine.
+    Reaction times run from the release that makes a session possible (the last one) until each member has its order
+    (each client knows the end), on one clock; all processes share this machine.
     """
     result = BenchmarkResult(environment=describe_environment(), name="coordinator")
     _real(result, arguments)

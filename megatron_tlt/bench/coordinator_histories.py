@@ -1,8 +1,8 @@
 """Random histories of ranks and their coordinator over a bad network, simulated.
 
-The coordinator and the ranks' sides are the product's; network, engines and training are events in a queue. Training is
-modelled with what matters here: a group begins when all its members have entered it, and a step ends when all of them
-have contributed to it, so a member that dies, hangs or leaves keeps the others waiting until they are told otherwise.
+Coordinator and ranks are the product's; network, engines and training are events in a queue. The training model covers
+only what matters here: a group starts when all members have entered it, and a step ends when all have contributed. So a
+member that dies, hangs or leaves blocks the others until they receive a new order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_tlt.spot.types import Advice, Directive, MemberProgress, Report, S
 
 LATENCY_S = 0.005
 SETTLED_AFTER_S = 40.0
-"""Simulated seconds after the last fault by which everything must have come to its end."""
+"""Simulated seconds after the last fault within which everything must end."""
 _RETRY_S = 0.4
 
 
@@ -28,8 +28,8 @@ _RETRY_S = 0.4
 class Faults:
     """Shares of messages: ``lost``; ``duplicated``; ``reordered``, by up to 0.4 s; ``delayed``, by up to 3 s.
 
-    ``mishaps`` is the share of histories each with a replica that dies, a rank that hangs in training, one that is
-    needed elsewhere for a while, one that gives training up, ranks cut off from the coordinator.
+    ``mishaps`` is the share of histories for each kind: a replica dies, a rank hangs in training, a rank is needed
+    elsewhere for a while, a rank gives up training, ranks are cut off from the coordinator.
     """
 
     lost: float = 0.0
@@ -96,7 +96,7 @@ class Simulation:
         self._ended = False
 
     def run(self) -> History:
-        """To its end: all living ranks know that the last rollout is over, or too much time has passed."""
+        """Runs until all living ranks know that the last rollout is over, or too much time has passed."""
         for rank in self.ranks:
             self._at(self._random.random() * self.config.heartbeat_s, self._heartbeat, rank)
         self._begin_rollouts(0)
@@ -119,7 +119,7 @@ class Simulation:
         heapq.heappush(self._queue, (when, self._pushed, action, arguments))
 
     def _travel(self, rank: SimulatedRank, deliver: Callable[..., None], *message: object) -> None:
-        """Deliver a message from or to a rank: once, never, twice, late."""
+        """Delivers a message from or to a rank: once, never, twice, or late."""
         faults, rng = self._faults, self._random
         latency = LATENCY_S
         if self._now < self._good_from:
@@ -174,7 +174,7 @@ class Simulation:
             self._act(rank)
 
     def _act(self, rank: SimulatedRank) -> None:
-        """The loop of a released rank, as the trainer's."""
+        """The loop of a released rank, like the trainer's."""
         follower = rank.follower
         if rank.busy or rank.done or rank.dead or self._now < rank.hangs_until:
             return

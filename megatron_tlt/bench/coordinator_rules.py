@@ -1,4 +1,4 @@
-"""What must hold in every simulated history of the coordinator, held against what is so in the simulated world."""
+"""Rules that must hold in every simulated history of the coordinator, checked against the simulated world."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_tlt.spot.session import Session
 from megatron_tlt.spot.types import NO_RL_STEP, Directive, MemberProgress, ReplicaState, SessionOrder
 
 GRACE_S = 1.0
-"""Simulated seconds within which, on a good network, an idle replica is in the session and a session gets on."""
+"""Simulated seconds, on a good network, within which an idle replica joins the session and a session progresses."""
 LONGEST_TRIP_S = 3.5
 
 
 @dataclass
 class History:
-    """What happened in one: ``violations`` are sentences, none if all is well."""
+    """Results of one history: ``violations`` are sentences, empty if all rules hold."""
 
     seed: int
     violations: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class History:
 
 @dataclass(eq=False)
 class SimulatedRank:
-    """One rank, as it really is."""
+    """One rank's true state."""
 
     number: int
     replica: int
@@ -36,23 +36,23 @@ class SimulatedRank:
     entries: int
     busy: bool = True
     free_since: float | None = None
-    """When it was released, while nothing else needs it."""
+    """Time of its release, while nothing else needs it."""
     done: bool = False
-    """With this RL step, waiting for the others in the collective that comes next."""
+    """Finished with this RL step, waiting for the others in the next collective."""
     dead: bool = False
     hangs_until: float = 0.0
     cut_off_until: float = 0.0
     computes: MemberProgress | None = None
     left: MemberProgress | None = None
-    """Where it was when it last left a group."""
+    """Its place when it last left a group."""
     version: int = 0
     newest: Directive | None = None
-    """Of those that reached it."""
+    """The newest directive that reached it."""
     entered: set[str] = field(default_factory=set)
 
 
 class Rules:
-    """Told of every event; notes in the history which rule it breaks."""
+    """Receives every event, and records broken rules in the history."""
 
     def __init__(
         self, history: History, coordinator: Coordinator, ranks: list[SimulatedRank], replicas: int, *, good: bool
@@ -81,7 +81,7 @@ class Rules:
             rank.newest = directive
         told = rank.follower.rollout_over(rank.follower.rl_step)
         if told and rank.follower.rl_step > self._over:
-            self.violated(f"rank {rank.number} takes rollout {rank.follower.rl_step} for over, which it is not")
+            self.violated(f"rank {rank.number} treats rollout {rank.follower.rl_step} as over, but it is not")
 
     def entered(self, rank: SimulatedRank, order: SessionOrder) -> None:
         """A rank entered the group of an order."""
@@ -100,7 +100,7 @@ class Rules:
         self._progress_at = self.now
 
     def trained(self, place: MemberProgress) -> None:
-        """A step of a group is done."""
+        """A group completed a step."""
         if self._trained_under.setdefault((place.session, place.step), place.generation) != place.generation:
             self.violated(f"step {place.step} of session {place.session} was trained under two generations")
         self._progress_at = self.now
@@ -108,11 +108,11 @@ class Rules:
     # What the coordinator does
 
     def decided(self) -> None:
-        """The coordinator has handled an event."""
+        """The coordinator handled an event."""
         coordinator = self._coordinator
         if coordinator.rollout_over and coordinator.rl_step > self._over:
             self._declared_over()
-        # a rank in the next one is proof enough
+        # a rank in the next rollout is sufficient proof
         self._over = max(self._over, coordinator.rl_step - (not coordinator.rollout_over))
         session = coordinator.session
         if session is None:
@@ -159,7 +159,7 @@ class Rules:
     # What has to happen in time
 
     def watch(self) -> None:
-        """From time to time: sessions get on or are cut off; on a good network, nobody idle is left out."""
+        """Periodic: sessions progress or are cut off; on a good network no idle replica is left out."""
         session = self._coordinator.session
         still = self.now - max(self._progress_at, session.started_at) if session is not None else 0.0
         longest = GRACE_S if self._good else self._config.session_timeout_s + LONGEST_TRIP_S

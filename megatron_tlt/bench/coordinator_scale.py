@@ -1,4 +1,4 @@
-"""The coordinator's state machine under very many simulated replicas: how long it takes over each report."""
+"""The coordinator's state machine with very many simulated replicas: its time per report."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_tlt.spot.types import Advice, Directive, Report
 
 HEARTBEAT_S = 5
 STEP_S = 3
-"""Of a training step; everything happens at full simulated seconds."""
+"""Duration of a training step; all events occur at whole simulated seconds."""
 _SETTLED_AFTER_S = 120
 
 
 @dataclass
 class Load:
-    """What one simulated rollout asked of the machine: seconds of each ``handle`` (real), directives, what is left."""
+    """Load of one simulated rollout: real seconds of each ``handle``, directives, unsettled ranks."""
 
     seconds: list[float] = field(default_factory=list)
     directives: int = 0
@@ -73,7 +73,7 @@ class _SimulatedRollout:
         self._directives = _Channel(faults, self._random)
 
     def exchange(self, reporting: Iterable[Follower]) -> None:
-        """One second: reports go up, directives come down."""
+        """One second: reports go to the coordinator, directives to the ranks."""
         self.now += 1
         told: list[Directive] = []
         reports: list[Report] = self._reports.carry([rank.report() for rank in reporting])
@@ -88,7 +88,7 @@ class _SimulatedRollout:
             self.ranks[directive.rank].hear(directive, self.now)
 
     def act(self) -> list[Follower]:
-        """Ranks that have something to say: all with their heartbeat, those that train at their steps."""
+        """Ranks that send a report: all with their heartbeats, training ranks at their steps."""
         changed = []
         for rank in self.ranks:
             advice = rank.advice(self.now)
@@ -125,5 +125,5 @@ class _SimulatedRollout:
 
 
 def play_rollout(replicas: int, faults: Faults, seed: int, seconds: int = 40) -> Load:
-    """A rollout of ``seconds`` (simulated), in which replicas of one rank are released one after another and train."""
+    """Simulates a rollout of ``seconds`` seconds; replicas of one rank are released one after another and train."""
     return _SimulatedRollout(replicas, faults, seed).run(seconds)

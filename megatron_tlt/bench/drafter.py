@@ -1,4 +1,4 @@
-"""Acceptance in the real engine while the policy moves: n-grams, a drafter that stays as it was, ones that adapt."""
+"""Acceptance in the real engine while the policy changes: n-grams, a frozen drafter, adapted drafters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron_tlt.observe.environment import describe_environment
 
 LOSSES = ("eagle", "kl", "tv")
 MORE = "more"
-"""The arm that gets as many further steps on as many new responses as the adapted ones, all of the first policy."""
+"""The arm with as many further steps and new responses as the adapted ones, all from the first policy."""
 ADAPTED = 1.2
-"""Acceptance length of an adapted drafter over the frozen one's at the end that is wanted."""
+"""Target ratio of an adapted drafter's acceptance length to the frozen one's at the end."""
 WEIGHTED = ", reward-weighted"
 _GIVEN = (
     *("steps", "session_steps", "warm_steps", "warm_problems", "drafts", "lr", "entries", "unroll", "problems"),
@@ -39,20 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--more",
         action="store_true",
-        help="a drafter that gets as many steps on new responses of the first policy",
+        help="a drafter with as many steps on new responses of the first policy",
     )
     parser.add_argument(
-        "--head", type=Path, help="folder of a trained drafter that all start with, instead of a warm-up"
+        "--head", type=Path, help="folder of a trained drafter from which all start (default: a warm-up)"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="one whole run each")
-    parser.add_argument("--steps", type=int, default=10, help="of reinforcement learning")
-    parser.add_argument("--session-steps", type=int, default=60, help="drafter steps in each of them")
-    parser.add_argument("--warm-steps", type=int, default=400, help="drafter steps before the first")
-    parser.add_argument("--warm-problems", type=int, default=384, help="responses that these learn from")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds, one run each")
+    parser.add_argument("--steps", type=int, default=10, help="number of RL steps")
+    parser.add_argument("--session-steps", type=int, default=60, help="drafter steps per RL step")
+    parser.add_argument("--warm-steps", type=int, default=400, help="drafter steps before the first RL step")
+    parser.add_argument("--warm-problems", type=int, default=384, help="number of responses for the warm-up")
     parser.add_argument("--drafts", type=int, default=3, help="draft tokens per step (K)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of the drafters")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the drafters")
     parser.add_argument("--entries", type=int, default=16, help="responses per drafter step")
-    parser.add_argument("--unroll", type=int, help="drafts trained behind one another (default: the drafter's)")
+    parser.add_argument("--unroll", type=int, help="successive drafts that are trained (default: the drafter's)")
     parser.add_argument("--problems", type=int, default=64, help="held-out problems, one sampled response each")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per drafter, seed and RL step; targets by drafter and loss, over the seeds.
 
     Raises:
-        ConfigError: the model is not there yet, or a head is given for drafters of several kinds.
+        ConfigError: the model does not exist yet, or a head is given for drafters of several kinds.
     """
     if arguments.head is not None and len(arguments.kinds) > 1:
         raise ConfigError(

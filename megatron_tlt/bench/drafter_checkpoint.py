@@ -1,4 +1,4 @@
-"""How long a drafter's checkpoint holds up its training: all of it at once, in the background, only what is trained."""
+"""Time that a drafter's checkpoint blocks its training: all at once, in the background, only trained tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SYNC, ASYNC, OURS = "sync full", "async full", "selective async"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hidden-size", type=int, default=896, help="all sizes are Qwen2.5-0.5B's unless given")
+    parser.add_argument("--hidden-size", type=int, default=896, help="default sizes are those of Qwen2.5-0.5B")
     parser.add_argument("--intermediate-size", type=int, default=4864)
     parser.add_argument("--heads", type=int, default=14)
     parser.add_argument("--key-value-heads", type=int, default=2)
@@ -41,21 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=24, help="tokens of a training step")
     parser.add_argument("--steps", type=int, default=2, help="training steps between checkpoints, at least")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats")
-    parser.add_argument("--dir", type=Path, help="where to write the checkpoints; a temporary folder if not given")
+    parser.add_argument("--dir", type=Path, help="folder for the checkpoints (default: a temporary folder)")
 
 
 class _Way(Protocol):
-    """A way to save; its two calls are what training sees of it."""
+    """A method of saving; training depends only on its two calls."""
 
     def save(self, version: int, payload: Payload) -> None:
-        """Training stands still meanwhile."""
+        """Saves; training is blocked during the call."""
 
     def done(self) -> bool:
-        """Whether the checkpoint is on the disk."""
+        """Whether the checkpoint is on disk."""
 
 
 class _AtOnce:
-    """Training waits until the file is on the disk; the file of before is removed behind the clock's back."""
+    """Training waits until the file is on disk; the previous file is removed outside the timing."""
 
     def __init__(self, folder: Path, write: Callable[[Mapping[str, torch.Tensor], Path], None]) -> None:
         folder.mkdir()
@@ -74,7 +74,7 @@ class _AtOnce:
 
 
 class _InBackground:
-    """The checkpointer of a session."""
+    """A session's checkpointer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -89,7 +89,7 @@ class _InBackground:
         return self._checkpointer.wait(0.0)
 
     def check(self) -> None:
-        """Raises RunError where what was saved last is not on the disk."""
+        """Raises RunError if the last save is not on disk."""
         self._checkpointer.close()
         found = newest(self._folder, KIND)
         on_disk = None if found is None else (found.payload.header["version"], set(found.payload.tensors))
@@ -119,11 +119,11 @@ WRITERS = {
     "torch.save without checksums": _torch_save_without_checksums,
     "safetensors": _safetensors,
 }
-"""How a naive trainer may write its file: the best of these counts."""
+"""How a naive trainer may write its file; the best of these counts."""
 
 
 class _Training:
-    """A drafter and the steps that it takes, always the same."""
+    """A drafter and its training steps, always the same."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         architecture = LlamaConfig(
@@ -139,7 +139,7 @@ class _Training:
         embedding, head = (torch.randn(shape, generator=generator).mul_(0.02).bfloat16() for _ in range(2))
         self._shared = SharedWeights(embedding, head)
         model = build_drafter(architecture, "eagle", self._shared)
-        # nothing can be learned from noise: any other loss would stay above ln V, which ends a training
+        # noise cannot be learned: any other loss would stay above ln V, which ends training
         config = DrafterConfig(
             kind="eagle", unroll_steps=1, lr=1e-6, loss=DrafterLossConfig(name="tv", regression_weight=0.5)
         )
@@ -158,7 +158,7 @@ class _Training:
         return payload_of(self._trainer.state, {})
 
     def full(self) -> Payload:
-        """With what a trainer has that saves whole modules, embedding and LM head among them."""
+        """Everything that a trainer saves with whole modules, including embedding and LM head."""
         trained = self.selective()
         shared = {"embed_tokens.weight": self._shared.embedding, "lm_head.weight": self._shared.head}
         return replace(trained, tensors={**trained.tensors, **shared})
@@ -178,7 +178,7 @@ class _Training:
 
 @dataclass
 class _Case:
-    """A way to save, what it saves, and what was measured of it: seconds, entry i of each list is checkpoint i."""
+    """A method of saving, its contents, and its measurements in seconds; entry i of each list is checkpoint i."""
 
     way: _Way
     payload: Callable[[], Payload]
@@ -188,7 +188,7 @@ class _Case:
     beside: list[list[float]] = field(default_factory=list)
 
     def measure(self, training: _Training, steps: int) -> None:
-        """Steps alone, one checkpoint, then steps until it is on the disk."""
+        """Measures steps alone, one checkpoint, then steps until it is on disk."""
         training.alone_s += [training.step() for _ in range(steps)]
         began = time.perf_counter()
         payload = self.payload()
@@ -202,15 +202,15 @@ class _Case:
         self.nbytes = sum(tensor.nbytes for tensor in payload.tensors.values())
 
     def lost(self, step_alone_s: float) -> list[float]:
-        """What each checkpoint cost training: standing still, and going slower while it was written."""
+        """Training time lost per checkpoint: blocked, and slower while it was written."""
         slower = [sum(steps) - len(steps) * step_alone_s for steps in self.beside]
         return [stall + more for stall, more in zip(self.stalls, slower, strict=True)]
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per way to save; the target is held against the best of the ways to save everything at once.
+    """A row per method of saving; the target compares with the best method of saving everything at once.
 
-    A first round is left out: it finds no staging memory, and training no optimizer state.
+    The first round is not counted: it has no staging memory yet, and training has no optimizer state.
     """
     with (
         tempfile.TemporaryDirectory(dir=arguments.dir) as folder,

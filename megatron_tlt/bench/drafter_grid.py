@@ -1,4 +1,4 @@
-"""How fast drafters of every kind, rate, unrolling, loss and vocabulary learn, by seconds of training."""
+"""Learning speed of drafters by kind, learning rate, unrolling, loss and vocabulary, over seconds of training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_tlt.observe.progress import Progress
 from megatron_tlt.platform.device import initialize_distributed, prepare
 
 HELD_OUT = 8
-"""Each so-manieth response."""
+"""Every n-th response is held out."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=4, help="that these are divided into, all taking turns")
     parser.add_argument("--problems", type=int, default=96, help="one sampled response each")
     parser.add_argument("--entries", type=int, default=4, help="responses per step")
-    parser.add_argument("--depth", type=int, default=5, help="drafts in a row that are evaluated")
+    parser.add_argument("--depth", type=int, default=5, help="successive drafts that are evaluated")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
 
 
 @dataclass
 class _GridArm:
-    """One point of the grid: its trainer, the seconds it had, and what came of them."""
+    """One point of the grid: its trainer, its training time, and its results."""
 
     name: dict[str, Any]
     trainer: DrafterTrainer
@@ -62,7 +62,7 @@ class _GridArm:
     history: list[tuple[float, int, float]] = field(default_factory=list)
 
     def train(self, entries: Sequence[Entry], count: int, until_s: float, draw: random.Random) -> None:
-        """Steps on random entries until it has had so many seconds, or goes wrong."""
+        """Trains on random entries until its time is used or training fails."""
         while self.seconds < until_s and self.outcome not in FAILURES:
             began = time.perf_counter()
             self.outcome = self.trainer.train_step(draw.sample(list(entries), count)).outcome
@@ -122,14 +122,14 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per point of the grid: held-out teacher-forced acceptance length by seconds of training.
 
     Raises:
-        ConfigError: the model is not there yet, or too few responses are asked for.
+        ConfigError: the model does not exist yet, or too few responses are requested.
     """
     if arguments.problems < HELD_OUT * 2:
         raise ConfigError(f"--problems is {arguments.problems}; allowed: at least {HELD_OUT * 2}")
     config = load_config(arguments.config, [])
     folder = arguments.model or model_folder(config)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: no model there; `tlt train {arguments.config}` builds it, or give --model")
+        raise ConfigError(f"{folder}: no model; `tlt train {arguments.config}` builds it, or give --model")
     prepare()
     initialize_distributed()
     torch.set_num_threads(arguments.threads)

@@ -1,4 +1,4 @@
-"""Drafter training steps on a long-tailed batch: packed, against three ways of padding, and whether gradients agree."""
+"""Drafter training on a long-tailed batch: packed against three ways of padding, with a comparison of gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WHOLE, IN_ORDER, SORTED = (
     "padded, in order, by tokens",
     "padded, sorted, by tokens",
 )
-"""Padded to the longest of so many neighbours; of as many neighbours as fit a bound; of like lengths within a bound."""
+"""Padded to the longest of: a fixed number of neighbours; neighbours within a bound; similar lengths within a bound."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _PaddedContext(UnrolledContext):
-    """Attention over a rectangle of B equal rows; what stands right of a row's end is never seen by what is in it."""
+    """Attention over a rectangle of B equal rows; positions right of a row's end are never visible to the row."""
 
     def attend(self, q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
         shape, repeats = (len(self.lengths), self.lengths[0]), q_TND.shape[1] // k_TGD.shape[1]
@@ -85,13 +85,13 @@ _PADDED: dict[Kind, type[DraftModel]] = {"eagle": _PaddedEagle, "eagle3": _Padde
 
 
 class _Rectangle(Pack):
-    """A padded micro-batch: the LM head runs at every place, and a mask takes the loss where there is a draft."""
+    """A padded micro-batch: the LM head runs at every position, and a mask limits the loss to drafts."""
 
     def rows(self, step: int) -> torch.Tensor:
         return torch.arange(len(self.anchors_T))
 
     def drafts(self, step: int) -> torch.Tensor:
-        """1 where there is a draft, (T)."""
+        """1 at positions with a draft, (T)."""
         return ((self.anchors_T >= self.first_T) & (self.anchors_T + 2 + step <= self.last_T)).float()
 
 
@@ -114,7 +114,7 @@ def _groups(form: str, setting: int, lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _PaddedTrainer(DrafterTrainer):
-    """Trains on rectangles; everything behind the forming of micro-batches is the product's."""
+    """Trains on rectangles; everything after the forming of micro-batches is the product's."""
 
     form, setting = WHOLE, 1
 
@@ -139,14 +139,14 @@ class _PaddedTrainer(DrafterTrainer):
         self, pack: Pack, step: int, rows: torch.Tensor, head_input: torch.Tensor, features: torch.Tensor
     ) -> Drafted:
         assert isinstance(pack, _Rectangle)
-        # the places beyond the last row's end have no target beside them
+        # positions beyond the last row's end have no target
         inside = replace(pack, anchors_T=pack.anchors_T.clamp(max=len(pack.token_ids_S) - 2 - step))
         drafted = super()._drafted(inside, step, rows, head_input, features)
         return replace(drafted, weights_R=drafted.weights_R * pack.drafts(step))
 
 
 def _entries(count: int, longest: int, width: int) -> list[Entry]:
-    """Long-tailed sequences with random features: what they hold does not matter to speed."""
+    """Long-tailed sequences with random features: the contents do not affect speed."""
     generator = torch.Generator().manual_seed(0)
     samples = long_tailed_samples(count, longest)
     return [
@@ -163,9 +163,9 @@ def _entries(count: int, longest: int, width: int) -> list[Entry]:
 
 
 def _trainers(target: Path, kind: Kind, arguments: argparse.Namespace) -> dict[tuple[str, int], DrafterTrainer]:
-    """One for each form and setting, all with the same weights, which a step leaves as they are."""
+    """One trainer per form and setting, with equal weights, which a step does not change."""
     model = drafter_from_target(target, kind, seed=1)
-    model.from_target = False  # or the first step scales its start to the data, which is noise here: to nothing
+    model.from_target = False  # else the first step scales the initial weights to the data, here noise: to zero
     _fill_zeros(model)
     padded = _PADDED[kind](model.config, model.shared)
     padded.load_state_dict(model.state_dict())
@@ -192,7 +192,7 @@ def _trainers(target: Path, kind: Kind, arguments: argparse.Namespace) -> dict[t
 
 @torch.no_grad()
 def _fill_zeros(model: torch.nn.Module) -> None:
-    """A head starts with output projections of zero, behind which no weight has a gradient to compare."""
+    """Fills the output projections, which start at zero and would make all other gradients zero."""
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if not parameter.any():
@@ -216,10 +216,10 @@ def _positions(trainer: DrafterTrainer, entries: Sequence[Entry]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per kind of drafter and way of padding, each form at the setting that suits it best.
+    """A row per kind of drafter and way of padding, each form with its best setting.
 
-    Batches of neighbours padded to their longest are what public drafter trainers do, the LM head over padding
-    included; the target is held against them. Packing wins less against micro-batches of like lengths.
+    Public drafter trainers pad batches of neighbours to their longest, and run the LM head over the padding; the target
+    compares with these. The gain over micro-batches of similar lengths is smaller.
     """
     result = BenchmarkResult(environment=describe_environment(), name="drafter-packing")
     with tempfile.TemporaryDirectory() as name:

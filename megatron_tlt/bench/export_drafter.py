@@ -1,4 +1,4 @@
-"""A drafter that was warmed up and exported here, served by stock vLLM: is it as good there?"""
+"""Compares a drafter in our engine with its export served by stock vLLM."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--target-steps", type=int, default=300, help="steps that the target is trained on the chain")
     parser.add_argument("--steps", type=int, default=100, help="steps of the drafter's warm-up")
-    parser.add_argument("--prompts", type=int, default=64, help="greedy responses that are compared")
+    parser.add_argument("--prompts", type=int, default=64, help="number of greedy responses to compare")
     parser.add_argument("--depth", type=int, default=3, help="num_speculative_tokens")
-    parser.add_argument("--model", type=Path, help="a target of yours, with --drafter, instead of one made here")
-    parser.add_argument("--drafter", type=Path, help="what tlt export-drafter wrote for it")
+    parser.add_argument("--model", type=Path, help="your own target, with --drafter (default: made here)")
+    parser.add_argument("--drafter", type=Path, help="its drafter, written by tlt export-drafter")
     parser.add_argument(
-        "--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="whose held-out problems it then gets"
+        "--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="config of its held-out problems"
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for stock vLLM")
 
 
 def chain(count: int, length: int, seed: int) -> torch.Tensor:
-    """Sequences (count, length) whose next token is a table's, by the last token and the one before it modulo 4.
+    """Sequences (count, length); the next token is from a table, by the last token and the one before it modulo 4.
 
-    One token in ten is drawn evenly instead.
+    One token in ten is drawn uniformly instead.
     """
     table = torch.randint(0, VOCAB, (VOCAB, 4), generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def chain(count: int, length: int, seed: int) -> torch.Tensor:
 
 
 def write_chain_target(folder: Path, steps: int) -> float:
-    """A model of 0.2 million weights that was trained on the chain; returns its last loss."""
+    """Trains a model of 0.2 million weights on the chain; returns its last loss."""
     write_tiny_model("qwen2-untied", folder, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -93,7 +93,7 @@ def write_chain_target(folder: Path, steps: int) -> float:
 
 @torch.no_grad()
 def _responses(target: Path, count: int) -> list[Pair]:
-    """Sampled by the target."""
+    """Responses sampled by the target."""
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ def _responses(target: Path, count: int) -> list[Pair]:
 
 
 def _warmed_up(target: Path, kind: Kind, pairs: list[Pair], folder: Path, steps: int) -> Path:
-    """The exported folder of a drafter that was warmed up in ``folder``."""
+    """Warms a drafter up in ``folder``; returns its exported folder."""
     model = drafter_from_target(target, kind, seed=1)
     states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
     plan = WarmupPlan(steps=steps)
@@ -117,7 +117,7 @@ def _warmed_up(target: Path, kind: Kind, pairs: list[Pair], folder: Path, steps:
 
 @dataclass(frozen=True)
 class _Served:
-    """A target and its drafter, and the prompts that both engines get."""
+    """A target and its drafter, and the prompts for both engines."""
 
     target: Path
     drafter: Path
@@ -125,7 +125,7 @@ class _Served:
     prompts: list[list[int]]
     depth: int
     stop_ids: tuple[int, ...] = ()
-    """End a response in both engines; without any, each has all its tokens."""
+    """End tokens of a response in both engines; without any, each response has maximum length."""
 
     @property
     def longest_prompt(self) -> int:
@@ -133,12 +133,12 @@ class _Served:
 
     @property
     def max_model_len(self) -> int:
-        """Where a request comes within K tokens of it, vLLM stops drafting for the whole batch."""
+        """vLLM stops drafting for the whole batch if a request comes within K tokens of this length."""
         return self.longest_prompt + RESPONSE + 48
 
 
 def _inside(served: _Served) -> dict[str, Any]:
-    """In this package's engine; the same fields as from stock vLLM."""
+    """Results of this package's engine; the same fields as for stock vLLM."""
     options = {"dtype": "float32", "max_num_seqs": 32, "max_model_len": served.max_model_len}
     rollout = RolloutConfig(max_prompt_tokens=served.longest_prompt, max_response_tokens=RESPONSE, vllm=options)
     speculation = SpeculationConfig(drafter=served.kind, path=served.drafter, num_speculative_tokens=served.depth)
@@ -152,10 +152,10 @@ def _inside(served: _Served) -> dict[str, Any]:
 
 
 def _outside(served: _Served, timeout_s: float) -> dict[str, Any]:
-    """In a Python that is not told where this project is, from a folder of its own.
+    """Runs stock vLLM in a Python without this project on its path, in a separate folder.
 
     Raises:
-        RunError: it failed, ran past ``timeout_s``, or imported this project all the same.
+        RunError: it failed, exceeded ``timeout_s``, or imported this project nevertheless.
     """
     with tempfile.TemporaryDirectory() as name:
         away = Path(name)
@@ -172,7 +172,7 @@ def _outside(served: _Served, timeout_s: float) -> dict[str, Any]:
             json.dumps(served.stop_ids),
             "out.json",
         ]
-        # what this process has set for its own engine is nothing that a user of stock vLLM would have
+        # a user of stock vLLM would not have the variables that this process set for its own engine
         own = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHDYNAMO_DISABLE")
         environment = {key: value for key, value in os.environ.items() if key not in own}
         command = [sys.executable, str(worker), *map(str, values)]
@@ -192,16 +192,16 @@ def _outside(served: _Served, timeout_s: float) -> dict[str, Any]:
 
 
 def acceptance_length(found: dict[str, Any]) -> float:
-    """Tokens per verification; a response's first token comes from its prompt, without one.
+    """Tokens per verification, without a response's first token, which comes from its prompt.
 
-    From drafts and tokens alone: engines count what was accepted behind a response's end differently.
+    Computed from drafts and tokens alone: engines count drafts accepted beyond a response's end differently.
     """
     tokens = sum(len(ids) - 1 for ids in found["tokens"])
     return tokens / found["drafts"] if found["drafts"] else 1.0
 
 
 def _chain_cases(arguments: argparse.Namespace, root: Path) -> Iterator[tuple[_Served, dict[str, Any]]]:
-    """A drafter of each kind for a target that was trained on the chain, and what its training showed."""
+    """A drafter of each kind for a target trained on the chain, and its training results."""
     loss = write_chain_target(root / "target", arguments.target_steps)
     pairs = _responses(root / "target", 200)
     prompts = chain(arguments.prompts, PROMPT, seed=2 * 10**6).tolist()
@@ -219,7 +219,7 @@ def _chain_cases(arguments: argparse.Namespace, root: Path) -> Iterator[tuple[_S
 
 
 def _own_case(arguments: argparse.Namespace) -> tuple[_Served, dict[str, Any]]:
-    """The target and the drafter of the command line, on held-out problems of the config."""
+    """The command line's target and drafter, on held-out problems of the config."""
     if len(arguments.kinds) != 1:
         raise ConfigError(f"--kinds: found {' '.join(arguments.kinds)}; allowed with --drafter: its own alone")
     config = load_config(arguments.config, ALONE)
@@ -235,7 +235,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per drafter: greedy responses to the same prompts in this package's engine and in stock vLLM.
 
     Raises:
-        ConfigError: a model without a drafter or the other way round, or a drafter of several kinds.
+        ConfigError: a model is given without a drafter or vice versa, or a drafter for several kinds.
     """
     if (arguments.model is None) != (arguments.drafter is None):
         raise ConfigError("--model and --drafter: found one; allowed: both or none")

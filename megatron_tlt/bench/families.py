@@ -1,4 +1,4 @@
-"""Every family against transformers: logits in one process and split over four, and weights out and in again."""
+"""Every family against transformers: logits in one process and over four, and a round trip of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
 from megatron_tlt.observe.environment import describe_environment
 
-# The experts of a mixture lie whole on one of two tensor-parallel ranks each; dense models leave those keys out.
+# Each expert of a mixture is whole on one of two tensor-parallel ranks; dense models drop those keys.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2xPP2(xEP2)": (

@@ -1,4 +1,4 @@
-"""What a head's drafts are worth behind steps that it took no part in."""
+"""Acceptance of a head's drafts after engine steps without the head."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--gaps", type=int, nargs="+", default=[4, 16, 64], help="engine steps without the head")
     parser.add_argument("--drafting", type=int, default=4, help="engine steps with it, after each gap")
-    parser.add_argument("--requests", type=int, default=64, help="of one rollout")
-    parser.add_argument("--repeats", type=int, default=3, help="with other seeds each")
+    parser.add_argument("--requests", type=int, default=64, help="requests per rollout")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats, each with its own seed")
     parser.add_argument("--drafts", type=int, default=3, help="draft tokens per step (K)")
     parser.add_argument("--warm-problems", type=int, default=384, help="responses that heads learn from")
-    parser.add_argument("--warm-steps", type=int, default=600, help="of their training")
+    parser.add_argument("--warm-steps", type=int, default=600, help="training steps of the heads")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for all of it")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for the whole benchmark")
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per kind, gap and arm: acceptance lengths of the repeats, and their ratio to those without a gap.
 
     Raises:
-        ConfigError: the model is not there yet.
-        RunError: the process that measures failed.
+        ConfigError: the model does not exist yet.
+        RunError: the measuring process failed.
     """
     result = BenchmarkResult(environment=describe_environment(), name="gap")
     own = set(vars(arguments)) - {"config", "model", "timeout", "json"}
@@ -61,5 +61,5 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         )
     for kind in arguments.kinds:
         ratios = [row["over_no_gap"]["ratio"] for row in result.rows if (row["kind"], row["arm"]) == (kind, "filled")]
-        result.target(f"{kind}: acceptance length behind a filled gap over none, lowest", min(ratios), ">=", 0.97)
+        result.target(f"{kind}: acceptance length after a filled gap over none, lowest", min(ratios), ">=", 0.97)
     return result

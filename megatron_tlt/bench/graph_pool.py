@@ -1,4 +1,4 @@
-"""CUDA graphs of a set of strategies: one alone, all naively, all bucketed; modelled, and measured where a GPU is."""
+"""CUDA graphs of a set of strategies: one alone, all naively, all bucketed; modelled, and measured with a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_tlt.speculation.strategy import Strategy
 
 WORKER = Path(__file__).parent / "workers" / "graph_memory.py"
 MEASURED_FOR_S = 900
-# a margin around the published figure that was not fitted on
+# tolerance around the published figure that was not used in the fit
 PREDICTION_WITHIN = 0.05
 
 
@@ -39,25 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Strategy.parse,
         nargs="+",
         default=[Strategy("eagle", k) for k in (7, 5, 3, 1)],
-        help="chains as vLLM runs them, beside the published strategies",
+        help="chains as vLLM runs them, in addition to the published strategies",
     )
     parser.add_argument("--starts", type=int, nargs="+", default=[1, 2, 5, 21], help="first batch of each bucket")
     parser.add_argument("--threshold", type=int, default=32, help="largest batch that speculates")
     parser.add_argument("--max-batch", type=int, default=256, help="largest batch with a graph")
     parser.add_argument(
-        "--measure", choices=("auto", "never"), default="auto", help="capture the chains' plans where a GPU is"
+        "--measure", choices=("auto", "never"), default="auto", help="capture the chains' plans if there is a GPU"
     )
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """Rows for Llama-3-8B, per rank at TP4: the published strategies, then chains as vLLM runs them.
 
-    ``basis`` says what a modelled figure is worth: fitted on the published one of its row, or predicted. So the ratio
-    in the published setting is mostly the published ratio; the chains' is a prediction. Measured figures are of one GPU
-    at TP1, against ``modelled_tp1_gb``; vLLM shares target graphs of equal verify size in the naive plan too.
+    ``basis`` is the origin of a modelled figure: fitted to the published one of its row, or predicted. So the ratio in
+    the published setting is mostly the published ratio; the chains' is a prediction. Measured figures are of one GPU at
+    TP1, compared with ``modelled_tp1_gb``; vLLM shares target graphs of equal verify size in the naive plan too.
 
     Raises:
-        ValueError: strategies, starts and threshold that do not go together.
+        ValueError: strategies, starts and threshold are inconsistent.
     """
     published = load_published()
     sizes = capture_sizes(arguments.max_batch)
@@ -103,7 +103,7 @@ def _row(setting: str, kind: str, plan: GraphPlan, published: PublishedSetting) 
 
 
 def _unmeasurable() -> str:
-    """Why nothing can be captured here; empty where it can."""
+    """Why nothing can be captured here; empty if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -120,7 +120,7 @@ def _unmeasurable() -> str:
 
 
 def _measure(plan: GraphPlan, model: ModelDimensions) -> dict[str, Any]:
-    """Capture a plan in an engine of its own process; a failure is said in the row."""
+    """Captures a plan in an engine of its own process; a failure is noted in the row."""
     most = max(graph.batch for graph in plan.graphs)
     tokens = max(8192, *(graph.num_tokens for graph in plan.graphs))
     job = {

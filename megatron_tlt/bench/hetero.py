@@ -31,19 +31,19 @@ _METHODS: dict[str, Callable[[CostModel, int, int], HeteroSearchResult]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--instances", type=int, default=60, help="small clusters that can hold their step")
-    parser.add_argument("--first-instance", type=int, default=0, help="number of the first; others are other clusters")
+    parser.add_argument("--instances", type=int, default=60, help="number of feasible small clusters")
+    parser.add_argument("--first-instance", type=int, default=0, help="number of the first cluster")
     parser.add_argument("--seeds", type=int, default=21, help="runs of each method on 64 devices")
     parser.add_argument("--small-evaluations", type=int, default=4000, help="budget on a small cluster")
     parser.add_argument("--evaluations", type=int, default=3000, help="budget of each method on 64 devices")
-    parser.add_argument("--sequences", type=int, default=2048, help="responses of a step on 64 devices")
+    parser.add_argument("--sequences", type=int, default=2048, help="responses per step on 64 devices")
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Seconds are the cost model's, so none of this is a measurement: a row says how good a plan is under the model.
+    """Compares plans by the cost model's seconds; nothing is measured.
 
-    The budget is a number of plans whose cost is asked for. Random search draws from what the search's populations are
-    drawn from. The plan for equal devices has the best layouts of all, evenly shared, in the devices' listed order.
+    The budget is the number of evaluated plans. Random search draws from the same distribution as the search's initial
+    populations. The plan for equal devices has the best layouts, even shares, and the devices in their listed order.
     """
     result = BenchmarkResult(environment=describe_environment(), name="hetero")
     cluster = mixed_64()
@@ -66,8 +66,10 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
 
 
 def _instance(evaluations: int, seed: int) -> tuple[float, float | None, int] | None:
-    """Search and, where it fits, plan for equal devices over the optimum, and placements looked at for that; None
-    where nothing fits."""
+    """Cost ratios to the optimum and the placements evaluated for it; None if nothing fits.
+
+    The ratios are of the search and, if it fits, of the plan for equal devices.
+    """
     cluster, workflow = small_instance(seed)
     exhaustive = Exhaustive(CostModel(cluster, workflow))
     best = exhaustive.run()
@@ -151,7 +153,7 @@ def _mixed(
 
 
 def _words(found: HeteroSearchResult, workflow: Workflow) -> str:
-    """Such as ``rollout TP4xDP4 + drafter DP8 of 24 | actor PP4xDP5 of 40``."""
+    """For instance ``rollout TP4xDP4 + drafter DP8 of 24 | actor PP4xDP5 of 40``."""
     plan = found.plan
     groups = []
     for group, devices in enumerate(plan.groups):

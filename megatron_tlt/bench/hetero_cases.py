@@ -27,7 +27,7 @@ _SIZES = {
 
 
 def model(name: str) -> ModelSize:
-    """One of Qwen2.5's."""
+    """One of the Qwen2.5 models."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sizes = dict(zip((*keys, "vocab_size", "tie_word_embeddings"), _SIZES[name], strict=True))
     return ModelSize.of(SimpleNamespace(model_type="qwen2", **sizes))

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of parallel layouts against one process, over some optimizer steps of the same model."""
+"""Losses and gradient norms of parallel layouts against one process, over several optimizer steps of one model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LAYOUTS: dict[str, LayoutCase] = {
     "EP2xTP2": LayoutCase(4, EP2 | TP2 | SP, moe=True),
     "EP2xTP2xPP2": LayoutCase(8, EP2 | TP2 | SP | PP2, moe=True),
 }
-"""Dense ones against a dense model in one process, the others against a mixture of experts in one process."""
+"""Dense cases against a dense model in one process, the others against a mixture of experts in one process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

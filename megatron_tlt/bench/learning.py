@@ -1,6 +1,6 @@
 """Reward curves with and without speculation over several seeds: a plot and a test of means; resumable.
 
-The runs are those of ``tlt train``, which goes on where an earlier one ended.
+The runs use ``tlt train``, which resumes an earlier run.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ ARMS: dict[str, list[str]] = {
     "without": ["speculation.enabled=false", "spot=null", "drafter=null"],
 }
 LATE = 1.0 / 3.0
-"""Share of the steps, the last ones, whose training reward is compared."""
+"""Share of the steps, at the end, whose training reward is compared."""
 LEVEL = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the config, for all runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run of each arm for each")
-    parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="where the runs are")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no run is begun later; run again for the rest")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds, one run per arm each")
+    parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="folder of the runs")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no later run; run again for the rest")
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per run; targets: the means of both arms do not differ significantly, at the level of 5 %.
 
     Raises:
-        ConfigError: the config cannot be read, or a run that is there is one under other settings.
+        ConfigError: the config is unreadable, or an existing run has other settings.
         RunError: a run failed.
     """
     steps = load_config(arguments.config, arguments.set).trainer.steps
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
             if _is_done(folder, steps):
                 if changed := compare_resolved(folder / CONFIG_FILE, load_config(arguments.config, chosen)):
                     raise ConfigError(
-                        f"{folder}: a run under other settings: {'; '.join(changed)}; allowed: the same, or another "
+                        f"{folder}: a run with other settings: {'; '.join(changed)}; allowed: the same, or another "
                         "--folder"
                     )
             elif time.monotonic() - began > 60 * arguments.minutes:
@@ -81,7 +81,7 @@ def _is_done(folder: Path, steps: int) -> bool:
 def _train(config: Path, overrides: Sequence[str]) -> None:
     command = [sys.executable, "-m", "megatron_tlt", "train", str(config), *overrides]
     if subprocess.run(command, check=False).returncode:
-        raise RunError(f"learning: a run failed; again with what it says: {' '.join(command[1:])}")
+        raise RunError(f"learning: a run failed; to see its output, run: {' '.join(command[1:])}")
 
 
 def late_reward(run: RunData) -> float:
@@ -94,7 +94,7 @@ def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     """Welch's test of equal means: ``p``, the ``difference`` of the means, and half of its 95 % interval."""
     from scipy import stats
 
-    if len({*a, *b}) == 1:  # the test knows nothing of values without variance
+    if len({*a, *b}) == 1:  # the test is undefined without variance
         return {"p": 1.0, "difference": 0.0, "half_interval": 0.0}
     found = stats.ttest_ind(a, b, equal_var=False)
     interval = found.confidence_interval(1.0 - LEVEL)
@@ -103,7 +103,7 @@ def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
 
 
 def judge(found: Mapping[tuple[str, int], RunData], seeds: Sequence[int]) -> BenchmarkResult:
-    """Rows of the runs that are there, and the tests where all are."""
+    """Rows of the existing runs, and the tests if all exist."""
     result = BenchmarkResult(environment=describe_environment(), name="learning")
     values: dict[str, dict[str, list[float]]] = {"training reward": {}, "held-out pass@1": {}}
     for (arm, seed), data in sorted(found.items()):
@@ -126,7 +126,7 @@ def judge(found: Mapping[tuple[str, int], RunData], seeds: Sequence[int]) -> Ben
 
 
 def plot(found: Mapping[tuple[str, int], RunData]) -> bytes:
-    """The SVG of the runs' curves: each arm's mean over seeds, between its lowest and its highest."""
+    """The SVG of the runs' curves: each arm's mean over seeds, between its minimum and maximum."""
     import io
 
     import matplotlib

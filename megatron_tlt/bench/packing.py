@@ -1,4 +1,4 @@
-"""Optimizer steps on a long-tailed batch: packed against padded, and work balanced against dealt out in turn."""
+"""Optimizer steps on a long-tailed batch: packed against padded, and balanced against round-robin ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_tlt.platform.device import initialize_distributed, prepare
 VOCAB = 128
 PROMPT = 16
 PADDED = ("padded, sorted by length", "padded, in order of arrival")
-"""What packing is compared with; the target is held against the first."""
+"""The compared forms; the target uses the first."""
 PACKED = "packed"
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bounds", type=int, nargs="+", default=[1100, 2048, 4096], help="tokens per micro-batch to try"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks whose shares are timed one by one")
+    parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks, whose shares are timed one by one")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats")
 
 
@@ -49,9 +49,9 @@ def long_tailed_samples(count: int, longest: int, seed: int = 0) -> RolloutBatch
 
 
 def plan_in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Neighbours in the order of arrival, as many as fit ``max_tokens`` when padded to the longest of them.
+    """Groups neighbours in order of arrival, as many as fit ``max_tokens`` when padded to the longest of them.
 
-    Gives lists of indices into ``lengths``; each occurs once, ascending. A sequence above ``max_tokens`` stands alone.
+    Returns lists of indices into ``lengths``; each occurs once, ascending. A sequence above ``max_tokens`` is alone.
     """
     groups: list[list[int]] = []
     for i, length in enumerate(lengths):
@@ -63,7 +63,7 @@ def plan_in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 class _InOrder(Policy):
-    """Forms its micro-batches as the samples come, in one process."""
+    """Forms micro-batches in the order of the samples, in one process."""
 
     def micro_batches(self, batch: RolloutBatch) -> MicroBatches:
         shape = self._batch_shape
@@ -78,11 +78,11 @@ def _policy(folder: Path, bound: int, form: str) -> Policy:
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Every form takes the bound that suits it best; the learning rate is 0, so that all steps do the same work.
+    """Each form uses its best bound; the learning rate is 0, so that all steps do the same work.
 
-    The padded form sorted by length has little padding where a step has many sequences; in order of arrival it has
-    much. A data-parallel rank's share of a step is small, so several sizes are measured; the target is held against
-    the median of the ratios to the sorted form. ``padded_over_packed_positions`` is what the linear layers can gain.
+    The padded form sorted by length has little padding in steps with many sequences; in order of arrival it has much. A
+    data-parallel rank's share of a step is small, so several sizes are measured; the target uses the median of the
+    ratios to the sorted form. ``padded_over_packed_positions`` is an upper bound of the linear layers' gain.
     """
     prepare()
     initialize_distributed()
@@ -145,7 +145,7 @@ def _compare(
 
 
 def _balance(result: BenchmarkResult, policy: Policy, arguments: argparse.Namespace) -> None:
-    """Times each rank's share by itself, one after another on the same core."""
+    """Times each rank's share alone, one after another on the same core."""
     samples = long_tailed_samples(max(arguments.samples), arguments.longest)
     costs = [sequence_cost(length, policy.model.attention_share) for length in samples.lengths]
     ranks = arguments.ranks

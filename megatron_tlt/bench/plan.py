@@ -1,4 +1,4 @@
-"""The planner's predictions against real training: memory of every process, and which layout is faster."""
+"""The planner's predictions against real training: memory of every process, and the order of layouts by speed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron_tlt.planning.machine import CPU, Machine, constants, find_machine
 from megatron_tlt.planning.model_size import ModelSize
 
 WITHIN = 0.15
-# A launch lets glibc keep what is freed, which is faster and is what is timed; what training needs is seen where it is
-# given back at once, in a run of its own.
+# A launch lets glibc keep freed memory, which is faster; this is timed. The memory that training needs is measured in a
+# separate run that returns it at once.
 _GIVEN_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
 RANK_ORDER = 0.8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and what it is trained on: so many sequences of so many tokens, ``rows`` of which are a micro-batch."""
+    """A model and its training data: numbers of sequences and tokens; ``rows`` sequences are a micro-batch."""
 
     sizes: dict[str, int]
     sequences: int
@@ -67,12 +67,12 @@ QUICKSTART = Shape(
     tokens=340,
     rows=6,
 )
-"""The model of launch/quickstart-deterministic.yaml, with micro-batches as full as its."""
+"""The model of launch/quickstart-deterministic.yaml, with micro-batches of the same size."""
 
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A layout of ``processes`` over a shape."""
+    """A layout of ``processes`` for a shape."""
 
     shape: Shape
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -100,14 +100,14 @@ CASES: dict[str, PlanCase] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which ones")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps that are timed, behind one that is not")
-    parser.add_argument("--rounds", type=int, default=1, help="timed rounds of all cases, behind one for memory")
+    parser.add_argument("--steps", type=int, default=2, help="timed optimizer steps, after an untimed one")
+    parser.add_argument("--rounds", type=int, default=1, help="timed rounds of all cases, after one for memory")
     parser.add_argument("--devices", default=CPU, help="a profile of this machine, or its assumed figures")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one case")
 
 
 def job_of_case(case: PlanCase) -> Job:
-    """What the planner is told of a case."""
+    """The planner's input for a case."""
     shape, given = case.shape, case.megatron
     model = ModelSize.of(family_config("qwen2", tie_word_embeddings=True, **shape.sizes))
     actor = ActorJob(
@@ -125,7 +125,7 @@ def job_of_case(case: PlanCase) -> Job:
 
 
 def predicted_bytes(job: Job) -> list[float]:
-    """Of each rank, in their order."""
+    """Predicted bytes of each rank, in rank order."""
     stages = stage_memory(job)
     own = [stage.states + stage.peak_on_cpu + constants()["memory"]["process"] for stage in stages]
     each = job.world // len(stages)
@@ -138,7 +138,7 @@ def predicted_seconds(case: PlanCase, job: Job, machine: Machine) -> float:
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per case; seconds are the median over all rounds, memory that of the process furthest off."""
+    """A row per case; seconds are the median over all rounds, memory is that of the process with the largest error."""
     result = BenchmarkResult(environment=describe_environment(), name="plan")
     machine = find_machine(arguments.devices)
     result.environment["planned_for"] = f"{machine.name}: {machine.source}"

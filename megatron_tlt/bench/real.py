@@ -1,4 +1,4 @@
-"""A real policy's rollouts with all of speculation, against vLLM's own drafters, none, and an oracle; resumable."""
+"""A real policy's rollouts with full speculation, against vLLM's drafters, none, and an oracle; resumable."""
 
 from __future__ import annotations
 
@@ -23,55 +23,53 @@ from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import read_jsonl
 
 STEPS = "RL steps"
-"""The case of whole steps of the launch config, on its own number of ranks."""
+"""The case with whole steps of the launch config, on its own number of ranks."""
 AFTER_UPDATE, IN_BUBBLE = "trained after the update", "trained in the bubble"
 STEP_ARMS = {
     "off": ("speculation.enabled=false", "drafter=null", "spot=null"),
     AFTER_UPDATE: ("spot=null",),
     IN_BUBBLE: (),
 }
-"""What each arm's run changes in the launch config."""
+"""Changes to the launch config for each arm's run."""
 _SETTLE = 2
-"""Steps of each arm that do not count: its tuner knows nothing in the first, and drafts for the first time in it."""
+"""Uncounted first steps of each arm: its tuner has no data in the first, and drafts there for the first time."""
 TUNER = "beg_mab"
 OVERHEAD = 1.01
-"""Time of steps of an engine that could draft over those of one that cannot."""
+"""Step time of an engine that could draft over that of one that cannot."""
 PAIRS = 10
-"""Interleaved repeats of off and the tuner that "never slower" is judged by, at the least."""
+"""Minimum number of interleaved repeats of off and the tuner for judging "never slower"."""
 WANTED = {"batch 1": 2.0, "batch 4": 2.3, "batch 8": 1.9, "batch 16": 1.6}
-"""Speed over off that the tuner is to have, by the rollout's requests."""
+"""Target speed over off for the tuner, by the rollout's requests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/smollm2-135m-cpu.yaml"), help="launch config")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the config")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--problems", type=Path, help="prompt file (JSONL or parquet) instead of the config's tasks")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 1, 16, 2, 32], help="requests of a rollout")
-    parser.add_argument("--uniform", type=int, nargs="*", default=[8], help="again with responses of one length each")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved, after one in which tuners know nothing")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 1, 16, 2, 32], help="requests per rollout")
+    parser.add_argument("--uniform", type=int, nargs="*", default=[8], help="batches repeated with equal lengths")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved, after one without data for tuners")
     parser.add_argument("--pairs", type=int, default=10, help="interleaved repeats of off and the tuner")
-    parser.add_argument("--rollouts", type=int, default=4, help="in one measurement, one after another")
-    parser.add_argument("--requests", type=int, default=256, help="held-out problems; each rollout has its own")
+    parser.add_argument("--rollouts", type=int, default=4, help="consecutive rollouts per measurement")
+    parser.add_argument("--requests", type=int, default=256, help="held-out problems; rollouts share none")
     parser.add_argument(
-        "--rounds", type=int, default=8, help=f"RL steps of each arm, in turns, {_SETTLE} uncounted; 0: none"
+        "--rounds", type=int, default=8, help=f"interleaved RL steps of each arm, {_SETTLE} uncounted; 0: none"
     )
-    parser.add_argument(
-        "--session-steps", type=int, default=10, help="drafter steps after each update, in the arm that trains there"
-    )
+    parser.add_argument("--session-steps", type=int, default=10, help="drafter steps after each update, in that arm")
     parser.add_argument("--threshold", type=int, default=32, help="running batch up to which the tuner may speculate")
-    parser.add_argument("--warm-problems", type=int, default=192, help="responses that the head learns from")
-    parser.add_argument("--warm-steps", type=int, default=150, help="of the head's training")
-    parser.add_argument("--warm-entries", type=int, default=8, help="responses in each")
-    parser.add_argument("--warm-threads", type=int, default=2, help="of the head's training")
+    parser.add_argument("--warm-problems", type=int, default=192, help="responses for the head's training")
+    parser.add_argument("--warm-steps", type=int, default=150, help="steps of the head's training")
+    parser.add_argument("--warm-entries", type=int, default=8, help="responses per step")
+    parser.add_argument("--warm-threads", type=int, default=2, help="threads of the head's training")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cache", type=Path, default=Path("runs/models"), help="where the head is kept")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no batch is begun later; run again for the rest")
+    parser.add_argument("--cache", type=Path, default=Path("runs/models"), help="folder for the head")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no later batch; run again for the rest")
     parser.add_argument("--timeout", type=float, default=14400.0, help="seconds in all")
 
 
 def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) -> dict[str, Any]:
-    """What a measurement is of: those of other settings are not put together with it."""
+    """The settings of a measurement; measurements with other settings are not combined with it."""
     own = set(vars(arguments)) - {
         "model",
         "minutes",
@@ -97,7 +95,7 @@ def _settings(arguments: argparse.Namespace, config: TltConfig, folder: Path) ->
 
 
 def _digest(folder: Path) -> str:
-    """Of all weights: in bfloat16 a small step leaves most of them as they were."""
+    """A digest of all weights: in bfloat16 a small step leaves most of them unchanged."""
     digest = hashlib.sha256()
     for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
         with file.open("rb") as opened:
@@ -115,10 +113,10 @@ def _head_folder(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per batch and arm; ratios are of medians of interleaved repeats, with the spread of pairs.
 
-    Each batch that is done is appended to ``FILE.runs.jsonl``; run again, the benchmark measures what is missing.
+    Each finished batch is appended to ``FILE.runs.jsonl``; run again, the benchmark measures the missing ones.
 
     Raises:
-        ConfigError: the model is not there yet, or the file of an earlier run is of other settings.
+        ConfigError: the model does not exist yet, or the file of an earlier run has other settings.
         RunError: the worker failed.
     """
     own_set = arguments.set
@@ -126,16 +124,16 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         task = {"kind": "file", "name": arguments.problems.stem, "path": str(arguments.problems.resolve())}
         arguments.set = [*arguments.set, f"tasks={json.dumps([task])}"]
     config = load_config(arguments.config, arguments.set)
-    # a recipe's model depends on its tasks and its number of ranks: it is looked for under those that it was built with
+    # a recipe's model depends on its tasks and number of ranks: use those with which it was built
     folder = arguments.model or model_folder(load_config(arguments.config, own_set))
     if not (folder / "model.safetensors").is_file():
-        raise ConfigError(f"{folder}: no model there; `tlt train {arguments.config}` builds it, or give --model")
+        raise ConfigError(f"{folder}: no model; `tlt train {arguments.config}` builds it, or give --model")
     settings = _settings(arguments, config, folder)
     record = Path(f"{arguments.json}.runs.jsonl" if arguments.json else "real.runs.jsonl").resolve()
     done = _done(record, settings)
     if STEPS in done and done[STEPS]["of"] != _steps_settings(arguments, config):
         raise ConfigError(
-            f"{record}: RL steps measured under other settings; allowed: the same, or another --json file"
+            f"{record}: RL steps were measured with other settings; allowed: the same, or another --json file"
         )
     given = vars(arguments) | {
         "config": str(arguments.config),
@@ -156,7 +154,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
 
 
 def _steps_settings(arguments: argparse.Namespace, config: TltConfig) -> dict[str, Any]:
-    """What RL steps depend on beside the settings of all cases."""
+    """Further settings on which RL steps depend."""
     sections = ("spot", "trainer", "algorithm", "actor", "launcher", "rewards")
     values = config.model_dump(mode="json", include=set(sections))
     return {**values, "rounds": arguments.rounds, "session_steps": arguments.session_steps}
@@ -175,7 +173,7 @@ def _measure_steps(arguments: argparse.Namespace, config: TltConfig, folder: Pat
 
 
 def case_name(batch: int, uniform: bool) -> str:
-    """As in rows and targets."""
+    """The name in rows and targets."""
     return f"batch {batch}, uniform" if uniform else f"batch {batch}"
 
 
@@ -184,22 +182,22 @@ def _names(batches: Sequence[int], uniform: Sequence[int]) -> list[str]:
 
 
 def _done(record: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The cases in a file of measurements, by name; a file that is not there is begun with the settings."""
+    """The cases in a file of measurements, by name; a new file starts with the settings."""
     if not record.is_file():
         record.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         return {}
     first, *cases = read_jsonl(record)
     if first.get("settings") != json.loads(json.dumps(settings)):
-        raise ConfigError(f"{record}: measured under other settings; allowed: the same, or another --json file")
+        raise ConfigError(f"{record}: measured with other settings; allowed: the same, or another --json file")
     return {case["case"]: case for case in cases}
 
 
 def judge(
     done: Mapping[str, Mapping[str, Any]], batches: Sequence[int], uniform: Sequence[int] = (), rounds: int = 0
 ) -> BenchmarkResult:
-    """Rows and targets of the cases that are done; targets of what is missing are incomplete.
+    """Rows and targets of the finished cases; targets of missing cases are incomplete.
 
-    ``rounds``: RL steps of each arm that were asked for.
+    ``rounds``: number of RL steps requested per arm.
     """
     result = BenchmarkResult(environment=describe_environment(), name="real")
     lowest, over_oracle, over_stock, overheads = [], [], [], []
@@ -254,13 +252,13 @@ def judge(
 
 
 def _over(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
-    """a over b, of as many repeats as both have; each repeat has problems of its own."""
+    """a over b, for the repeats that both have; each repeat has its own problems."""
     shared = min(len(a), len(b))
     return median_of_ratios(a[:shared], b[:shared])
 
 
 def _judge_steps(result: BenchmarkResult, found: Mapping[str, Any]) -> None:
-    """Responses end by themselves, so arms decode other numbers of tokens: speed is by the token."""
+    """Responses end naturally, so arms decode different numbers of tokens: speed is per token."""
     arms = summarize_steps(found, _SETTLE)
     per_token: dict[str, list[float]] = {}
     for arm, measured in arms.items():

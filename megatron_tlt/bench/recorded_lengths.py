@@ -13,11 +13,11 @@ from megatron_tlt.rollout.types import Request
 
 
 class RecordedLengths:
-    """Gives the requests of a rollout the lengths that one recorded rollout had.
+    """Gives the requests of a rollout the lengths of one recorded rollout.
 
-    Fewer responses than were recorded keep the rollout's law: they are taken in equal steps through its lengths from
-    the longest on, and dealt out by ``seed``. ``longest`` scales the recording, whose longest response gets that many
-    tokens; 0 leaves lengths as they were.
+    Fewer responses than were recorded keep the distribution: they are taken in equal steps through its lengths from the
+    longest on, and assigned by ``seed``. ``longest`` scales the recording so that its longest response has that many
+    tokens; 0 keeps the lengths.
     """
 
     def __init__(self, problems: int, samples: int, longest: int, seed: int) -> None:
@@ -28,7 +28,7 @@ class RecordedLengths:
         self._now = self.of(0)
 
     def of(self, rollout: int) -> list[list[int]]:
-        """Tokens of each problem's samples in a rollout (from 0; the recording is repeated)."""
+        """Tokens of each problem's samples in a rollout (from 0; the recording repeats)."""
         problems = self._rollouts[rollout % len(self._rollouts)]
         recorded = sorted(itertools.chain.from_iterable(problems), reverse=True)
         count = self._problems * self._samples
@@ -38,11 +38,11 @@ class RecordedLengths:
         return [lengths[first : first + self._samples] for first in range(0, count, self._samples)]
 
     def begin(self, rollout: int) -> Sequence[Sequence[int]]:
-        """Requests are of this rollout from now on."""
+        """Starts a rollout: the following requests belong to it."""
         self._now = self.of(rollout)
         return self._now
 
     def __call__(self, request: Request) -> Request:
-        """A request named ``problem-sample``, with a response of exactly the length that is its turn."""
+        """Sets the length of a request named ``problem-sample`` to exactly its recorded length."""
         problem, sample = map(int, request.request_id.split("-"))
         return of_length(request, self._now[problem][sample])

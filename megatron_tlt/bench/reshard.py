@@ -1,4 +1,4 @@
-"""Weights from a Megatron layout into vLLM engines: moved directly, or gathered whole, exported and loaded."""
+"""Weights from a Megatron layout to vLLM engines: moved directly, or gathered, exported and loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_tlt.observe.environment import describe_environment
 
 WORLD = 4
 METHODS = ("direct", "export")
-# Heads of 64 are what vLLM's CPU attention takes in bf16.
+# vLLM's CPU attention in bf16 supports heads of 64.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": (
         "qwen2",
@@ -78,7 +78,7 @@ CASES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="which (default: all)")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="cases to run (default: all)")
     parser.add_argument("--repeats", type=int, default=9, help="timed rounds of all methods")
     parser.add_argument("--staging-mb", type=float, default=256.0, help="bound of a rank's buffers, in MiB")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one case")
@@ -117,10 +117,10 @@ def _measure(case: ReshardCase, folder: Path, arguments: argparse.Namespace) -> 
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Two rows per case; the methods take turns in one process per rank, with and without checksums.
+    """Two rows per case; the methods alternate in one process per rank, with and without checksums.
 
-    ``link_mib`` is counted by the kernel on the loopback device that all ranks talk over, ``staging_mib`` the rise of
-    the memory of the process that rises most.
+    ``link_mib`` is counted by the kernel on the loopback device that all ranks use, ``staging_mib`` is the largest rise
+    of any process's memory.
     """
     result = BenchmarkResult(environment=describe_environment(), name="reshard")
     ratios, verified_ratios, excess, staging = [], [], [], []

@@ -1,4 +1,4 @@
-"""Responses of a policy over epochs, without a model: recorded ones from a file, or ones that follow a stated law."""
+"""Responses of a policy over epochs, without a model: recorded in a file, or drawn from a stated distribution."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class TraceResponse:
 class PolicyLaw:
     """A policy that writes worked solutions and changes slowly.
 
-    Each line of a problem's solution has a preferred style, redrawn with probability ``drift`` from epoch to epoch; a
-    sample keeps to it with probability ``habit``, else draws any style. In each line one character is wrong with
+    Each line of a problem's solution has a preferred style, redrawn with probability ``drift`` from epoch to epoch. A
+    sample uses it with probability ``habit``, else draws any style. In each line one character is wrong with
     probability ``slip``, which falls by a fifth per epoch. With ``repeated`` the problems are the same in every epoch,
-    else never.
+    else none repeats.
     """
 
     drift: float = 0.15
@@ -55,7 +55,7 @@ class PolicyLaw:
     repeated: bool = True
 
     def sample(self, problem: Problem, epoch: int, sample: int) -> str:
-        """A response; the same for the same arguments."""
+        """A response; deterministic in the arguments."""
         rng = random.Random(stable_int("sample", problem.uid, epoch, sample))
         lines = []
         for number, line in enumerate((problem.solution or "").split("\n")):
@@ -91,10 +91,10 @@ def synthetic_responses(law: PolicyLaw, problems: int, samples: int, epochs: int
 
 
 def read_recorded(path: Path) -> list[TraceResponse]:
-    """JSON lines with ``problem``, ``epoch`` (from 1), ``token_ids`` and, where known, ``prompt_ids``.
+    """Reads JSON lines with ``problem``, ``epoch`` (from 1), ``token_ids`` and, if known, ``prompt_ids``.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not of that form.
+        ConfigError: the file is unreadable, or a line does not have that form.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -111,7 +111,7 @@ def _recorded(where: str, line: str) -> TraceResponse:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: {error!r}; wanted: problem, epoch, token_ids (0 to {MAX_TOKEN}) and perhaps prompt_ids"
+            f"{where}: {error!r}; allowed: problem, epoch, token_ids (0 to {MAX_TOKEN}) and optionally prompt_ids"
         ) from error
 
 
@@ -136,11 +136,11 @@ class NoisyCopies:
 
     @property
     def group(self) -> int:
-        """Of the response that was drawn last."""
+        """Group of the last response drawn."""
         return (self._number - 1) // self._copies
 
     def draw(self) -> Tokens:
-        """The next response."""
+        """Draws the next response."""
         if self._number and self._number % self._copies == 0:
             self._base = self._random()
         self._number += 1

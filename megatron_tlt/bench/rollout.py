@@ -1,4 +1,4 @@
-"""Whole rollouts, long-tailed, under every way to speculate: off, each strategy alone, vLLM's own, and the tuners."""
+"""Whole long-tailed rollouts with every method of speculation: off, each strategy alone, vLLM's, and the tuners."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.environment import describe_environment
 
 TUNERS = ("beg_mab", "solver", "oracle")
-# By target, where none is given. A step of the quickstart's model is over before budgets would be computed; its
-# rollouts are short and scatter most, the large one's take ten times as long.
+# Defaults by target. A step of the quickstart's model ends before budgets would be computed. Its rollouts are short and
+# vary most; the large one's take ten times as long.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "quickstart": {"lengths": "none", "rollouts": 4, "repeats": 5},
     "large": {"lengths": "optimal", "rollouts": 1, "repeats": 3},
 }
 OVERHEAD = 1.015
-"""Time of steps of an engine that could draft over those of one that cannot."""
+"""Step time of an engine that could draft over that of one that cannot."""
 WHOLE = "whole rollout"
 ABLE = "off, able to draft"
-"""The arm of an engine that could draft and does not; "off" is one that was built without any speculation."""
+"""The arm of an engine that could draft but does not; "off" is one built without speculation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,30 +35,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="initial batch sizes")
+    parser.add_argument("--rollouts", type=int, help="rollouts per initial batch and measurement (default: by target)")
     parser.add_argument(
-        "--rollouts", type=int, help="rollouts of each initial batch in one measurement (default: by target)"
+        "--repeats", type=int, help="interleaved repeats, after one in which tuners have no data (default: by target)"
     )
-    parser.add_argument(
-        "--repeats", type=int, help="interleaved, behind one in which tuners know nothing (default: by target)"
-    )
-    parser.add_argument("--requests", type=int, default=96, help="in quickstart's whole rollout")
-    parser.add_argument("--drafts", type=int, default=7, help="draft tokens at most")
+    parser.add_argument("--requests", type=int, default=96, help="requests in quickstart's whole rollout")
+    parser.add_argument("--drafts", type=int, default=7, help="maximum number of draft tokens")
     parser.add_argument("--threshold", type=int, default=64, help="running batch up to which tuners may speculate")
     parser.add_argument(
         "--lengths", choices=("none", "classes", "optimal"), help="the tuners' budgets by length (default: by target)"
     )
     parser.add_argument(
-        "--length-spread", type=float, default=0.25, help="of a problem's lengths over repeats, of their logarithm"
+        "--length-spread", type=float, default=0.25, help="standard deviation of a length's logarithm over repeats"
     )
-    parser.add_argument("--warm-problems", type=int, default=384, help="responses that quickstart's head learns from")
-    parser.add_argument("--warm-steps", type=int, default=600, help="of that head's training")
-    parser.add_argument("--large-requests", type=int, default=64, help="in the large target's whole rollout")
-    parser.add_argument("--large-layers", type=int, default=12, help="of the large target; 12 make 105 million weights")
+    parser.add_argument(
+        "--warm-problems", type=int, default=384, help="responses for the training of quickstart's head"
+    )
+    parser.add_argument("--warm-steps", type=int, default=600, help="training steps of that head")
+    parser.add_argument("--large-requests", type=int, default=64, help="requests in the large target's whole rollout")
+    parser.add_argument(
+        "--large-layers", type=int, default=12, help="layers of the large target; 12 have 105 million weights"
+    )
     parser.add_argument("--large-shortest", type=int, default=16, help="tokens of its shortest response")
     parser.add_argument("--large-longest", type=int, default=512, help="tokens of its longest")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="share of replayed draft tokens that are right")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="share of correct replayed draft tokens")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--record", type=Path, help="append each measurement here as it is made, one per line")
+    parser.add_argument("--record", type=Path, help="append each measurement to this file, one per line")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for one target")
 
 
@@ -76,7 +78,7 @@ def _measured(arguments: argparse.Namespace, target: str) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By case and arm: seconds of the repeats in order, the first round's, and the acceptance length."""
+    """By case and arm: seconds of the repeats in order, those of the first round, and the acceptance length."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         arm = found.setdefault(row["case"], {}).setdefault(row["arm"], {"seconds": [], "cold": None})
@@ -93,7 +95,7 @@ def _median(arm: Mapping[str, Any]) -> float:
 
 
 def judge(result: BenchmarkResult, target: str, cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
-    """The targets of one target model, for each tuner that does not know the future."""
+    """Targets of one target model, for each tuner except the oracle."""
     whole = cases[WHOLE]
     overheads = [_median(arms[ABLE]) / _median(arms["off"]) for arms in cases.values()]
     result.target(
@@ -121,7 +123,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per target, case and arm; ratios are of medians of interleaved repeats, with the spread of pairs.
 
     Raises:
-        ConfigError: the model is not there yet.
+        ConfigError: the model does not exist yet.
         RunError: a target's process failed.
     """
     result = BenchmarkResult(environment=describe_environment(), name="rollout")

@@ -1,4 +1,4 @@
-"""What `tlt bench rollout` decodes: long-tailed requests of fixed lengths, and drafts that are replayed."""
+"""Requests of `tlt bench rollout`: long-tailed with fixed lengths, and replayed drafts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, n
 
 @dataclass(frozen=True)
 class RolloutCase:
-    """Rollouts that are timed together, one after another; ``batch`` 0 stands for the whole pool at once."""
+    """Consecutive rollouts that are timed together; ``batch`` 0 is the whole pool at once."""
 
     batch: int
     rollouts: tuple[tuple[Request, ...], ...]
 
     @property
     def name(self) -> str:
-        """As in the rows."""
+        """The name in the rows."""
         return f"batch {self.batch}" if self.batch else "whole rollout"
 
 
 def of_length(request: Request, num_tokens: int) -> Request:
-    """The request with a response of exactly that length."""
+    """The request with a response of exactly this length."""
     sampling = replace(request.sampling, max_tokens=num_tokens, min_tokens=num_tokens)
     return replace(request, sampling=sampling)
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """The same problems again and again: other samples each time, whose lengths scatter about the problem's own.
+    """The same problems in every repeat, with other samples whose lengths vary around the problem's own.
 
-    ``spread`` is the standard deviation of a length's logarithm from one repeat to the next; none exceeds ``longest``.
+    ``spread`` is the standard deviation of a length's logarithm between repeats; none exceeds ``longest``.
     """
 
     spread: float
@@ -50,8 +50,7 @@ class Epochs:
     def asked(self, requests: Sequence[Request], arm: str, repeat: int) -> list[Request]:
         """The requests of one arm in one repeat.
 
-        Drafters without a model know an arm's own earlier responses to a problem, and nothing that others were
-        answered; so does what expects a problem's length.
+        Drafters without a model, and predictors of lengths, know only the arm's own earlier responses to a problem.
         """
         return [
             replace(
@@ -68,16 +67,16 @@ def _hashed(text: str, size: int) -> int:
 
 
 def pareto_lengths(count: int, shortest: int, longest: int, tail: float, seed: int) -> list[int]:
-    """Lengths of a Pareto law with that exponent, cut off at ``longest``."""
+    """Lengths of a Pareto distribution with this exponent, truncated at ``longest``."""
     draw = random.Random(seed)
     return [min(longest, int(shortest * draw.paretovariate(tail))) for _ in range(count)]
 
 
 def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -> list[RolloutCase]:
-    """The whole pool, and for each batch size up to ``rollouts`` disjoint rollouts of so many of its requests.
+    """The whole pool, and for each batch size up to ``rollouts`` disjoint rollouts of that many requests.
 
-    Each rollout has the pool's law of lengths: requests in equal steps through it from one of the longest on, so that
-    a small one is a rollout's tail, and not a dozen tokens.
+    Each rollout keeps the pool's distribution of lengths: its requests are at equal steps, starting with one of the
+    longest, so that a small rollout is a long tail rather than a dozen tokens.
     """
     ordered = sorted(pool, key=lambda request: -request.sampling.max_tokens)
     cases = [RolloutCase(0, (tuple(pool),))]
@@ -89,10 +88,11 @@ def make_cases(pool: Sequence[Request], batches: Sequence[int], rollouts: int) -
 
 
 def make_groups(pool: Sequence[Request], batch: int, group: int, count: int) -> list[list[Request]]:
-    """``count`` rollouts of ``batch`` requests over problems of their own, as steps of a run are.
+    """``count`` rollouts of ``batch`` requests, each with its own problems, like a run's steps.
 
-    Each problem has several samples: ``group`` of them in a large batch, fewer in a small one, whose problems would be
-    too few to differ in length. Problems are taken in equal steps through the pool, from one of the longest on.
+    Each problem has several samples: ``group`` in a large batch. A small batch has fewer, as otherwise it would have
+        too
+    few problems with different lengths. Problems are at equal steps through the pool, starting with one of the longest.
 
     Raises:
         ConfigError: the pool has too few problems.
@@ -101,7 +101,9 @@ def make_groups(pool: Sequence[Request], batch: int, group: int, count: int) -> 
     problems = batch // samples
     stride = len(pool) // problems
     if count > stride:
-        raise ConfigError(f"--requests is {len(pool)}; allowed for {count} rollouts of {batch}: {count * problems} on")
+        raise ConfigError(
+            f"--requests is {len(pool)}; allowed for {count} rollouts of {batch}: at least {count * problems}"
+        )
     ordered = sorted(pool, key=lambda request: -request.sampling.max_tokens)
     return [
         [
@@ -119,10 +121,10 @@ def make_groups(pool: Sequence[Request], batch: int, group: int, count: int) -> 
 
 
 class ReplayDrafter:
-    """A ``TokenDrafter`` that knows how each request goes on, and errs at one token in so many.
+    """A ``TokenDrafter`` that knows how each request continues, with errors at a fixed rate.
 
-    It stands for a head whose acceptance per position is ``acceptance``: which tokens it gets right depends on request
-    and position alone. It costs nothing to run, which a head does not.
+    It represents a head whose acceptance per position is ``acceptance``: whether a token is correct depends only on
+    request and position. Unlike a head, it costs no time.
     """
 
     def __init__(self, responses: Mapping[str, Sequence[int]], acceptance: float, vocab_size: int) -> None:
@@ -133,15 +135,15 @@ class ReplayDrafter:
         self.memory_bytes = 0
 
     def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
-        """As ``TokenDrafter.start``."""
+        """See ``TokenDrafter.start``."""
         self._lengths[request_id] = 0
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """As ``TokenDrafter.extend``."""
+        """See ``TokenDrafter.extend``."""
         self._lengths[request_id] += len(tokens)
 
     def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
-        """As ``TokenDrafter.propose``."""
+        """See ``TokenDrafter.propose``."""
         at = self._lengths[request_id]
         known = self._responses[request_id][at : at + max_tokens]
         if not known:
@@ -156,7 +158,7 @@ class ReplayDrafter:
         return _hashed(f"{request_id}/{position}", 4) < self._acceptance * 2**32
 
     def finish(self, request_id: str) -> None:
-        """As ``TokenDrafter.finish``."""
+        """See ``TokenDrafter.finish``."""
         del self._lengths[request_id]
 
     def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
@@ -169,5 +171,5 @@ class ReplayDrafter:
         """Does nothing: this drafter does not learn."""
 
     def counters(self) -> dict[str, int]:
-        """As ``TokenDrafter.counters``."""
+        """See ``TokenDrafter.counters``."""
         return {}

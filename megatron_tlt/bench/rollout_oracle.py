@@ -1,4 +1,4 @@
-"""The oracle of `tlt bench rollout`: at each batch the strategy that was the fastest alone."""
+"""The oracle of `tlt bench rollout`: at each batch the strategy that was fastest alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_tlt.speculation.strategy import StepRecord, Strategy
 
 
 class RateTable:
-    """Tokens per second by strategy and batch, as the static strategies showed them."""
+    """Tokens per second by strategy and batch, measured with the static strategies."""
 
     def __init__(self) -> None:
         self._seen: dict[Strategy, dict[int, list[tuple[float, int]]]] = {}
@@ -25,7 +25,7 @@ class RateTable:
             self._seen.setdefault(step.strategy, {}).setdefault(step.batch, []).append((step.duration, step.num_tokens))
 
     def rate(self, strategy: Strategy, batch: int) -> float:
-        """Of the nearest batch that was seen; 0 for a strategy that never was. Kept: who asks is being timed."""
+        """Rate at the nearest measured batch; 0 for an unmeasured strategy. Cached, as the caller is being timed."""
         if (strategy, batch) not in self._rates:
             self._rates[strategy, batch] = self._rate(strategy, batch)
         return self._rates[strategy, batch]
@@ -39,7 +39,7 @@ class RateTable:
 
 
 class OracleChooser:
-    """The best of a table, without a tuner's doubts: what adaptivity could give."""
+    """The best strategy of a table, without exploration: an upper bound for adaptivity."""
 
     def __init__(self, strategies: Sequence[Strategy], table: RateTable) -> None:
         tuner = OracleTuner(strategies, table.rate)
@@ -49,4 +49,4 @@ class OracleChooser:
         return self._controller.choose(batch), None
 
     def observe(self, step: StepRecord) -> None:
-        """It knows already."""
+        """Does nothing: the oracle does not learn."""

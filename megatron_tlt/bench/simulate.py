@@ -1,4 +1,4 @@
-"""The simulation against what is published: calibration repeated, predictions, single steps, and how long it takes."""
+"""The simulation against published figures: calibration repeated, predictions, single steps, and its run time."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from megatron_tlt.planning.simulation.policies import POLICIES
 from megatron_tlt.planning.simulation.steps import simulate, speedup, summarize
 
 LIMIT = 0.15
-"""Relative error that is allowed."""
+"""Allowed relative error."""
 SECONDS = 60.0
 MANY = 10_000
-"""Devices that have to be simulated within ``SECONDS``."""
+"""Number of devices to simulate within ``SECONDS``."""
 ALTERNATIVES = {
     "other seeds": (Setup(), range(100, 106)),
     "engines of 4 and 8 devices, as in fastrl's recipes": (Setup(engine_devices=(4, 8)), SEEDS),
     "128 prompts": (Setup(prompts=128), SEEDS),
     "32 prompts": (Setup(prompts=32), SEEDS),
 }
-"""What else could be assumed of TLT's runs: each with a fit of its own."""
+"""Alternative assumptions about TLT's runs, each with its own fit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-alternatives", action="store_true", help="leave the fits under other assumptions out")
+    parser.add_argument("--no-alternatives", action="store_true", help="skip the fits under other assumptions")
     parser.add_argument(
         "--devices", type=int, nargs="*", default=[8, 1_000, MANY], help="clusters whose simulation is timed"
     )
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Everything but the times is computed, and the same on any machine.
+    """Everything except the times is computed, and identical on any machine.
 
-    Targets: the constants of the data file are what derivation and fit give; the 7B row, which was fitted to, the 32B
-    row, which was not, and the single steps are within ``LIMIT``.
+    Targets: derivation and fit reproduce the constants of the data file; the 7B row, used in the fit, the 32B row, not
+    used, and the single steps are within ``LIMIT``.
     """
     result = BenchmarkResult(environment=describe_environment(), name="simulate")
     constants = fit(derive(shipped()))
@@ -97,7 +97,7 @@ def _constants(result: BenchmarkResult, constants: Constants) -> None:
 
 
 def _speculation(result: BenchmarkResult, constants: Constants) -> None:
-    """Single steps: TLT's table of decoding alone, of whose twelve figures one went into the derivation."""
+    """Single steps: TLT's table of decoding alone, of whose twelve figures the derivation uses one."""
     errors = []
     for verify, row in published()["speculation_32b"].items():
         for batch, known in row.items():
@@ -142,7 +142,7 @@ def _speedups(result: BenchmarkResult, setup: Setup, constants: Constants) -> No
 
 
 def _alternative(name: str, setup: Setup, constants: Constants, seeds: Sequence[int]) -> dict[str, Any]:
-    """The same under another assumption: the largest error of either row, and all six figures."""
+    """Results under another assumption: the largest error of either row, and all six figures."""
     figures = {
         f"{model}, {nodes}": setup.speedup(model, nodes, constants, seeds)["ratio"] for model, nodes, _ in _points()
     }
@@ -151,14 +151,14 @@ def _alternative(name: str, setup: Setup, constants: Constants, seeds: Sequence[
         for model in (SMALL, LARGE)
     }
     return {
-        "case": f"assumed otherwise: {name}",
+        "case": f"other assumption: {name}",
         "simulated": {f"worst error {model}": error for model, error in errors.items()},
         "figures": [{**figures, **{key: getattr(constants, key) for key in FITTED}}],
     }
 
 
 def _model_free(constants: Constants) -> dict[str, Any]:
-    """N-grams alone, geometric mean over the six points; the published mean is over other models too."""
+    """N-grams alone, geometric mean over the six points; the published mean also covers other models."""
     ratios = []
     for model, nodes, _ in _points():
         scenario = replace(
@@ -175,9 +175,9 @@ def _model_free(constants: Constants) -> dict[str, Any]:
 
 
 def _timed(devices: int, constants: Constants) -> dict[str, Any]:
-    """As ``tlt simulate`` does it by default for a cluster of this size: five policies, five steps, one seed.
+    """Times ``tlt simulate`` with its defaults for a cluster of this size: five policies, five steps, one seed.
 
-    The 7B recipe, with its 64 prompts for every eight devices.
+    Uses the 7B recipe with its 64 prompts per eight devices.
     """
     nodes = max(1, devices // 8)
     scenario = Setup(prompts=64 * nodes).scenario(SMALL, nodes, constants)

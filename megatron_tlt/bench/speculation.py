@@ -1,6 +1,6 @@
-"""Rollout with and without speculation, on the same prompts, seeds and weights, interleaved.
+"""Rollout with and without speculation, interleaved, on the same prompts, seeds and weights.
 
-The ratio is also what a run estimates from its own engine steps (``GainMeter``); the estimate is held against it.
+A run estimates the same ratio from its own engine steps (``GainMeter``); the estimate is compared with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
 _MEASURING = "measuring"
 _PROBED = 0.25
-"""Share of the engine steps of untimed rollouts that are made without drafts, for the estimates."""
+"""Share of the engine steps of untimed rollouts without drafts, for the estimates."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
     )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128], help="requests in a rollout")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128], help="requests per rollout")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats")
 
 
@@ -49,7 +49,7 @@ def _requests(config: TltConfig, folder: Path, count: int) -> list[Request]:
 
 
 def _engines(config: TltConfig, folder: Path) -> dict[str, VllmEngine]:
-    """Two engines in one process: the one without speculation carries none of its machinery."""
+    """Two engines in one process: the one without speculation has none of its machinery."""
     on = config.speculation.model_copy(update={"enabled": True})
     return {
         "off": VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), config.run.seed),
@@ -58,7 +58,7 @@ def _engines(config: TltConfig, folder: Path) -> dict[str, VllmEngine]:
 
 
 class _Estimated:
-    """Rollouts of the engine that speculates, measured as in training."""
+    """Rollouts of the speculating engine, measured as in training."""
 
     def __init__(self, engine: VllmEngine, speculation: SpeculationConfig, probe_share: float = 0.01) -> None:
         self._engine = engine
@@ -78,26 +78,26 @@ class _Estimated:
         return self._speculation.account.gain
 
     def know(self, other: _Estimated) -> None:
-        """Takes over what ``other`` has measured; a run's rollouts are many more than a benchmark's."""
+        """Adopts the measurements of ``other``; a run has many more rollouts than a benchmark."""
         own = self._speculation
         own.load_state({"plain": other._speculation.state()["plain"], "probe": own.state()["probe"]})
 
 
 def _error(estimates: Sequence[float], measured: float) -> float:
-    """By which share the estimates' median is off; not finite where there is none."""
+    """Relative error of the estimates' median; not finite without estimates."""
     return abs(statistics.median(estimates) / measured - 1.0) if estimates else math.inf
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Times whole rollouts; every row is a batch size, with the ratio of medians off / on and its spread.
+    """Times whole rollouts; a row per batch size, with the ratio of medians off / on and its spread.
 
     Raises:
-        ConfigError: the model is not there yet.
+        ConfigError: the model does not exist yet.
     """
     config = load_config(arguments.config, [])
     folder = arguments.model or model_folder(config)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: no model there; run `tlt train {arguments.config}` first, or give --model")
+        raise ConfigError(f"{folder}: no model; run `tlt train {arguments.config}` first, or give --model")
     prepare()
     initialize_distributed()
     engines = _engines(config, folder)
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     result = BenchmarkResult(environment=describe_environment(), name="speculation")
     for batch in arguments.batches:
         sampled = _requests(config, folder, batch)
-        # of the same lengths with and without: else sampling, not speculation, says how long a rollout takes
+        # equal lengths with and without: otherwise sampling, not speculation, determines the time
         lengths = [len(response.token_ids) for response in engines["off"].generate(sampled)]
         requests = [of_length(request, length) for request, length in zip(sampled, lengths, strict=True)]
         last: dict[str, list[Response]] = {}

@@ -1,4 +1,4 @@
-"""Whole RL steps at recorded lengths: no speculation, with a drafter trained in the step, trained in its bubbles."""
+"""Whole RL steps at recorded lengths: no speculation, a drafter trained in the step, one trained in its bubbles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_tlt.observe.environment import describe_environment
 
 ARMS = ("off", "SD", "SD + spot")
 PHASES = ("rollout", "reward", "log_probs", "update", "drafter", "reshard")
-# A step of the quickstart as its config has it, and one of few responses, whose rollout is most of it as in the field.
+# A step of the quickstart as configured, and one of few responses, which is mostly rollout, as in practice.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "quickstart": {
         "prompts": 48,
@@ -58,34 +58,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"), help="launch config"
     )
     parser.add_argument("--model", type=Path, help="model folder (default: the config's)")
-    parser.add_argument("--ranks", type=int, help="of the timed rows (default: as many as cores)")
-    parser.add_argument("--more-ranks", type=int, nargs="*", default=[4, 8], help="for quickstart's behaviour, untimed")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="of the timed rows")
-    parser.add_argument("--rounds", type=int, default=12, help="RL steps of each arm, in turns")
-    parser.add_argument("--settle", type=int, default=2, help="of these, the first that do not count")
+    parser.add_argument("--ranks", type=int, help="ranks of the timed rows (default: one per core)")
+    parser.add_argument("--more-ranks", type=int, nargs="*", default=[4, 8], help="ranks of quickstart's untimed rows")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="arms of the timed rows")
+    parser.add_argument("--rounds", type=int, default=12, help="interleaved RL steps of each arm")
+    parser.add_argument("--settle", type=int, default=2, help="number of the first of these that do not count")
     parser.add_argument(
-        "--pairs", type=int, default=10, help="rollouts with training in the bubble, without, and beside training alone"
+        "--pairs",
+        type=int,
+        default=10,
+        help="rollouts with training in the bubble, without, and with independent training",
     )
-    parser.add_argument("--more-rounds", type=int, default=6, help="RL steps of each row of behaviour")
+    parser.add_argument("--more-rounds", type=int, default=6, help="RL steps of each untimed row")
     for name, text in (
-        ("prompts", "problems of a step"),
-        ("group", "responses to each"),
-        ("longest", "tokens of the longest response; 0 as recorded"),
-        ("drafts", "draft tokens per step at most (K)"),
-        ("entries", "responses per rank of a drafter's step"),
-        ("unroll", "drafts trained behind one another"),
-        ("micro-batch", "tokens of a drafter's micro-batch, which the longest response has to fit in"),
-        ("warm-problems", "responses that the head begins with"),
-        ("warm-steps", "steps of the head's before the first rollout"),
+        ("prompts", "problems per step"),
+        ("group", "responses per problem"),
+        ("longest", "tokens of the longest response; 0: as recorded"),
+        ("drafts", "maximum draft tokens per step (K)"),
+        ("entries", "responses per rank and drafter step"),
+        ("unroll", "successive drafts that are trained"),
+        ("micro-batch", "tokens of a drafter's micro-batch; at least the longest response"),
+        ("warm-problems", "responses for the head's warm-up"),
+        ("warm-steps", "steps of the head before the first rollout"),
     ):
         parser.add_argument(f"--{name}", type=int, help=f"{text} (default: by target)")
-    parser.add_argument("--tuner", choices=("none", "beg_mab", "solver"), help="of the strategy (default: by target)")
-    parser.add_argument("--lr", type=float, help="of the drafters (default: by target)")
-    parser.add_argument("--session-steps", type=int, default=5, help="drafter steps behind an update, without spot")
-    parser.add_argument("--warm-entries", type=int, default=8, help="responses in one of the head's first steps")
-    parser.add_argument("--layers", type=int, default=26, help="of the large target; 26 make 99 million weights")
+    parser.add_argument(
+        "--tuner", choices=("none", "beg_mab", "solver"), help="tuner of the strategy (default: by target)"
+    )
+    parser.add_argument("--lr", type=float, help="learning rate of the drafters (default: by target)")
+    parser.add_argument("--session-steps", type=int, default=5, help="drafter steps after an update, without spot")
+    parser.add_argument("--warm-entries", type=int, default=8, help="responses per step of the head's warm-up")
+    parser.add_argument("--layers", type=int, default=26, help="layers of the large target; 26 have 99 million weights")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the large target, a multiple of 64")
-    parser.add_argument("--vocab", type=int, default=512, help="of the large target")
+    parser.add_argument("--vocab", type=int, default=512, help="vocabulary of the large target")
     parser.add_argument(
         "--certainty", type=float, default=0.9, help="probability of the large target's likeliest token"
     )
@@ -107,18 +112,18 @@ def _measured(arguments: argparse.Namespace, target: str, ranks: int, **changed:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile: a value that was measured.
+    """The nearest-rank percentile, which is a measured value.
 
     Raises:
         ValueError: there are no values.
     """
     if not values:
-        raise ValueError("a percentile of nothing")
+        raise ValueError("no values for a percentile")
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def summarize(found: Mapping[str, Any], settle: int) -> dict[str, dict[str, Any]]:
-    """A row per arm: medians over the rounds that count; shares of idle time, and latencies, of all that had a session.
+    """A row per arm: medians over the counted rounds; idle shares and latencies over all rounds with a session.
 
     ``found["pairs"]`` are further bubbles of the arm that trains in them. ``seconds`` are the counted rounds' steps in
     order, ``rollout`` their rollouts.
@@ -160,7 +165,7 @@ def _of_bubbles(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def judge(result: BenchmarkResult, target: str, arms: Mapping[str, Mapping[str, Any]], pairs: Sequence[Any]) -> None:
-    """The targets of one target model, on as many ranks as there are cores."""
+    """Targets of one target model, with one rank per core."""
     spot = arms["SD + spot"]
     result.target(f"{target}: share of idle time that trains", spot["idle_share_used"], ">=", 0.80)
     if pairs:
@@ -172,7 +177,7 @@ def judge(result: BenchmarkResult, target: str, arms: Mapping[str, Mapping[str, 
 
 
 def slow_down(pairs: Sequence[Mapping[str, float]], bubble: str) -> dict[str, float]:
-    """Seconds of rollouts with training in the bubble, or beside training alone, over the same ones without."""
+    """Seconds of rollouts with training in the bubble, or with independent training, over those without."""
     return ratio_of_medians([pair[bubble] for pair in pairs], [pair["without"] for pair in pairs])
 
 
@@ -197,10 +202,10 @@ def _rows(target: str, ranks: int, found: Mapping[str, Any], arms: Mapping[str, 
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per target, number of ranks and arm; targets are of the rows whose ranks have a core each.
+    """A row per target, number of ranks and arm; targets use the rows with one core per rank.
 
     Raises:
-        ConfigError: the quickstart's model is not there yet.
+        ConfigError: the quickstart's model does not exist yet.
         RunError: a target's processes failed.
     """
     environment = describe_environment()

@@ -1,4 +1,4 @@
-"""Drafters without a model: what they get accepted from epoch to epoch, how fast they are, what they hold."""
+"""Drafters without a model: drafts accepted per epoch, speed, memory."""
 
 from __future__ import annotations
 
@@ -26,32 +26,36 @@ from megatron_tlt.trainer.dealing import engine_of
 WINDOWS = (0, 1, 4, 16)
 OURS = "suffix, window 16"
 FORGETFUL = "suffix, window 0"
-"""Learns from the samples of the same epoch alone."""
+"""Learns only from samples of the same epoch."""
 EVERYWHERE = "suffix, global"
 ENGINES = (1, 2, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--responses", type=Path, help="JSON lines: problem, epoch, token_ids (default: a stated law)")
-    parser.add_argument("--problems", type=int, default=96, help="in an epoch")
-    parser.add_argument("--samples", type=int, default=4, help="of each problem, decoded side by side")
+    parser.add_argument(
+        "--responses", type=Path, help="JSON lines: problem, epoch, token_ids (default: a stated distribution)"
+    )
+    parser.add_argument("--problems", type=int, default=96, help="problems per epoch")
+    parser.add_argument("--samples", type=int, default=4, help="samples per problem, decoded concurrently")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--concurrent", type=int, default=32, help="requests that decode at once")
-    parser.add_argument("--drafts", type=int, default=8, help="draft tokens per round at most")
-    parser.add_argument("--depth", type=int, default=32, help="of the trees")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**6, 10**7], help="stored tokens to time at")
+    parser.add_argument("--concurrent", type=int, default=32, help="concurrent requests")
+    parser.add_argument("--drafts", type=int, default=8, help="maximum draft tokens per round")
+    parser.add_argument("--depth", type=int, default=32, help="depth of the trees")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[10**4, 10**6, 10**7], help="numbers of stored tokens to time"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="responses timed at each size, interleaved")
-    parser.add_argument("--appends", type=int, default=10**7, help="tokens to put through bounded memory")
+    parser.add_argument("--appends", type=int, default=10**7, help="tokens appended under the memory bound")
     parser.add_argument("--bound-mb", type=int, default=256, help="that bound")
 
 
 def decode(
     drafters: Sequence[TokenDrafter], responses: Sequence[TraceResponse], concurrent: int, drafts: int
 ) -> list[float]:
-    """Decodes recorded responses greedily against drafts; gives the drafts accepted per round in each epoch.
+    """Decodes recorded responses greedily with drafts; returns the drafts accepted per round in each epoch.
 
-    Each drafter is an engine's. An epoch is a step of training: its problems are dealt to the engines in
-    their order in the step, as the trainer does; afterwards every engine gets all responses of the step.
+    Each engine has a drafter. An epoch is a training step: its problems are assigned to the engines in their order in
+    the step, as by the trainer; afterwards every engine receives all responses of the step.
     """
     accepted_per_round = []
     for _, group in groupby(responses, lambda response: response.epoch):
@@ -74,8 +78,8 @@ def _decode_share(
 ) -> tuple[int, int]:
     """One engine's rollout: accepted drafts and rounds.
 
-    A round verifies one proposal: its longest prefix that the response goes on with is accepted, and one more token
-    follows. So many requests decode at once, in the order given; one that ends makes room for the next.
+    A round verifies one proposal: it accepts the longest prefix that matches the response, and one more token follows.
+    ``concurrent`` requests decode at once, in the given order; when one ends, the next starts.
     """
     waiting = list(responses)[::-1]
     decoding: dict[str, tuple[TraceResponse, int]] = {}
@@ -102,7 +106,7 @@ def _decode_share(
 
 
 def reordered(responses: Sequence[TraceResponse], seed: int = 0) -> list[TraceResponse]:
-    """Each epoch's problems in an order of its own, as a file's rows come; so another engine decodes them."""
+    """Reorders each epoch's problems, as in a file's rows, so that another engine decodes them."""
     shuffled = []
     for epoch, group in groupby(responses, lambda response: response.epoch):
         by_problem: dict[str, list[TraceResponse]] = {}
@@ -115,7 +119,7 @@ def reordered(responses: Sequence[TraceResponse], seed: int = 0) -> list[TraceRe
 
 
 def _engines(result: BenchmarkResult, responses: Sequence[TraceResponse], arguments: argparse.Namespace) -> None:
-    """The same problems over several engines: what one decoded, the others draft from in the next epoch."""
+    """The same problems over several engines: responses of one are drafted from by the others in the next epoch."""
     shuffled = reordered(responses)
     found = {}
     for engines in ENGINES:
@@ -144,7 +148,7 @@ def _drafters(depth: int) -> dict[str, Callable[[], TokenDrafter]]:
 
 
 def _laws(arguments: argparse.Namespace) -> dict[str, list[TraceResponse]]:
-    """Responses by epoch to problems that come back, and to ones that never do."""
+    """Responses by epoch to problems that repeat, and to problems that never do."""
     if arguments.responses is None:
         sizes = (arguments.problems, arguments.samples, arguments.epochs)
         return {
@@ -153,13 +157,13 @@ def _laws(arguments: argparse.Namespace) -> dict[str, list[TraceResponse]]:
         }
     recorded = sorted(read_recorded(arguments.responses), key=lambda response: response.epoch)
     if not recorded:
-        raise ConfigError(f"{arguments.responses}: holds no responses")
+        raise ConfigError(f"{arguments.responses}: no responses")
     renamed = [replace(response, problem=f"{response.problem} in epoch {response.epoch}") for response in recorded]
     return {"repeated": recorded, "never repeated": renamed}
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """Rows by ``part``: acceptance per epoch, the same over engines, speed by stored tokens, memory under a bound.
+    """Rows by ``part``: acceptance per epoch, the same over engines, speed by stored tokens, bounded memory.
 
     Raises:
         ConfigError: ``--responses`` is not such a file.
@@ -170,7 +174,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     _acceptance(result, laws, arguments)
     _engines(result, laws["repeated"], arguments)
     if SuffixDecodingCache is None:
-        result.rows.append({"part": "arctic-inference", "case": "not installed: not compared with"})
+        result.rows.append({"part": "arctic-inference", "case": "not installed: not compared"})
     speed(result, arguments.sizes, arguments.repeats, arguments.depth, arguments.drafts)
     return result
 
@@ -189,7 +193,7 @@ def _acceptance(result: BenchmarkResult, laws: dict[str, list[TraceResponse]], a
     ours, control = found["repeated", OURS], found["never repeated", OURS]
     growth = ours[-1] / ours[0]
     result.target("accepted_last_over_first_epoch", growth, ">=", 1.2)
-    # a policy that grows surer is drafted better without any history: the control grows too, by that alone
+    # a more certain policy is drafted better without history: the control's rise shows that part
     result.target("growth_over_that_of_never_repeated", growth / (control[-1] / control[0]), ">=", 1.2)
     forgetful = found["never repeated", FORGETFUL][-1]
     result.target("accepted_with_over_without_history_never_repeated", control[-1] / forgetful, "<=", 1.02)

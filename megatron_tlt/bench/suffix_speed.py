@@ -1,4 +1,4 @@
-"""Times suffix trees at many stored tokens, beside arctic-inference's, and a drafter's memory under its bound."""
+"""Times suffix trees at many stored tokens, against arctic-inference's, and a drafter's memory under its bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_tlt.speculation.suffix_tree import SpeculationRule, SuffixTree, To
 from megatron_tlt.speculation.token_drafter import FinishedResponse
 
 CHUNK = 4
-"""Tokens that a sequence gains at once, as it does from accepted drafts."""
+"""Tokens appended at once, as after accepted drafts."""
 
 
 class _Timed(Protocol):
@@ -53,7 +53,7 @@ class _Ours:
 
 
 class _Arctic:
-    """Its tree without the cache around it, with arrays and not lists: the fastest that it offers."""
+    """Its tree without the surrounding cache, with arrays instead of lists: its fastest interface."""
 
     def __init__(self, depth: int) -> None:
         self._tree, self._depth, self._number = ArcticTree(depth), depth, 0
@@ -127,7 +127,7 @@ def speed(result: BenchmarkResult, sizes: Sequence[int], repeats: int, depth: in
         trees["arctic"] = _Arctic(depth)
     source, stored = NoisyCopies(), 0
     for timed in trees.values():
-        _time(timed, source.draw(), drafts)  # what is compiled at first use is compiled now
+        _time(timed, source.draw(), drafts)  # triggers compilation
     for size in sorted(sizes):
         while stored < size:
             response = source.draw()
@@ -171,10 +171,10 @@ def speed(result: BenchmarkResult, sizes: Sequence[int], repeats: int, depth: in
 
 
 def bounded_memory(result: BenchmarkResult, appends: int, bound: int) -> None:
-    """Puts so many tokens of problems that come back every epoch through a ``SuffixDrafter`` with a bound, in bytes.
+    """Appends tokens of problems that repeat every epoch to a ``SuffixDrafter`` with a memory bound in bytes.
 
-    An epoch's trees want several times the bound; a problem's eight responses are a rollout. The process's memory is
-    read beside the drafter's own account of it.
+    An epoch's trees need several times the bound; a problem's eight responses form a rollout. The process's memory is
+    compared with the drafter's own count.
     """
     warm = SuffixDrafter(SuffixConfig())
     warm.start("a", "p", [1, 2, 3])

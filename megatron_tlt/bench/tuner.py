@@ -1,4 +1,4 @@
-"""Tuners against an oracle on rollouts that are replayed: regret, and how soon they recover from a shift."""
+"""Tuners against an oracle on replayed rollouts: regret, and recovery after a shift."""
 
 from __future__ import annotations
 
@@ -37,26 +37,28 @@ from megatron_tlt.speculation.tuner_solver import SolverTuner
 from megatron_tlt.speculation.tuners import build_tuner
 
 EARLY = 500
-"""Steps from a cold start after which regret is held against the target."""
+"""Steps from a cold start after which regret counts for the target."""
 WINDOW = 100
-"""Steps of the window whose regret says whether a tuner has recovered."""
+"""Length in steps of the window whose regret shows whether a tuner has recovered."""
 LIMIT = 0.05
 DEFAULT, PUBLISHED_TUNER = "beg_mab", "beg_mab, published"
 PROFILED = "solver, profiled before"
 BATCHES = (MAX_BATCH, 256)
-"""Responses of a rollout; a recording's traces have as many as it goes up to."""
+"""Responses of a rollout; a recording's traces have its maximum batch."""
 
 Build = Callable[[Trace, Truth, int], Tuner]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=2400, help="engine steps of a trace; the shift is half-way")
+    parser.add_argument("--steps", type=int, default=2400, help="engine steps per trace; the shift is at half")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each tuner on each trace")
-    parser.add_argument("--first-seed", type=int, default=100, help="the others follow; 0 to 5 served to set defaults")
-    parser.add_argument("--times", nargs="+", help="of the step times, only these (synthetic or a recording's name)")
+    parser.add_argument(
+        "--first-seed", type=int, default=100, help="first of consecutive seeds; 0 to 5 were used to choose defaults"
+    )
+    parser.add_argument("--times", nargs="+", help="use only these step times (synthetic or a recording's name)")
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="draft budgets of the traces")
     steady = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    parser.add_argument("--batches", type=int, nargs="+", default=steady, help="batches that stay")
+    parser.add_argument("--batches", type=int, nargs="+", default=steady, help="constant batches")
 
 
 def _gate(batch: int) -> ElasticGate:
@@ -74,7 +76,7 @@ def _named(name: str, keep: Callable[[Strategy], bool] = lambda strategy: True, 
 
 
 def _profiled(trace: Trace, truth: Truth, seed: int) -> Tuner:
-    """A solver after its profiling pass: steps of full batches before the first rollout, as noisy as all others."""
+    """A solver after its profiling pass: steps of full batches before the first rollout, equally noisy."""
     tuner = SolverTuner(trace.strategies, seed=seed, max_batch=_gate(trace.batch).max_batch)
     rng = np.random.default_rng(1000 + seed)
     noise = trace.times.noise(rng)
@@ -103,20 +105,20 @@ TUNERS: dict[str, Build] = {
     PROFILED: _profiled,
     "static off": _named("static", OFF.__eq__),
 }
-"""All over the same strategies but the published code's default, whose buckets have one learned strategy each."""
+"""All use the same strategies except the published code's default, whose buckets have one learned strategy each."""
 FIRST_CASE_ONLY = ("beg_mab, per request", "beg_mab, published score")
 """These have no target and run only with the first batch size and the first kind of draft budgets."""
 
 
 def run_tuner(trace: Trace, build: Build, seed: int, fixed_batch: int | None = None) -> Played:
-    """Plays a trace with a tuner behind the controller that engines have; its gate and hold count as regret, too."""
+    """Plays a trace with a tuner behind the engines' controller, whose gate and hold also cause regret."""
     truth = Truth(trace)
     controller = SpeculationController(build(trace, truth, seed), _gate(trace.batch))
     return play(trace, controller, truth, seed, fixed_batch)
 
 
 def recovery_steps(played: Played, shift_at: int, window: int = WINDOW, limit: float = LIMIT) -> int | None:
-    """Steps from a shift until the regret of the ``window`` steps before is at most ``limit``; None: never."""
+    """Steps from a shift until the regret of the last ``window`` steps is at most ``limit``; None if never."""
     ends = range(shift_at + window, len(played.seconds) + 1)
     return next((end - shift_at for end in ends if played.regret(end - window, end) <= limit), None)
 
@@ -131,7 +133,7 @@ def _seeds(arguments: argparse.Namespace) -> range:
 
 
 def _best_static(trace: Trace, seed: int) -> Build:
-    """The strategy that, kept throughout, loses least on the first seed: what a user could find by trying all."""
+    """The fixed strategy with the smallest loss on the first seed: the best a user could find by trying all."""
     regrets = {s: run_tuner(trace, _named("static", s.__eq__), seed).regret() for s in trace.strategies}
     return _named("static", min(regrets, key=regrets.__getitem__).__eq__)
 
@@ -147,7 +149,7 @@ def _row(trace: Trace, name: str, runs: Sequence[Played]) -> dict[str, Any]:
         "regret": _spread(played.regret() for played in runs),
         "regret_after_shift": _spread(played.regret(shift) for played in runs),
         "regret_settled": _spread(played.regret((shift + steps) // 2) for played in runs),
-        # who has not recovered by the end counts with all the steps there were
+        # an unrecovered run counts with all remaining steps
         "recovery_steps": _spread(steps - shift if n is None else n for n in recovered),
         "not_recovered": sum(n is None for n in recovered),
         "shares": {name: round(count / chosen.total(), 3) for name, count in chosen.most_common(4)},
@@ -166,13 +168,13 @@ def _selected(names: Sequence[str] | None) -> list[Times]:
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """Regret is the share of the expected time that the best strategy at each step's batch would have saved.
 
-    It is counted from a cold start, against an oracle that knows the acceptance of the very requests that run and every
-    step's expected time, and that needs neither gate nor hold nor switch. With draft budgets it is of the requests that
-    may have drafts. Targets are held against the median over seeds, on the worst trace of each batch size and each kind
-    of budgets. A second set of rows has a batch that stays, where the best choice is one strategy.
+    It counts from a cold start, against an oracle that knows the acceptance of the running requests and every step's
+    expected time, and that needs no gate, hold or switch. With draft budgets it covers the requests that may have
+    drafts. Targets use the median over seeds, on the worst trace of each batch size and kind of budgets. A second set
+    of rows has a constant batch, for which one strategy is best.
 
     Raises:
-        ConfigError: step times that there are none of.
+        ConfigError: unknown step times.
     """
     result = BenchmarkResult(environment=describe_environment(), name="tuner")
     selected = _selected(arguments.times)
@@ -218,7 +220,7 @@ def _shifting(
 
 
 def _steady(result: BenchmarkResult, times: Sequence[Times], arguments: argparse.Namespace, budgets: str) -> None:
-    """Rows with a batch that stays: what a tuner loses to the best static strategy there, once it has settled."""
+    """Rows with a constant batch: a settled tuner's loss to the best static strategy."""
     worst: dict[int, float] = defaultdict(float)
     for one in times:
         for drafters in (SHIFTS[0].before, SHIFTS[0].after):

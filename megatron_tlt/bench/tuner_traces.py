@@ -1,4 +1,4 @@
-"""Rollouts without an engine: what a step costs and gains under each strategy, with the noise of a real one."""
+"""Rollouts without an engine: the cost and gain of a step under each strategy, with realistic noise."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BUDGETS = ("all", "one each", "by class", "mixed")
 """Draft budgets of a trace: each request has all K drafts, or one, or 0, K / 2 or K by its length, or 1 to 7."""
 MAX_BATCH = 32
 _LEAST = 3
-"""Steps of a recorded rollout without which it says nothing."""
+"""Minimum steps of a recorded rollout for use."""
 
 
 @dataclass(frozen=True)
 class Drafter:
     """A draft is made with probability ``match``; its tokens are accepted one by one, with ``alpha`` times ``fade``^i.
 
-    A request has an ``alpha`` of its own, normally distributed around this one by ``spread``.
+    Each request has its own ``alpha``, normally distributed around this one by ``spread``.
     """
 
     alpha: float
@@ -38,7 +38,7 @@ class Drafter:
     spread: float = 0.08
 
     def of(self, own: np.ndarray, num_tokens: int = MOST) -> np.ndarray:
-        """Chance of each draft token, (requests, tokens), where requests deviate by ``own`` standard deviations."""
+        """Probability of each draft token, (requests, tokens), for requests at ``own`` standard deviations."""
         alpha = np.clip(self.alpha + self.spread * own, 0.02, 0.98)
         return alpha[:, None] * self.fade ** np.arange(num_tokens)
 
@@ -47,7 +47,7 @@ class Drafter:
     ) -> tuple[np.ndarray, np.ndarray]:
         """(whether a request has drafts, (requests); which of their tokens are accepted, (requests, tokens), 0 or 1).
 
-        ``budgets`` (requests,): drafts that each may have; None: ``num_tokens``.
+        ``budgets`` (requests,): maximum drafts of each request; None: ``num_tokens``.
         """
         hits = rng.random((len(own), num_tokens)) < self.of(own, num_tokens)
         found = rng.random(len(own)) < self.match
@@ -79,9 +79,9 @@ SHIFTS = (
 
 
 class SyntheticTimes:
-    """A GPU's shape: a step costs the same until compute outweighs memory; drafting costs by the token.
+    """A GPU's cost model: a step costs the same until compute exceeds memory time; drafting costs per token.
 
-    Noise is log-normal with rare long steps, and with spells in which everything takes longer.
+    Noise is log-normal with rare long steps, and with slow periods.
     """
 
     name = "synthetic"
@@ -98,7 +98,7 @@ class SyntheticTimes:
         return 0.02 * (target + fixed + per_token * passes)
 
     def noise(self, rng: np.random.Generator) -> Iterator[float]:
-        """Factors for one step after another."""
+        """Factors for consecutive steps."""
         slow = False
         while True:
             slow = rng.random() < (0.98 if slow else 0.002)
@@ -109,7 +109,7 @@ class SyntheticTimes:
 
 
 def recorded_files() -> list[str]:
-    """Names of the recordings that are shipped."""
+    """Names of the shipped recordings."""
     return sorted(entry.name for entry in _recordings().iterdir() if entry.name.endswith(".json"))
 
 
@@ -118,10 +118,10 @@ def _recordings() -> Traversable:
 
 
 class RecordedTimes:
-    """Steps of a real engine (``tools/record_step_times.py``), their noise replayed rollout by rollout.
+    """Steps of a real engine (``tools/record_step_times.py``); their noise is replayed rollout by rollout.
 
-    The machine may have been busy with other things: what is taken for the time of a strategy at a batch is the median
-    of its least disturbed rollout there, and the noise is what steps took over the median of their own rollout.
+    The machine may have been busy with other work. So a strategy's time at a batch is the median of its least disturbed
+    rollout there, and the noise is the ratio of each step to the median of its own rollout.
     """
 
     def __init__(self, file: str) -> None:
@@ -135,7 +135,7 @@ class RecordedTimes:
                 if len(rollout) >= _LEAST:
                     medians.append(statistics.median(rollout))
                     self._runs.append([value / medians[-1] for value in rollout])
-            # of many requests some drafts are nearly always cut short: few steps of a rollout then count
+            # with many requests some drafts are nearly always truncated: then few steps of a rollout count
             together = [value for rollout in cell["milliseconds"] for value in rollout]
             times[Strategy.parse(cell["strategy"])][int(cell["batch"])] = (
                 min(medians) if medians else statistics.median(together)
@@ -148,7 +148,7 @@ class RecordedTimes:
         self._known: dict[tuple[str, int, int], float] = {}
 
     def mean(self, strategy: Strategy, batch: int, budgets: BudgetMix | None = None) -> float:
-        """Seconds of a typical step; linear between the batches that were recorded.
+        """Seconds of a typical step; linear between the recorded batches.
 
         With ``budgets`` it is also linear between the numbers of tokens, at the mean budget.
         """
@@ -168,7 +168,7 @@ class RecordedTimes:
         return self._known[key]
 
     def noise(self, rng: np.random.Generator) -> Iterator[float]:
-        """Factors for one step after another."""
+        """Factors for consecutive steps."""
         while True:
             yield from self._runs[int(rng.integers(len(self._runs)))]
 
@@ -177,13 +177,13 @@ Times = SyntheticTimes | RecordedTimes
 
 
 def long_tailed_lengths(rng: np.random.Generator, longest: int = 768, count: int = MAX_BATCH) -> np.ndarray:
-    """Tokens of ``count`` responses: log-normal with a median of 80, cut off at ``longest``."""
+    """Tokens of ``count`` responses: log-normal with a median of 80, truncated at ``longest``."""
     lengths = np.minimum(longest, np.exp(rng.normal(np.log(80.0), 1.1, count)))
     return np.maximum(2, lengths).astype(int)
 
 
 class Trace:
-    """What happens: step times, drafters that shift at half of the engine steps, batch size, draft budgets."""
+    """The events: step times, drafters that shift at half of the engine steps, batch size, draft budgets."""
 
     def __init__(self, times: Times, shift: Shift, steps: int, batch: int = MAX_BATCH, budgets: str = "all") -> None:
         self.name = f"{times.name}, {shift.name}, batch {batch}, budgets {budgets}"
@@ -198,9 +198,9 @@ class Trace:
         return self.shift.before if step < self.shift_at else self.shift.after
 
     def draw(self, rng: np.random.Generator, batch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """A rollout's responses: their lengths, and what decides their budgets: a share of K, or a bound of its own.
+        """A rollout's responses: their lengths, and what determines their budgets: a share of K, or an own bound.
 
-        Each (requests,). Of ``batch`` responses: those that are left at last, the longest ones.
+        Each (requests,). With ``batch``: the last remaining, longest responses.
         """
         lengths = long_tailed_lengths(rng, count=self.batch)
         shares = np.ones(len(lengths))
@@ -212,7 +212,7 @@ class Trace:
         return lengths[kept], shares[kept]
 
     def request_budgets(self, strategy: Strategy, shares: np.ndarray) -> np.ndarray:
-        """Drafts that each request may have, (requests,)."""
+        """Maximum drafts of each request, (requests,)."""
         if not strategy.by_length:
             return np.full(len(shares), strategy.num_tokens)
         if self.budgets == "by class":
@@ -222,9 +222,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a strategy can expect of the requests that run: budgets, tokens per request and step, seconds of a step.
+    """A strategy's expectation for the running requests: budgets, tokens per request and step, seconds of a step.
 
-    ``length`` is over the requests that may have drafts: a rollout ends with them.
+    ``length`` covers the requests that may have drafts: a rollout ends with them.
     """
 
     budgets: np.ndarray
@@ -234,12 +234,12 @@ class Expected:
 
     @property
     def rate(self) -> float:
-        """Expected tokens per request and second where the strategy stays."""
+        """Expected tokens per request and second if the strategy is kept."""
         return self.length / self.seconds
 
 
 class Truth:
-    """What can be expected of the requests that run at the moment: an oracle's knowledge, and the measure of regret."""
+    """Expectations for the currently running requests: the oracle's knowledge, and the reference for regret."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -247,7 +247,7 @@ class Truth:
         self.best_rate = 0.0
 
     def look(self, drafters: Mapping[str, Drafter], own: np.ndarray, shares: np.ndarray) -> None:
-        """Take in the drafters, and of each running request the deviation from them and what decides its budget."""
+        """Updates the drafters, and each running request's deviation from them and the basis of its budget."""
         batch, times = len(own), self._trace.times
         self._of = {OFF: Expected(np.zeros(batch, dtype=int), None, 1.0, times.mean(OFF, batch))}
         for name, drafter in drafters.items():
@@ -264,34 +264,34 @@ class Truth:
         self.best_rate = max(expected.rate for expected in self._of.values())
 
     def of(self, strategy: Strategy) -> Expected:
-        """The expectation of ``strategy`` for the requests last passed in."""
+        """The expectation of ``strategy`` for the requests of the last update."""
         return self._of[strategy]
 
     def rate(self, strategy: Strategy, batch: int) -> float:
-        """The expected rate of ``strategy`` for the requests last passed in, which ``batch`` must describe."""
+        """The expected rate of ``strategy`` for the requests of the last update, which ``batch`` must match."""
         return self._of[strategy].rate
 
 
 @dataclass
 class Played:
-    """Per engine step: expected seconds, those of them that the best strategy would have saved, the strategy."""
+    """Per engine step: expected seconds, the seconds that the best strategy would have saved, the strategy."""
 
     seconds: np.ndarray
     lost: np.ndarray
     chosen: list[str]
 
     def regret(self, start: int = 0, stop: int | None = None) -> float:
-        """Share of the expected time of steps ``start .. stop`` that went into not choosing the best strategy."""
+        """Share of the expected time of steps ``start .. stop`` lost by not choosing the best strategy."""
         return float(self.lost[start:stop].sum() / self.seconds[start:stop].sum())
 
 
 def play(
     trace: Trace, controller: SpeculationController, truth: Truth, seed: int, fixed_batch: int | None = None
 ) -> Played:
-    """Rollouts of long-tailed responses one after another, or a batch that stays, until the trace's steps are over.
+    """Plays consecutive rollouts of long-tailed responses, or a constant batch, until the trace ends.
 
-    A step verifies the drafts of the step before: where the strategy changes, it gains what the old one drafted, and
-    takes the mean of both strategies' times. A rollout's first step, with the prompts in it, is not counted.
+    A step verifies the drafts of the step before. When the strategy changes, the step gains the old one's drafts, and
+    takes the mean of both strategies' times. A rollout's first step, which includes the prompts, is not counted.
     """
     rng = np.random.default_rng(seed)
     noise = trace.times.noise(rng)

@@ -78,7 +78,7 @@ def test_a_run_under_other_settings_is_refused(tmp_path: Path) -> None:
     result = learning.run(parser.parse_args(given, argparse.Namespace(json=None)))
     assert [row["seed"] for row in result.rows] == [1]
     other = parser.parse_args([*given, "--set", "algorithm.group_size=4"], argparse.Namespace(json=None))
-    with pytest.raises(ConfigError, match=r"with-1: a run under other settings: algorithm.group_size: 8 -> 4"):
+    with pytest.raises(ConfigError, match=r"with-1: a run with other settings: algorithm.group_size: 8 -> 4"):
         learning.run(other)
 
 

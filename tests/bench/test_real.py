@@ -111,7 +111,7 @@ def test_measurements_under_other_settings_are_refused(tmp_path: Path) -> None:
     with record.open("a") as file:
         file.write(json.dumps(case(4, SECONDS)) + "\n")
     assert list(real._done(record, {"seed": 1})) == ["batch 4"]
-    with pytest.raises(ConfigError, match=r"F\.runs\.jsonl: measured under other settings"):
+    with pytest.raises(ConfigError, match=r"F\.runs\.jsonl: measured with other settings"):
         real._done(record, {"seed": 2})
 
 
@@ -154,7 +154,7 @@ def test_every_rollout_has_problems_of_its_own_and_several_samples_of_each() -> 
         4,
         4,
     ]
-    with pytest.raises(ConfigError, match="--requests is 64; allowed for 17 rollouts of 16: 68 on"):
+    with pytest.raises(ConfigError, match="--requests is 64; allowed for 17 rollouts of 16: at least 68"):
         make_groups(pool, 16, 8, 17)
 
 

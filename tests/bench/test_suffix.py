@@ -70,7 +70,7 @@ def test_recorded_responses_are_read_and_bad_ones_named(tmp_path: Path) -> None:
     assert read_recorded(path) == [TraceResponse("p", 1, (), (3, 4)), TraceResponse("7", 2, (), (5,))]
     for bad in ('{"problem": "p", "epoch": 1}', '{"problem": "p", "epoch": 1, "token_ids": [-3]}', "[]", "{"):
         path.write_text('{"problem": "p", "epoch": 1, "token_ids": [3, 4]}\n' + bad + "\n")
-        with pytest.raises(ConfigError, match=r"responses\.jsonl, line 2: .*wanted: problem, epoch, token_ids"):
+        with pytest.raises(ConfigError, match=r"responses\.jsonl, line 2: .*allowed: problem, epoch, token_ids"):
             read_recorded(path)
     with pytest.raises(ConfigError, match="cannot read"):
         read_recorded(tmp_path / "none")
@@ -90,6 +90,6 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert result.targets["accepted_with_over_without_history_never_repeated"]["value"] == 1.0
     memory = next(row for row in result.rows if row["part"] == "memory")
     assert memory["stored_tokens"] == 30000 and memory["evictions"]
-    with pytest.raises(ConfigError, match="holds no responses"):
+    with pytest.raises(ConfigError, match="no responses"):
         path.write_text("")
         suffix.run(arguments_of("--responses", str(path), *small))

@@ -12,10 +12,10 @@ from megatron_tlt.platform.processes import run_processes
 
 
 def measure_in_worker(what: str, name: str, given: Mapping[str, Any], timeout_s: float, processes: int = 1) -> Any:
-    """What ``workers/<name>.py`` found: its ranks are given plain data, a folder to work in, and a file to write.
+    """Result of ``workers/<name>.py``: its ranks get plain data, a working folder, and an output file.
 
     Raises:
-        RunError: as ``run_worker``.
+        RunError: see ``run_worker``.
     """
     with tempfile.TemporaryDirectory() as work:
         out = Path(work, "out.json")
@@ -31,9 +31,9 @@ def run_worker(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs ``workers/<name>.py`` as ``platform.processes.run_processes`` does, which says what else is given.
+    """Runs ``workers/<name>.py`` with ``platform.processes.run_processes``, which documents the other arguments.
 
     Raises:
-        RunError: it failed or ran past ``timeout_s``.
+        RunError: it failed or exceeded ``timeout_s``.
     """
     run_processes(what, f"megatron_tlt.bench.workers.{name}", arguments, processes, timeout_s, environment)

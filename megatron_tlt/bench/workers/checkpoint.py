@@ -1,4 +1,4 @@
-"""One rank of the checkpoint benchmark: stalls of saves in turn, then losses after a resume under other layouts."""
+"""One rank of the checkpoint benchmark: stalls of alternating saves, then losses after resuming in other layouts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CheckpointBench:
         return [self.step(policy) for _ in range(steps)]
 
     def save(self, policy: Policy, *, in_background: bool) -> dict[str, Any]:
-        """Seconds training stood still for a save (the slowest rank's), and those of steps while it was written."""
+        """Seconds that a save blocked training (slowest rank), and those of steps while it was written."""
         checkpoints = Checkpoints(self._root, 1, in_background=in_background)
         self._saved += 1
         stall = _slowest(lambda: checkpoints.save(policy, TrainerState(self._saved)))

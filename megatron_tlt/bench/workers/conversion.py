@@ -1,4 +1,4 @@
-"""One rank of a conversion: converts, and writes how far its memory rose meanwhile."""
+"""One rank of a conversion: converts, and writes its rise in memory."""
 
 from __future__ import annotations
 

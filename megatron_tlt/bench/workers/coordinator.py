@@ -1,7 +1,7 @@
-"""Some ranks of the coordinator benchmark in one process: real clients, a thread each, training that is a wait.
+"""Some ranks of the coordinator benchmark in one process: real clients, one thread each; training is a wait.
 
-Reads the secret, then a line of JSON per rollout (its number, when it starts, when each rank is released); answers each
-with a line of what every rank saw and when, on the machine's monotonic clock.
+Reads the secret, then a line of JSON per rollout (its number, its start time, the release time of each rank). Answers
+each with a line of what every rank observed and when, on the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIMIT_S = 60.0
 
 
 class _Ordered:
-    """When a rank first saw an order, and of which generation."""
+    """When a rank first received an order, and its generation."""
 
     def __init__(self) -> None:
         self.at: float | None = None

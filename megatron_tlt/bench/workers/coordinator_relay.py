@@ -1,4 +1,4 @@
-"""A bad network between the clients and the service of the coordinator benchmark: loses, repeats, reorders, delays."""
+"""A bad network between clients and service of the coordinator benchmark: loses, repeats, reorders, delays."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_tlt.platform.processes import stay_with_parent
 
 
 class Relay:
-    """Clients connect to ``endpoint`` as if it were the service's; each has a line of its own to the service.
+    """Clients connect to ``endpoint`` as to the service; each has its own connection to the service.
 
     Args:
         target: the service's endpoint.
         lost, duplicated, reordered, delayed: shares of messages of either direction.
-        swap_s, delay_s: how much later the last two arrive, at most.
+        swap_s, delay_s: maximum delay of reordered and delayed messages.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Relay:
         self._count = 0
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Runs until the process ends."""
         while True:
             wait = self._pending[0][0] - time.monotonic() if self._pending else 1.0
             for ready, _ in self._poller.poll(math.ceil(max(0.0, wait) * 1000)):

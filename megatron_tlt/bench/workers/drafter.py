@@ -1,7 +1,7 @@
-"""A policy that moves under reinforcement learning, and what drafters are accepted of it after every step.
+"""Acceptance of drafters while a policy changes under reinforcement learning, after every step.
 
 One process: the policy, an engine that drafts by n-grams (and decodes the training rollouts), and one that drafts with
-a head, whose weights are those of the frozen drafter or of one that is trained, by turns.
+a head, alternately with the weights of the frozen drafter and of a trained one.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from megatron_tlt.trainer.synchronization import drafter_sync, policy_sync
 
 
 class _Together:
-    """Several drafters that learn from the same steps; which one an engine holds is for the measurement to say.
+    """Several drafters that learn from the same steps; the measurement chooses which one an engine holds.
 
-    The one that learns from the ``first`` policy's responses alone has that policy's LM head.
+    The one that learns only from the ``first`` policy's responses has that policy's LM head.
     """
 
     def __init__(self, drafters: Mapping[str, DrafterManager], first: Policy) -> None:
@@ -119,7 +119,7 @@ class _DrafterBench:
         return load_config(given["config"], [*given["set"], *(f"{key}={value}" for key, value in overrides.items())])
 
     def _start(self) -> tuple[Path, dict[str, DrafterManager]]:
-        """The head that all start with, which learnt from responses of the first policy; the drafters by arm."""
+        """The common initial head, trained on responses of the first policy, and the drafters by arm."""
         given = self._given
         self._to_ngram.sync(version=0, verify=False)
         head = self._work / "head" if given["head"] is None else Path(given["head"])
@@ -155,7 +155,7 @@ class _DrafterBench:
         drafter.add(step, *responses, states)
 
     def _learn_more(self, drafter: DrafterManager, step: int) -> None:
-        """As many new responses of the first policy as the others get of the one that moves."""
+        """Adds as many new responses of the first policy as the others get of the current one."""
         config = self._config
         count = config.trainer.prompts_per_step * config.algorithm.group_size
         self._first_to_ngram.sync(version=step, verify=False)
@@ -230,7 +230,7 @@ def _samples(responses: Sequence[Response]) -> RolloutBatch:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody is shown the progress."""
+    """Discards the progress."""
 
 
 def main(given_json: str, work: str, out: str) -> None:

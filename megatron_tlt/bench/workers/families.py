@@ -1,4 +1,4 @@
-"""One rank of a layout: logits of every tiny model below a folder against transformers, and its weights' way back."""
+"""One rank of a layout: logits of all tiny models in a folder against transformers, and a round trip of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_tlt.platform.processes import die_with_parent
 
 
 def _differences(policy: Policy, folder: Path, samples: RolloutBatch) -> list[float]:
-    """For each sequence the largest difference of logits over the largest logit; none where another stage has them."""
+    """For each sequence the largest difference of logits over the largest logit; none if another stage has them."""
     from megatron.core import parallel_state
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -50,7 +50,7 @@ def _differences(policy: Policy, folder: Path, samples: RolloutBatch) -> list[fl
 
 
 def _layout(folder: Path, megatron: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys of experts where the model has none."""
+    """The layout without the keys of experts if the model has none."""
     if FAMILIES[read_hf_config(folder).model_type].experts:
         return megatron
     return {key: value for key, value in megatron.items() if not key.startswith("expert_")}

@@ -1,4 +1,4 @@
-"""Acceptance of heads behind steps that they took no part in, with the gap filled and not."""
+"""Acceptance of heads after steps without them, with the gap filled and not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 
 class Turns:
-    """``gap`` steps without drafts, then ``drafting`` steps with the head, and so on; counts what the head's gave."""
+    """Alternates ``gap`` steps without drafts and ``drafting`` steps with the head; counts tokens of the latter."""
 
     def __init__(self, strategy: Strategy, gap: int, drafting: int) -> None:
         self._strategy, self._gap, self._period = strategy, gap, gap + drafting
@@ -49,7 +49,7 @@ def measure(
         asked = [replace(request, seed=request.seed + repeat) for request in pool]
         for gap in (0, *given["gaps"]):
             for arm, engine in engines.items():
-                if gap or arm == "filled":  # without a gap the two are the same
+                if gap or arm == "filled":  # without a gap both are the same
                     chooser = Turns(strategy, gap, given["drafting"])
                     engine.generate(asked, chooser=chooser)
                     length = 1.0 + chooser.accepted / max(1, chooser.requests)

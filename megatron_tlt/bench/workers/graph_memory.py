@@ -1,8 +1,8 @@
-"""Captures a plan's CUDA graphs in a vLLM engine with dummy weights, and writes what they took of the device.
+"""Captures a plan's CUDA graphs in a vLLM engine with dummy weights, and writes their device memory.
 
 graph_memory.py JOB.json OUT.json
 
-Needs a GPU and the supported vLLM. One process per plan: what one leaves behind must not count for the next.
+Needs a GPU and the supported vLLM. One process per plan, so that memory left by one does not count for the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MODEL_LEN = 4096
 
 
 def main(given: str, out: str) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the hook and the captures are of this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # keeps the hook and the captures in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     job = json.loads(Path(given).read_text(encoding="utf-8"))
     plan = read_plan(job)
@@ -71,7 +71,7 @@ def main(given: str, out: str) -> None:
 
 
 def read_plan(job: dict[str, Any]) -> GraphPlan:
-    """The plan that a job names."""
+    """Reads a job's plan."""
     graphs = tuple(
         Graph(kind, batch, tokens, None if owner is None else Strategy.parse(owner))
         for kind, batch, tokens, owner in job["graphs"]
@@ -80,7 +80,7 @@ def read_plan(job: dict[str, Any]) -> GraphPlan:
 
 
 def write_config(folder: Path, model: dict[str, Any], num_hidden_layers: int) -> Path:
-    """A Llama's configuration, without weights."""
+    """Writes a Llama configuration, without weights."""
     folder.mkdir()
     named = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     config = {

@@ -1,4 +1,4 @@
-"""One rank of a layout: some supervised steps on fixed samples; rank 0 writes losses and gradient norms."""
+"""One rank of a layout: supervised steps on fixed samples; rank 0 writes losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_tlt.platform.processes import die_with_parent
 
 
 def random_samples(count: int = 24) -> RolloutBatch:
-    """Random tokens below 64, of quite different lengths."""
+    """Random tokens below 64, of very different lengths."""
     rng = random.Random(0)
     sequences = [[rng.randrange(64) for _ in range(rng.choice((6, 9, 17, 40)))] for _ in range(count)]
     return RolloutBatch.of_sequences(sequences, [3] * count)

@@ -1,4 +1,4 @@
-"""How far a process's memory rises while something runs."""
+"""Measures the rise of a process's memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 
 def anonymous_bytes() -> int:
-    """This process's resident memory but for pages of mapped files, which the kernel takes back at will."""
+    """This process's resident memory except pages of mapped files, which the kernel can reclaim."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     return int(found[1]) * 1024 if found else 0
 
 
 class PeakSampler:
-    """The most anonymous memory of this process since it was entered, looked at every 2 ms."""
+    """Peak anonymous memory of this process since entry, sampled every 2 ms."""
 
     def __enter__(self) -> PeakSampler:
-        # what the allocator kept of memory that is free again would hide a rise
+        # freed memory kept by the allocator would hide a rise
         ctypes.CDLL(None).malloc_trim(0)
         self.start = self.peak = anonymous_bytes()
         self._stop = threading.Event()

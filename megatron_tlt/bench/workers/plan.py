@@ -1,4 +1,4 @@
-"""One rank of a layout: its memory above what imports left, and seconds per optimizer step; rank 0 writes them."""
+"""One rank of a layout: its memory beyond that after imports, and seconds per optimizer step; rank 0 writes them."""
 
 from __future__ import annotations
 

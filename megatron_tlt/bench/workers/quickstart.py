@@ -1,4 +1,4 @@
-"""What benchmarks of rollout share: the recipe's model, requests of it, and heads that are trained in place."""
+"""Shared by rollout benchmarks: the recipe's model, its requests, and heads trained on the spot."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each, training_sampling
 
 ALONE = ("launcher.nproc_per_node=1", "spot=null")
-"""What makes a launch config one of a single process."""
+"""Overrides that reduce a launch config to a single process."""
 
 
 @dataclass(frozen=True)
 class Quickstart:
-    """``pool``: held-out problems at the training's temperature, each to get a response as long as its first was.
+    """``pool``: held-out problems at the training temperature; each response has its first response's length.
 
-    ``pairs``: responses to training problems, for heads to learn from.
+    ``pairs``: responses to training problems, for the heads' training.
     """
 
     config: TltConfig
@@ -47,7 +47,7 @@ def prepare_quickstart(
     seed: int,
     overrides: Sequence[str] = (),
 ) -> Quickstart:
-    """Samples ``pairs`` and the pool's lengths with an engine that does not speculate."""
+    """Samples ``pairs`` and the pool's lengths with an engine without speculation."""
     config = load_config(config_file, [*ALONE, *overrides])
     tokenizer = load_tokenizer(folder)
     sampling = training_sampling(config.rollout, tokenizer)
@@ -63,13 +63,13 @@ def prepare_quickstart(
 
 
 def train_head(quickstart: Quickstart, kind: Kind, steps: int, work: Path) -> Path:
-    """The folder of a head of this kind, trained for so many steps on the pairs."""
+    """The folder of a head of this kind, trained for ``steps`` steps on the pairs."""
     drafter = DrafterConfig(kind=kind, lr=1e-3)
     return warm_head(quickstart.folder, quickstart.pairs, drafter, WarmupPlan(steps=steps), work / kind)
 
 
 def warm_head(target: Path, pairs: Sequence[Pair], drafter: DrafterConfig, plan: WarmupPlan, folder: Path) -> Path:
-    """The folder of a head that was made from the target's last layer and trained on the pairs."""
+    """The folder of a head initialized from the target's last layer and trained on the pairs."""
     model = drafter_from_target(target, drafter.kind, 1, drafter.taps, draft_vocab_size=drafter.draft_vocab_size)
     states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
     with Progress(0, plan.steps, enabled=False) as progress:

@@ -1,4 +1,4 @@
-"""A real policy's rollouts under every way to speculate, case after case; one process holds all engines."""
+"""A real policy's rollouts with every method of speculation, case after case; one process holds all engines."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from megatron_tlt.rollout.types import Request
 from megatron_tlt.speculation.strategy import OFF, Strategy
 
 PAIRS = "pairs.jsonl"
-"""In the head's folder: the responses that it learns from."""
+"""In the head's folder: the responses for its training."""
 PAIR = ("off", ABLE, "beg_mab")
-"""The arms whose ratios are wanted most closely."""
+"""The arms whose ratios need the most repeats."""
 
 
 def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:
@@ -55,14 +55,14 @@ def head_of(given: Mapping[str, Any], prepared: Quickstart) -> Path:
 
 
 def statics_of(speculation: SpeculationConfig) -> list[Strategy]:
-    """Strategies that are each timed alone: those that the tuner chooses between, but off."""
+    """Strategies that are each timed alone: the tuner's choices except off."""
     return [strategy for strategy in strategies_of(speculation) if strategy != OFF]
 
 
 def ceiling(table: RateTable, rollouts: Sequence[Sequence[int]], strategies: Sequence[Strategy]) -> float:
-    """Speed over off of rollouts that are always under the strategy of most tokens per second at their batch.
+    """Speed over off if every batch used its strategy with the most tokens per second.
 
-    ``rollouts`` are the lengths of each one's responses.
+    ``rollouts`` are the response lengths of each rollout.
     """
     off_s = best_s = 0.0
     for rollout in rollouts:
@@ -77,19 +77,19 @@ def ceiling(table: RateTable, rollouts: Sequence[Sequence[int]], strategies: Seq
 
 
 def natural(request: Request, longest: int) -> Request:
-    """The request with a response that ends by itself."""
+    """The request with a response that ends naturally."""
     return replace(request, sampling=replace(request.sampling, max_tokens=longest, min_tokens=0))
 
 
 def measure(
     target: RolloutTarget, name: str, rollouts: Sequence[Sequence[Request]], uniform: bool, given: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A row per arm and repeat, and the lengths of each rollout's responses; tuners know nothing in repeat 0.
+    """A row per arm and repeat, and each rollout's response lengths; tuners have no data in repeat 0.
 
-    A repeat is ``given["rollouts"]`` rollouts, one after another.
+    A repeat is ``given["rollouts"]`` consecutive rollouts.
 
-    Lengths are those of an untimed rollout without drafts, which ends by itself, or their mean where all are to be
-    ``uniform``. Every arm decodes as many tokens of each request, with the same seeds.
+    Lengths are those of an untimed rollout without drafts, which ends naturally, or with ``uniform`` their mean. Every
+    arm decodes the same number of tokens per request, with the same seeds.
     """
     rows, decoded = [], []
     arms, each = list(target.arms), given["rollouts"]

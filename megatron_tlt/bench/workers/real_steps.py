@@ -1,4 +1,4 @@
-"""One rank of `tlt bench real`'s RL steps: runs of one launch config that differ in speculation alone, in turns."""
+"""One rank of `tlt bench real`'s RL steps: interleaved runs of one launch config that differ only in speculation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_tlt.trainer.loop import Run
 
 
 def config_of(arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
-    """The launch config as given, from the warmed-up model and head on, with what the arm changes."""
+    """The launch config as given, starting from the warmed-up model and head, with the arm's changes."""
     own = list(STEP_ARMS[arm])
     if arm != "off":
         own.append(f"drafter.path={given['head']}")
@@ -29,7 +29,7 @@ def config_of(arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
 
 
 def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
-    """The steps of all arms in turns."""
+    """Runs the steps of all arms, interleaved."""
     runs = {arm: Run(config_of(arm, given, work)) for arm in STEP_ARMS}
     with serving(runs):
         rows = itertools.chain.from_iterable(steps_in_turns(runs, number) for number in range(given["rounds"]))

@@ -1,4 +1,4 @@
-"""One rank of a resharding: both methods from one actor into one engine, taking turns."""
+"""One rank of a resharding: both methods, alternating, from one actor to one engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOPBACK = re.compile(r"^\s*lo:\s*(\d+)", re.MULTILINE)
 
 
 def loopback_bytes() -> int:
-    """Bytes that this machine's processes have received from one another over the loopback device."""
+    """Bytes that this machine's processes have received from each other over the loopback device."""
     found = _LOOPBACK.search(Path("/proc/net/dev").read_text(encoding="ascii"))
     return int(found[1]) if found else 0
 
@@ -53,7 +53,7 @@ def _config(given: dict[str, Any]) -> TltConfig:
 
 
 class _ReshardBench:
-    """An actor, an engine, and the two ways between them."""
+    """An actor, an engine, and the two methods between them."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         config = _config(given)
@@ -67,7 +67,7 @@ class _ReshardBench:
         self._version = 0
 
     def sync(self, method: str, verify: bool) -> SyncReport:
-        """All ranks' synchronization, from the first one's beginning to the last one's end."""
+        """Synchronization of all ranks, from the start of the first to the end of the last."""
         self._version += 1
         report = self._ways[method].sync(version=self._version, verify=verify)
         barrier()
@@ -75,7 +75,7 @@ class _ReshardBench:
 
     @torch.no_grad()
     def change(self) -> None:
-        """Other weights in the actor, nothing in the engine."""
+        """Writes other weights to the actor, and clears the engine."""
         for chunk in self._policy.model.chunks:
             for parameter in chunk.parameters():
                 parameter.mul_(-1.25)
@@ -84,7 +84,7 @@ class _ReshardBench:
         barrier()
 
     def looked_at(self, method: str) -> dict[str, Any]:
-        """A synchronization that is not timed: what it moves, what memory it takes, what the engine holds after it."""
+        """An untimed synchronization: its bytes, its memory, and the engine's contents after it."""
         self.change()
         before = loopback_bytes()
         report = self.sync(method, verify=False)

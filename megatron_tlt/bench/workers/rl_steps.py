@@ -1,4 +1,4 @@
-"""RL steps of several runs that are held in the same processes, step by step in turns; every rank has a core."""
+"""RL steps of several runs in the same processes, interleaved step by step; every rank has its own core."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from megatron_tlt.trainer.step import StepResult
 
 
 def pin_to_core(count: int) -> None:
-    """Gives each of a machine's ``count`` ranks a core of its own, as each has its own GPU in production.
+    """Pins each of a machine's ``count`` ranks to its own core, as each has its own GPU in production.
 
-    Where there are fewer cores, nothing is done.
+    Does nothing if there are too few cores.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if count > len(allowed):
         return
     core = allowed[int(os.environ["LOCAL_RANK"])]
-    for thread in os.listdir("/proc/self/task"):  # libraries have started some
+    for thread in os.listdir("/proc/self/task"):  # libraries have already started threads
         os.sched_setaffinity(int(thread), {core})
 
 
 def ranks_are_pinned() -> bool:
-    """Whether each rank has a core that no other has; collective. Of now: an engine may have moved its rank."""
+    """Whether each rank has its own core; collective. Checked now, as an engine may have moved its rank."""
     cores = all_gather_data(sorted(os.sched_getaffinity(0)), list[int])
     return len({tuple(own) for own in cores if len(own) == 1}) == world_size()
 
 
 def measure_pinned(given_json: str, out: str, measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """What a rank of such a worker does: rank 0 writes what ``measure`` found, and whether ranks were pinned."""
+    """Main function of such a worker: rank 0 writes the result of ``measure``, and whether ranks were pinned."""
     die_with_parent(signal.SIGKILL)
     given = json.loads(given_json)
     pin_to_core(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -53,7 +53,7 @@ def measure_pinned(given_json: str, out: str, measure: Callable[[dict[str, Any]]
 
 @contextmanager
 def serving(runs: Mapping[str, Run]) -> Iterator[None]:
-    """All runs' engines have their policy's weights, and their services run."""
+    """Gives all runs' engines their policy's weights, and runs their services."""
     with ExitStack() as stack:
         for run in runs.values():
             stack.enter_context(run.serving())
@@ -62,7 +62,7 @@ def serving(runs: Mapping[str, Run]) -> Iterator[None]:
 
 
 def steps_in_turns(runs: Mapping[str, Run], number: int) -> list[dict[str, Any]]:
-    """One RL step of each run; which one comes first changes with ``number``. Times are the slowest rank's."""
+    """One RL step of each run; the first run changes with ``number``. Times are the slowest rank's."""
     arms = list(runs)
     turn = number % len(arms)
     rows = []
@@ -83,4 +83,4 @@ def tell(line: str) -> None:
 
 
 def ignore(*_: object) -> None:
-    """Nobody is shown the progress."""
+    """Discards the progress."""

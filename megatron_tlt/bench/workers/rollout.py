@@ -1,4 +1,4 @@
-"""Rollouts under every way to speculate, interleaved; one process holds all engines of one target."""
+"""Interleaved rollouts with every method of speculation; one process holds all engines of one target."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Rollout = Callable[[Sequence[Request]], list[Response]]
 
 
 class RolloutTarget:
-    """One target: its engines, its requests, and a way to roll out per arm.
+    """One target: its engines, its requests, and a rollout function per arm.
 
-    ``given["states_bytes"]``: the engine that can draft keeps hidden states for the bubble, as it does in a run.
+    ``given["states_bytes"]``: the engine that can draft keeps hidden states for the bubble, as in a run.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RolloutTarget:
         self.arms: dict[str, Rollout] = {"off": self._plain.generate, ABLE: self._able}
         strategies = [OFF, *statics]
         lengths = given["lengths"]
-        # budgets say how many tokens each request gets: what an engine has by default then is off and the most of each
+        # with budgets, which fix each request's tokens, an engine's default strategies are off and each one's maximum
         names = [] if lengths == "optimal" else [strategy.name for strategy in strategies]
         for strategy in statics:
             self.arms[strategy.name] = self._static(strategy)
@@ -93,7 +93,7 @@ class RolloutTarget:
         return rollout
 
     def _adaptive(self, engine: EngineSpeculation) -> Rollout:
-        """As a run's training rollouts, with the steps without drafts that its gain is estimated from."""
+        """Rolls out as in a run's training, including the steps without drafts from which its gain is estimated."""
 
         def rollout(requests: Sequence[Request]) -> list[Response]:
             engine.begin_step()
@@ -119,7 +119,7 @@ class RolloutTarget:
         return responses
 
     def begin_case(self, name: str) -> None:
-        """Cases share requests: each has its own past. Ours tell them apart by ``Request.problem_key``."""
+        """Starts a case. Cases share requests, each with its own history, ours by ``Request.problem_key``."""
         if self._suffix is not None:
             self._suffix.use_history(name)
 
@@ -128,7 +128,7 @@ class RolloutTarget:
         return self._plain.generate(requests, on_step=self.table.add)
 
     def end_epoch(self) -> None:
-        """All arms have had the requests once; their responses are a past epoch for drafters without a model."""
+        """Ends a round of all arms; its responses become a past epoch for drafters without a model."""
         for drafter in self._engine.token_drafters.values():
             drafter.end_rollout(self._finished)
             drafter.begin_step()
@@ -140,7 +140,7 @@ def _lengths(most: int) -> list[int]:
 
 
 def quickstart(given: dict[str, Any], work: Path) -> tuple[RolloutTarget, list[Request], Path]:
-    """The recipe's model, its held-out problems at the training's temperature, and a head that is trained in place."""
+    """The recipe's model, its held-out problems at the training temperature, and a head trained here."""
     folder = Path(given["model"])
     prepared = prepare_quickstart(given["config"], folder, given["requests"], given["warm_problems"], given["seed"])
     head = train_head(prepared, "eagle", given["warm_steps"], work)
@@ -154,7 +154,7 @@ def quickstart(given: dict[str, Any], work: Path) -> tuple[RolloutTarget, list[R
 
 
 def large(given: dict[str, Any], work: Path) -> tuple[RolloutTarget, list[Request], Path]:
-    """A target of 100 million weights in bfloat16 whose own greedy responses are replayed as drafts."""
+    """A bfloat16 target of 100 million weights, whose own greedy responses are replayed as drafts."""
     vocab_size = max(512, given["large_longest"] + 16)
     folder = write_chain_model(work / "large", given["large_layers"], vocab_size)
     limit = given["large_longest"] + 128
@@ -189,7 +189,7 @@ def epochs_of(given: Mapping[str, Any], pool: Sequence[Request]) -> Epochs:
 def timed(
     target: RolloutTarget, case: str, name: str, rollouts: Sequence[Sequence[Request]], repeat: int
 ) -> dict[str, Any]:
-    """The row of an arm's rollouts of a case, one after another, in one repeat."""
+    """The row of an arm's consecutive rollouts of a case, in one repeat."""
     began = time.perf_counter()
     responses = [response for requests in rollouts for response in target.arms[name](requests)]
     seconds = time.perf_counter() - began
@@ -207,7 +207,7 @@ def timed(
 def measure(
     target: RolloutTarget, cases: Sequence[RolloutCase], epochs: Epochs, repeats: int, record: Path | None
 ) -> list[dict[str, Any]]:
-    """A row per case, arm and repeat; the first time round, in which tuners know nothing, has repeat 0."""
+    """A row per case, arm and repeat; repeat 0 is the first round, in which tuners have no data."""
     rows = []
     names = list(target.arms)
     for repeat in range(repeats + 1):

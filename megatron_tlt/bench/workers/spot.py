@@ -1,4 +1,4 @@
-"""One rank of `tlt bench spot`: whole runs that differ in speculation alone, step by step in turns, in one process."""
+"""One rank of `tlt bench spot`: whole runs that differ only in speculation, interleaved by step, in one process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megatron_tlt.trainer.loop import Run
 
 _PROMPT = 48
 BUBBLES = ("with", "without", "alone")
-"""What waiting ranks do: train the drafter; nothing; or the same training steps on a drafter of their own, of which no
-coordinator, no checkpoint and no other rank knows. What that costs a rollout is what ranks' cores share."""
+"""Work of waiting ranks: train the drafter; nothing; or the same training steps on a private drafter that coordinator,
+checkpoints and other ranks do not know. The cost of the last is that of sharing cores."""
 
 
 @dataclass(frozen=True)
 class SpotTarget:
-    """A model to train: its launch config, what all arms change in it, and responses that heads begin with."""
+    """A model to train: its launch config, common overrides of all arms, and responses for the heads' warm-up."""
 
     config: Path
     folder: Path
@@ -48,7 +48,7 @@ class SpotTarget:
 
 
 def quickstart(given: Mapping[str, Any], work: Path) -> SpotTarget:
-    """The recipe's model, which really answers, and learns; its head begins with worked solutions, as it did itself."""
+    """The recipe's model, which answers and learns; its head starts with worked solutions, like the model itself."""
     config, folder = Path(given["config"]), Path(given["model"])
 
     def pairs() -> list[Pair]:
@@ -64,7 +64,7 @@ def quickstart(given: Mapping[str, Any], work: Path) -> SpotTarget:
 
 
 def large(given: Mapping[str, Any], work: Path) -> SpotTarget:
-    """A chain of tokens: its rewards are all 0, so the update, with all of its work, leaves it as it is."""
+    """A chain of tokens: all rewards are 0, so the complete update leaves the model unchanged."""
     file, folder, longest = work / "large.yaml", work / "large", given["longest"]
     if rank() == 0:
         train_tokenizer([], given["vocab"], folder)
@@ -94,7 +94,7 @@ def large(given: Mapping[str, Any], work: Path) -> SpotTarget:
 
 
 def first_head(target: SpotTarget, given: Mapping[str, Any], work: Path) -> Path:
-    """The head that all arms begin with, made by the first rank."""
+    """The common initial head of all arms, made by the first rank."""
     folder = work / "head"
     if rank() == 0:
         drafter = DrafterConfig(kind="eagle", lr=given["lr"], unroll_steps=given["unroll"])
@@ -107,7 +107,7 @@ def first_head(target: SpotTarget, given: Mapping[str, Any], work: Path) -> Path
 
 
 def arm_config(target: SpotTarget, head: Path, arm: str, given: Mapping[str, Any], work: Path) -> TltConfig:
-    """What an arm's run differs in from the others', on top of what they share."""
+    """An arm's config: its own settings on top of the common ones."""
     off = {"speculation.enabled": "false"}
     trained = {
         "speculation.drafter": "eagle",
@@ -143,7 +143,7 @@ def arm_config(target: SpotTarget, head: Path, arm: str, given: Mapping[str, Any
 
 
 def own_trainer(config: TltConfig, target: SpotTarget) -> DrafterTrainer:
-    """One that trains as the run's does, and that the run knows nothing of."""
+    """A trainer equal to the run's, but unknown to the run."""
     assert config.drafter is not None
     drafter = first_drafter(config.drafter, target.folder, config.run.seed)
     return DrafterTrainer(drafter, config.drafter, config.run.seed)
@@ -164,7 +164,7 @@ class SpotBench:
         self.weights = sum(math.prod(tensors.shape(name)) for name in tensors.names)
 
     def run(self) -> dict[str, Any]:
-        """Steps of all arms in turns, then rollouts of the last one with and without training in the bubble."""
+        """Interleaved steps of all arms, then rollouts of the last one with and without training in the bubble."""
         with serving(self._runs):
             rows = list(itertools.chain.from_iterable(map(self._round, range(self._given["rounds"]))))
             pairs = [self._pair(number) for number in range(self._given["pairs"])] if "SD + spot" in self._runs else []
@@ -175,7 +175,7 @@ class SpotBench:
         return steps_in_turns(self._runs, number)
 
     def _pair(self, number: int) -> dict[str, Any]:
-        """The same rollout in each of ``BUBBLES``, on the same weights; which comes first changes."""
+        """The same rollout in each of ``BUBBLES``, on the same weights; the order changes."""
         rollout = self._given["rounds"] + number
         requests = self._requests(rollout)
         found: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class SpotBench:
         return found
 
     def _requests(self, rollout: int) -> list[Request]:
-        """This rank's share of a rollout, as the trainer deals it out; of equal lengths, as times are compared."""
+        """This rank's share of a rollout, as the trainer assigns it; of equal lengths, as times are compared."""
         run, config = self._runs["SD + spot"], self._configs["SD + spot"]
         count, lengths = config.trainer.prompts_per_step, self._lengths.begin(self._given["rounds"])
         problems = build_sources(config.tasks, "train", config.run.seed)
@@ -219,12 +219,12 @@ class SpotBench:
         slowest = max(all_gather_data(seconds, float))
         if not trains:
             return {bubble: slowest}
-        # the drafter learns, but no engine gets it: both rollouts draft alike
+        # the drafter learns, but no engine receives it: both rollouts draft alike
         metrics = run.drafting.train(rollout, run.policy)
         return {"with": slowest, **{name: value for name, value in metrics.items() if name.startswith("spot/")}}
 
     def _train_until_all_are_here(self, buffer: DataBuffer, rollout: int) -> None:
-        """Steps as large as those of a session with one member."""
+        """Trains with steps of the size of a session with one member."""
         assert self._own is not None
         folder = self._work / f"ended-{rollout}"
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""vLLM with a drafter of its own, driven as ours is: what users have without this package."""
+"""vLLM with its own drafter, driven like ours: what users have without this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_tlt.rollout.vllm_requests import add_request, to_response
 
 
 class StockEngine:
-    """An engine that drafts by vLLM's own ``method`` (``ngram`` or ``suffix``), always ``num_tokens``."""
+    """An engine that drafts by vLLM's ``method`` (``ngram`` or ``suffix``), always ``num_tokens``."""
 
     def __init__(self, folder: Path, rollout: RolloutConfig, method: str, num_tokens: int, seed: int) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -36,17 +36,17 @@ class StockEngine:
         self._histories: dict[str, Any] = {}
 
     def use_history(self, name: str) -> None:
-        """From here on it drafts from what it decodes under this ``name``, and of suffix decoding's past no more.
+        """Switches to the history of ``name``; suffix decoding then ignores all earlier responses.
 
-        That past is one for all that an engine ever decoded. Where the same requests are decoded again under other
-        circumstances it would know their very responses, which no run has.
+        Its history covers everything that an engine ever decoded. If the same requests were decoded again in another
+        case, it would know their exact responses, as in no real run.
         """
         if name not in self._histories:
             self._histories[name] = type(self._runner.drafter)(self._runner.vllm_config)
         self._runner.drafter = self._histories[name]
 
     def generate(self, requests: Sequence[Request]) -> list[Response]:
-        """One response per request, in the requests' order; without accounts of drafts."""
+        """One response per request, in the requests' order; without draft statistics."""
         self._llm.reset_prefix_cache()
         by_id = {request.request_id: request for request in requests}
         found: dict[str, Response] = {}

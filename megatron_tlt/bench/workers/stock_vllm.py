@@ -1,4 +1,4 @@
-"""A target with a drafter in plain vLLM, as anybody would serve them: nothing of this project is imported.
+"""A target with a drafter in plain vLLM, as users serve them: imports nothing of this project.
 
 stock_vllm.py TARGET DRAFTER METHOD K PROMPTS.json MAX_TOKENS MAX_MODEL_LEN STOP_IDS OUT.json
 """
@@ -20,7 +20,7 @@ def main(
     stop_ids: str,
     out: str,
 ) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that every import of the engine is one of this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the engine's imports happen in this process
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -31,7 +31,7 @@ def main(
         enable_prefix_caching=False,
         max_model_len=int(max_model_len),
         max_num_seqs=32,
-        kv_cache_memory_bytes=1 << 28,  # by itself vLLM takes nearly all memory there is
+        kv_cache_memory_bytes=1 << 28,  # by default vLLM takes nearly all memory
         gpu_memory_utilization=0.1,
         disable_log_stats=False,
         speculative_config={"method": method, "model": drafter, "num_speculative_tokens": int(depth)},
