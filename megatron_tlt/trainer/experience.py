@@ -134,7 +134,8 @@ class ExperienceCollector:
         on_collected: receives the problems, all their responses and the batch of this rank's tokens, on every rank,
             once they are scored.
         should_stop: asked after every engine step; True ends the rollout early.
-        request_transform: what is asked in place of a request, named ``problem-sample``: a measurement fixes lengths so.
+        request_transform: maps each request, named ``problem-sample``, to the one that the engine gets; a measurement
+            fixes lengths with it.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ def main(given_json: str, work: str, out: str) -> None:
     initialize_distributed(3600)
     parallel_state.initialize_model_parallel()
     with suppress(AttributeError):
-        experience.encode_prompt = lambda tokenizer, problem: list(range(PROMPT_TOKENS))  # type: ignore[assignment]
+        experience.encode_prompt = lambda tokenizer, problem: list(range(PROMPT_TOKENS))
     experience.ExperienceCollector._text = lambda self, response: ""  # type: ignore[method-assign]
     measure(GROUP * 4, 64)  # what is imported and allocated once
     ranks = all_gather_data(measure(given["responses"], given["tokens"]), dict[str, float])
