@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        0; 1 where the run failed; 2 where what was asked for is wrong; 128 + signal where a signal stopped it.
+        0; 1 if the run failed; 2 if the request is invalid; 128 + signal if a signal stopped it.
     """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "rest"):
         arguments.rest, rest = rest, []
-    # argparse gives up on positionals after an option: overrides may stand on both sides of --fresh.
+    # argparse rejects positionals after an option: overrides may stand on both sides of --fresh.
     if rest and (not hasattr(arguments, "overrides") or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
-    # what this parser does not know goes to the benchmark's own
+    # arguments that this parser does not know go to the benchmark's parser
     parser.set_defaults(run=run, rest=[])
 
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = argparse.ArgumentParser(prog=f"tlt bench {arguments.name}")
     if hasattr(module, "add_arguments"):
         module.add_arguments(own)
-    # one that goes on where it ended keeps its measurements beside the file
+    # a benchmark that can continue keeps its measurements beside the file
     result = module.run(own.parse_args(arguments.rest, argparse.Namespace(json=arguments.json)))
     result.print()
     if arguments.json is not None:

@@ -1,4 +1,4 @@
-"""``tlt config CONFIG [key.path=value ...]``: what a config comes to, for people and for job scripts."""
+"""``tlt config CONFIG [key.path=value ...]``: prints a resolved config for users and for job scripts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--get",
         metavar="KEY",
         action="append",
-        help=f"print this key's value alone, a line each, tasks and files unchecked (repeatable); "
-        f"'{FINISHED}': whether its run is, yes or no",
+        help=f"print only this key's values, one per line, without checking tasks and files (repeatable); "
+        f"'{FINISHED}': whether its run is finished, yes or no",
     )
-    parser.add_argument("--keep", metavar="NAME", help="also write the resolved config there, in the run's folder")
+    parser.add_argument("--keep", metavar="NAME", help="also write the resolved config to NAME in the run's folder")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.get:  # job scripts ask for values; `tlt doctor` and `tlt train` check what runs
+    if arguments.get:  # job scripts read values; `tlt doctor` and `tlt train` check the config
         config = load_config(arguments.config, arguments.overrides, check_libraries=False)
     else:
         config = preflight.load_checked(arguments.config, arguments.overrides, starts=False)

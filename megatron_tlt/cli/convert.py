@@ -1,4 +1,4 @@
-"""``tlt convert SOURCE TARGET``: Hugging Face folder to Megatron distributed checkpoint, or back."""
+"""``tlt convert SOURCE TARGET``: converts a Hugging Face folder to a Megatron distributed checkpoint, or back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WORKER = "megatron_tlt.cli.workers.convert"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron, by what it is")
+    parser = commands.add_parser("convert", help="convert a model between Hugging Face and Megatron formats (detected)")
     parser.add_argument("source", type=Path, help="a Hugging Face folder, or a Megatron checkpoint (also a run's)")
-    parser.add_argument("target", type=Path, help="the folder to be written; must not exist")
-    parser.add_argument("--processes", type=int, default=1, help="share the work (under torchrun: its processes)")
-    parser.add_argument("--nodes", type=int, default=1, help="on which each --processes (slurm/convert.sbatch)")
-    parser.add_argument("--no-verify", action="store_true", help="take the source as it is, whatever its manifest says")
-    parser.add_argument("--side-files", type=Path, help="config and tokenizer, where a Megatron checkpoint has none")
+    parser.add_argument("target", type=Path, help="output folder; must not exist")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes (under torchrun: its processes)")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes with --processes each (slurm/convert.sbatch)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the source with its manifest")
+    parser.add_argument("--side-files", type=Path, help="config and tokenizer, if the Megatron checkpoint has none")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         os.close(descriptor)
         log = Path(name)
     status = launch(_WORKER, values, launcher, log=log)
-    if log is not None and status != 1:  # 1: a message may name it
+    if log is not None and status != 1:  # with status 1 a message may refer to it
         log.unlink(missing_ok=True)
     if status == 0:
         print(f"written: {arguments.target}")

@@ -1,4 +1,4 @@
-"""``tlt doctor [CONFIG]``: whether this machine, or every node of a job, can run it, and what to do where it cannot."""
+"""``tlt doctor [CONFIG]``: checks whether this machine, or every node of a job, can run it, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from megatron_tlt.platform.doctor import Check, Needs, check_machine, guarded
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.nodes import Nodes, node_name, own_address
 
-# Bytes of a checkpoint per parameter: the weights in two, Adam's two states and the main weights in four each.
+# Bytes of a checkpoint per parameter: two for the weights, four for each of Adam's two states and the main weights.
 _BYTES_PER_PARAMETER = 14
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("doctor", help="check this machine, or every node of a job, and say what to do")
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="check what this launch config needs")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="values over those of the config")
+    parser = commands.add_parser("doctor", help="check this machine, or every node of a job, and suggest fixes")
     parser.add_argument(
-        "--node", action="store_true", help="one line where all is well, else one for each check that is not (for srun)"
+        "config", metavar="CONFIG", type=Path, nargs="?", help="also check a launch config's requirements"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every check here")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="overrides of the config's values")
+    parser.add_argument(
+        "--node", action="store_true", help="one line if all checks pass, else one per failed check (for srun)"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all checks to FILE")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if int(os.environ.get("LOCAL_RANK", "0")):
-        return 0  # under torchrun one process of a node looks
+        return 0  # under torchrun one process per node runs the checks
     checks = examine(arguments.config, arguments.overrides, stop_early=arguments.node)
     if arguments.json is not None:
         found = {"node": node_name(), "checks": [check.as_dict() for check in checks]}
@@ -51,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False) -> list[Check]:
-    """All checks, in the order of the table.
+    """Runs all checks, in the order of the table.
 
     Args:
-        path: a launch config; without one, only what any run needs.
-        stop_early: leave out what needs the other nodes where something is wrong on this one: they need not wait.
+        path: a launch config; without it, only general requirements are checked.
+        stop_early: skip checks that need other nodes if a check failed on this one, so that the others need not wait.
     """
     checks: list[Check] = []
     config = None
@@ -63,7 +65,7 @@ def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False
         try:
             config, notes = load_and_examine(path, overrides)
         except TltError as error:
-            advice = "correct it; a model's folder must be seen from every node"
+            advice = "correct it; the model's folder must be visible on every node"
             return [Check("config", "fail", line, advice) for line in str(error).splitlines()]
         checks.append(Check("config", "ok", f"{path}, run.dir {config.run.dir}"))
         checks += [Check("config", "warn", note) for note in notes]
@@ -89,14 +91,14 @@ def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False
 
 
 def _nodes(count: int) -> Nodes:
-    """As a launcher of each node is told, or as torchrun tells its workers."""
+    """The nodes from a launcher's environment on each node, or from torchrun's variables."""
     if not under_torchrun():
         return Nodes.from_environment(count)
     given, found = os.environ, int(os.environ["GROUP_WORLD_SIZE"])
     if found != count:
         raise ConfigError(f"launcher.nnodes: found {count}; allowed: the {found} nodes of this torchrun")
     host = given["MASTER_ADDR"]
-    # torchrun's own store has the port of its own; its host is the first node, where the next port is as good
+    # torchrun's own store uses its port; its host is the first node, where the next port is used
     port = int(given["MASTER_PORT"]) + 1
     job = given.get("TORCHELASTIC_RUN_ID", "torchrun")
     return Nodes(count, int(given["GROUP_RANK"]), host, port, job, *own_address(host, given.get("TLT_INTERFACE")))
@@ -121,7 +123,7 @@ def _needs(config: TltConfig | None) -> Needs:
 
 
 def _print_lines(checks: list[Check]) -> None:
-    """For a job's output, where lines of many nodes stand between one another: each names its node."""
+    """Prints a job's output, in which lines of many nodes are mixed: each line names its node."""
     for check in checks:
         if check.status != "ok":
             print(

@@ -1,4 +1,4 @@
-"""``tlt eval CONFIG [key.path=value ...]``: evaluation of a run's checkpoint, which may go on training meanwhile."""
+"""``tlt eval CONFIG [key.path=value ...]``: evaluates a run's checkpoint; the run may continue training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_tlt.tasks.limit import PromptLimit
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("eval", help="evaluate a run's checkpoint on the held-out problems or on a file")
     runs.add_config_arguments(parser)
-    parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder, or a step of the run (newest)")
-    parser.add_argument("--data", metavar="FILE", help="a prompt file to evaluate on (the tasks' held-out problems)")
-    parser.add_argument("--verifier", default="math", help="of the file's answers, or an import path (%(default)s)")
-    parser.add_argument("--json", metavar="F", help="also write the result here")
-    parser.add_argument("--samples", metavar="F", help="also write some responses here, as in a run's samples.jsonl")
+    parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder or a step (default: newest)")
+    parser.add_argument("--data", metavar="FILE", help="a prompt file (default: the tasks' held-out problems)")
+    parser.add_argument("--verifier", default="math", help="verifier of --data, or an import path (%(default)s)")
+    parser.add_argument("--json", metavar="F", help="also write the result to F")
+    parser.add_argument("--samples", metavar="F", help="also write some responses to F, as in a run's samples.jsonl")
     parser.set_defaults(run=run)
 
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     verifiers_of(request.tasks)
     if request.data is not None:
         request.problems(config.run.seed, _limit(config))
-    # Not config.resolved.yaml: that one belongs to the run itself, and says what a resumed run must agree with.
+    # Not config.resolved.yaml: that file belongs to the run itself, and a resumed run is compared with it.
     own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
     resolved = config.run.dir / "logs" / f"config.eval{own}.yaml"
     runs.write_in_run(resolved, dump_resolved(config))
@@ -55,22 +55,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(option: str, file: Path, run: Path) -> None:
-    """So that an evaluation is not lost at its end, nor a file that the run writes.
+    """Checks the output file before an evaluation starts.
 
     Raises:
-        ConfigError: the file is a folder or the run's, or its folder is missing or cannot be written.
+        ConfigError: the file is a folder or belongs to the run, or its folder is missing or not writable.
     """
     if runs.is_run_file(run, file):
         raise ConfigError(f"{option}: {file} belongs to the run; allowed: a file that no run writes")
     if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"{option}: cannot write {file}; allowed: a file in a folder that exists and can be written")
+        raise ConfigError(f"{option}: cannot write {file}; allowed: a file in an existing, writable folder")
 
 
 def _checkpoint(which: str, run: Path) -> str:
     """The folder of a step of the run, or ``which`` itself.
 
     Raises:
-        ConfigError: it is no checkpoint.
+        ConfigError: it is not a checkpoint.
     """
     from megatron_tlt.models.hf_folder import is_megatron_checkpoint
 
@@ -78,12 +78,12 @@ def _checkpoint(which: str, run: Path) -> str:
     folder = root / f"step_{int(which):06d}" if which.isdecimal() else Path(which)
     if not is_megatron_checkpoint(folder):
         there = ", ".join(sorted(path.name for path in root.glob("step_*"))) or "none"
-        raise ConfigError(f"--checkpoint: {folder} is no checkpoint; in {root} there are: {there}")
+        raise ConfigError(f"--checkpoint: {folder} is not a checkpoint; {root} contains: {there}")
     return str(folder)
 
 
 def _limit(config: TltConfig) -> PromptLimit | None:
-    """On the prompts of a file; None where the recipe's model is still to be built, whose ranks then check them."""
+    """Limit for the prompts of a file; None if the recipe's model is not built yet: then the ranks check them."""
     from megatron_tlt.data.tokenizer import load_tokenizer, prompt_lengths
     from megatron_tlt.models.hf_folder import side_files_of
     from megatron_tlt.models.recipe import RECIPE_FILE, model_folder

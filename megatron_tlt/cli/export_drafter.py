@@ -1,4 +1,4 @@
-"""``tlt export-drafter SOURCE TARGET``: a drafter's training checkpoint to the folder that stock vLLM serves."""
+"""``tlt export-drafter SOURCE TARGET``: writes a drafter's training checkpoint as a folder for stock vLLM."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("export-drafter", help="write a trained drafter as a folder that stock vLLM serves")
+    parser = commands.add_parser("export-drafter", help="export a trained drafter to a folder that stock vLLM serves")
     parser.add_argument("source", type=Path, help="a warm-up's folder, a drafter's training checkpoint or its folder")
-    parser.add_argument("target", type=Path, help="the folder to be written; must not exist")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the weights (default: as trained)")
+    parser.add_argument("target", type=Path, help="output folder; must not exist")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the weights (default: %(default)s)")
     parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     source, target = arguments.source, arguments.target
     if target.exists():
-        raise ConfigError(f"{target}: is there already; allowed: a folder that does not exist")
+        raise ConfigError(f"{target}: exists already; allowed: a folder that does not exist")
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder; a drafter's training checkpoint or folder is needed")
     model = load_without_target(source / TRAINING if (source / ABOUT).is_file() else source)

@@ -1,4 +1,4 @@
-"""Starts one process per device through torchrun, passes signals on, and brings back the real exit status."""
+"""Starts one process per device through torchrun, forwards signals, and returns the real exit status."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ASKED_AGAIN_S = 60  # longer than torchrun gives its workers
 
 
 def under_torchrun() -> bool:
-    """Whether this process is already one of a launch (torchrun, or torchrun inside srun)."""
+    """Whether this process belongs to a launch (torchrun, or torchrun inside srun)."""
     return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
 class _Child:
-    """torchrun and its workers; each worker has a session of its own, so no signal to a group reaches them all.
+    """torchrun and its workers; each worker has its own session, so no signal to a group reaches all of them.
 
     Args:
-        scheduled: a scheduler started this process. It may well send SIGTERM twice, and ends what is late itself.
+        scheduled: whether a scheduler started this process. It may send SIGTERM twice, and ends late processes itself.
     """
 
     def __init__(self, scheduled: bool) -> None:
@@ -51,19 +51,19 @@ class _Child:
         self.signal: int | None = None
 
     def run(self, process: subprocess.Popen[bytes], failed: Callable[[], bool]) -> int:
-        """Waits for a torchrun that was just started; its status.
+        """Waits for a torchrun that was just started, and returns its status.
 
-        One that ``failed`` and has no workers any more may look for the first node for minutes: it is not waited for.
+        If it ``failed`` and has no workers left, it may search for the first node for minutes: then this does not wait.
         """
         self._process = process
-        if self.signal is not None:  # it came while there was no process to pass it on to
+        if self.signal is not None:  # the signal came before the process was started
             self._end_torchrun()
         left = _MEETING_ENDS_S
         while left:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(1)
             if self._asked_s is not None and time.monotonic() - self._asked_s > _ASKED_AGAIN_S:
-                self._end_torchrun()  # a signal that reaches an interpreter at its start can be lost
+                self._end_torchrun()  # an interpreter can lose a signal while it starts
             left = left - 1 if not self._workers() and failed() else _MEETING_ENDS_S
         process.kill()
         process.wait()
@@ -76,14 +76,14 @@ class _Child:
         with contextlib.suppress(psutil.NoSuchProcess):
             for worker in psutil.Process(self._process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if worker.status() != psutil.STATUS_ZOMBIE:  # torchrun may be too busy to ask how it ended
+                    if worker.status() != psutil.STATUS_ZOMBIE:  # torchrun may reap it late
                         found.append(worker)
         return found
 
     def pass_on(self, signum: int, _frame: FrameType | None = None) -> None:
-        """The first signal goes to the workers, which save and leave in their own time; the second ends everything.
+        """Forwards the first signal to the workers, which save and exit themselves; the second signal ends everything.
 
-        torchrun itself is left out of the first: it would kill the workers 30 s later, saved or not.
+        torchrun does not receive the first one: it would kill the workers after 30 s, even if they have not saved.
         """
         workers = self._workers()
         if self._scheduled and signum == self.signal == signal.SIGTERM and workers:
@@ -103,7 +103,7 @@ class _Child:
             self._process.send_signal(END_TORCHRUN)
 
     def end_all(self) -> None:
-        """Leaves no process behind, whatever the way out."""
+        """Ends all remaining processes, on every exit path."""
         family: list[psutil.Process] = []
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -127,7 +127,7 @@ def _signals_to(child: _Child) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Ended:
-    """How one torchrun ended: its status, the first rank that a signal ended, the error to show."""
+    """How one torchrun ended: its status, the first rank killed by a signal, the error to show."""
 
     code: int
     death: Death | None
@@ -135,7 +135,7 @@ class _Ended:
 
 
 def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None) -> int:
-    where = f"; what it wrote is in {log}" if log else ""
+    where = f"; its output is in {log}" if log else ""
     error = ended.error
     said = error is not None and error.message != NOTHING_SAVED.format("SIGINT")
     if child.signal is not None and ended.death is None and not said:
@@ -144,7 +144,7 @@ def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None)
     died = ended.death is not None and (error is None or error.exit_status == 1)
     if died:
         print(f"error: {ended.death}{where}", file=sys.stderr)
-    if error is not None and not (died and error.traceback):  # the others only missed the one that died
+    if error is not None and not (died and error.traceback):  # the other ranks only report the missing one
         if error.traceback:
             sys.stderr.write(error.traceback)
         for line in error.message.splitlines():
@@ -155,8 +155,8 @@ def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None)
     if child.signal is not None:
         return 128 + child.signal
     if ended.code:
-        why = f", or the nodes did not meet or lost each other at {nodes.host}:{nodes.port}" if nodes else ""
-        what = f"a worker process ended without a word{why} (torchrun's status {ended.code}){where}"
+        why = f", or the nodes did not meet or lost contact at {nodes.host}:{nodes.port}" if nodes else ""
+        what = f"a worker process ended without an error message{why} (torchrun's status {ended.code}){where}"
         print(f"error: {what}", file=sys.stderr)
         return 1
     return 0
@@ -179,7 +179,7 @@ def _run_once(
             torchrun_command(module, args, launcher.nproc_per_node, **meeting),
             env=launch_environment(launcher.threads_per_process, nodes) | told | extra_env,
             stderr=stderr,
-            # Ctrl-C in a terminal reaches a whole group: the workers are to get it once, from here.
+            # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from here.
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
@@ -188,17 +188,17 @@ def _run_once(
 
 
 class _Restarts:
-    """Whether a launch that a death ended is to begin again; says why, or why not."""
+    """Decides whether a launch restarts after a killed rank, and reports the reason."""
 
     def __init__(self, most: int, progress: Progress, log: IO[bytes] | None) -> None:
         self._most, self._progress, self._log = most, progress, log
         self._count = 0
-        self._done: int | None = None  # steps, when a death came last
+        self._done: int | None = None  # steps done at the last death
 
     def allow(self, ended: _Ended) -> bool:
         error = ended.error
         if error is not None and error.exit_status > 1:
-            return False  # what was asked for is wrong, or it was asked to stop
+            return False  # the request is invalid, or a stop was requested
         if ended.death is None and (error is None or not error.ranks_lost):
             return False
         done, saved = self._progress()
@@ -208,14 +208,14 @@ class _Restarts:
         if not self._most:
             return False
         if again:
-            self._say(f"{what}, as the time before: not started again")
+            self._say(f"{what}, as before: not restarted")
             return False
         if self._count == self._most:
-            self._say(f"{what}; launcher.max_restarts, {self._most}, is used up: not started again")
+            self._say(f"{what}; launcher.max_restarts, {self._most}, is used up: not restarted")
             return False
         self._count += 1
-        start = f"the checkpoint of step {saved}" if saved else "the beginning"
-        self._say(f"{what}; all ranks start again from {start} (restart {self._count} of {self._most})")
+        start = f"the checkpoint of step {saved}" if saved else "step 0"
+        self._say(f"{what}; all ranks restart from {start} (restart {self._count} of {self._most})")
         return True
 
     def _say(self, line: str) -> None:
@@ -237,20 +237,19 @@ def launch(
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
 
     Args:
-        module: a worker's module; its main goes through ``worker.run_worker``.
+        module: a worker's module; its main uses ``worker.run_worker``.
         args: its arguments.
         launcher: processes and threads.
         log: stderr of torchrun and the workers is appended here; None leaves it on the terminal.
         extra_env: added to the processes' environment.
-        progress: steps done, and that of the newest checkpoint, of a worker that goes on where it was killed. Given,
-            all processes start again, ``launcher.max_restarts`` times at most, where a signal nobody sent to stop them
-            ended one.
+        progress: returns the steps done and the newest checkpoint's step, for a worker that can resume. If given, all
+            processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
 
     Returns:
         0, the failed worker's own exit status, or 128 + signal.
 
     Raises:
-        ConfigError: several nodes, and nothing in the environment says where they meet.
+        ConfigError: there are several nodes, and the environment does not define their rendezvous.
         RunError: the first node cannot be reached.
     """
     nodes = Nodes.from_environment(launcher.nnodes) if launcher.nnodes > 1 else None
@@ -270,5 +269,5 @@ def launch(
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 return _status(child, ended, log, nodes)
             child.end_all()
-            if child.signal is not None:  # asked to stop between the two
+            if child.signal is not None:  # a stop was requested between the two launches
                 return 128 + child.signal

@@ -1,4 +1,4 @@
-"""``tlt plan CONFIG``: memory and time of a step, the transfer of weights, the best layout; without GPUs or weights."""
+"""``tlt plan CONFIG``: memory and time of a step, the weight transfer, the best layout; without GPUs or weights."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _RATES = {
     "nvlink": "of NVLink, per GPU and direction",
     "network": "between nodes, per GPU and direction",
     "memory": "of a GPU's memory",
-    "wake": "at which a sleeping engine's memory is mapped again",
+    "wake": "of mapping a sleeping engine's memory",
 }
 _EFFICIENCIES = ("nvlink_efficiency", "network_efficiency", "memory_efficiency")
 _WIDE = ("float32", "float")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("plan", help="say what a config would take and do, without GPUs or weights")
+    parser = commands.add_parser("plan", help="estimate a config's memory and time, without GPUs or weights")
     runs.add_config_arguments(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reshard", action="store_true", help="plan the transfer of weights to the engines only")
@@ -62,19 +62,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--devices",
         metavar="NAME|FILE",
         help=f"a known device, `{CPU}`, or a profile (default: {PROFILE} if it is of the config's kind of device, "
-        f"else {DEFAULT_DEVICE}, or {CPU} where actor.transformer_impl is local)",
+        f"else {DEFAULT_DEVICE}, or {CPU} if actor.transformer_impl is local)",
     )
-    parser.add_argument(
-        "--mean-response", metavar="TOKENS", type=float, help="a response's mean length (default: an assumption)"
-    )
+    parser.add_argument("--mean-response", metavar="TOKENS", type=float, help="mean response length (default: assumed)")
     plan_cluster.add_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure here")
-    parser.add_argument("--plan", metavar="FILE", type=Path, help="with --reshard: write the plan itself here")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures to FILE")
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="with --reshard: write the plan itself to FILE")
     for name, words in _RATES.items():
         default = getattr(Bandwidths(), name)
         parser.add_argument(f"--{name}", metavar="GB/S", type=float, help=f"rate {words} (default {default:g})")
     parser.add_argument(
-        "--efficiency", metavar="F", type=float, help="fraction reached of NVLink's, the network's and memory's rates"
+        "--efficiency", metavar="F", type=float, help="achieved fraction of the rates of NVLink, network and memory"
     )
     parser.set_defaults(run=run)
 
@@ -124,7 +122,9 @@ def _step(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespa
 def _what_fits(config: TltConfig, job: Job, machine: Machine) -> list[str]:
     found = remedies(job, lambda changed: memory_of(config, changed, machine))
     if not found:
-        return ["what would fit: no few changes of layout, recompute, batch or engine; more or larger devices"]
+        return [
+            "what would fit: more or larger devices; few changes of layout, recompute, batch or engine do not suffice"
+        ]
     return [f"what would fit: {' '.join(remedy.overrides)} (margin {remedy.margin / 1e9:.1f} GB)" for remedy in found]
 
 
@@ -134,10 +134,10 @@ def _write_json(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
 
 
 def reshard_plan(config: TltConfig) -> ReshardPlan:
-    """The plan of a config's transfer; weights travel in the engines' dtype.
+    """The plan of a config's weight transfer, in the engines' dtype.
 
     Raises:
-        ConfigError: the model's architecture is not to be had, or a layout cannot be planned.
+        ConfigError: the model's architecture is unavailable, or a layout cannot be planned.
     """
     launcher, rollout = config.launcher, config.rollout
     world = launcher.world_size
@@ -150,7 +150,7 @@ def reshard_plan(config: TltConfig) -> ReshardPlan:
 
 
 def _itemsize(rollout: RolloutConfig) -> int:
-    """Bytes of an engine's element; where its dtype is left to vLLM it takes one of two bytes."""
+    """Bytes of an engine's element; vLLM's default dtype has two bytes."""
     return 4 if rollout.vllm.get("dtype") in _WIDE else 2
 
 

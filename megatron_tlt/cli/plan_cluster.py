@@ -1,4 +1,4 @@
-"""``tlt plan CONFIG --cluster FILE``: which of unequal devices do what, and what of it this package can run."""
+"""``tlt plan CONFIG --cluster FILE``: assigns tasks to unequal devices, and shows what this package can run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megatron_tlt.platform.files import atomic_write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What goes with ``--cluster`` alone; the other options are the command's own."""
+    """Options that apply only with ``--cluster``."""
     group = parser.add_argument_group("unequal devices")
-    group.add_argument("--evaluations", metavar="N", type=int, default=5000, help="plans to look at (default 5000)")
-    group.add_argument("--seed", metavar="N", type=int, default=0, help="of the search (default 0)")
+    group.add_argument("--evaluations", metavar="N", type=int, default=5000, help="plans to evaluate (default 5000)")
+    group.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the search (default 0)")
     group.add_argument("--asynchronous", action="store_true", help="plan for rollouts that are one step ahead")
 
 
 def run(arguments: argparse.Namespace, config: TltConfig) -> int:
-    """Prints the best plan found, then what this package can run.
+    """Prints the best plan found, then the best that this package can run.
 
     Raises:
-        ConfigError: the cluster's file is wrong; nothing that was met fits, which says whose memory is short; for
+        ConfigError: the cluster file is invalid; no plan found fits (the message names the short memory); with
             ``--write``, no plan that can run today fits.
     """
     if arguments.evaluations < 1:
@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
     cluster = read_cluster(arguments.cluster)
     workflow = workflow_of(config, ModelSize.of(sizes_of(config)[0]), mean, asynchronous=arguments.asynchronous)
     model, even = CostModel(cluster, workflow), CostModel(cluster, workflow, balanced=False)
-    # who takes devices for equal, but shares by speed
+    # a model that treats devices as equal, but balances shares by speed
     equal = uniform_plan(even).plan
     found = search(model, arguments.evaluations, arguments.seed)
     plan = min((found.plan, equal), key=lambda one: model(one).seconds)
     report = describe(model, plan)
     if report.shortages:
         lines = "\n".join(f"{arguments.cluster}: {line}" for line in report.shortages)
-        raise ConfigError(f"{lines}\n{arguments.cluster}: no plan of {found.evaluations} fits; this was the nearest")
+        raise ConfigError(f"{lines}\n{arguments.cluster}: none of {found.evaluations} plans fits; this was the nearest")
     today = _today(even)
     runs = describe(even, today) if today is not None else None
     _print(cluster, workflow, mean, report, runs)
@@ -67,11 +67,11 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
     return 0
 
 
-_UNEQUAL_NODES = "it takes as many devices in every node, and engines and stages that divide them"
+_UNEQUAL_NODES = "every node needs the same number of devices, divisible by engines and stages"
 
 
 def _today(model: CostModel) -> Plan | None:
-    """The best plan of one world: all tasks over all devices in turn, even shares; None where nodes are unequal."""
+    """The best plan of one world: all tasks take turns on all devices, even shares; None if nodes are unequal."""
     if len(set(Counter(model.cluster.node_of).values())) > 1:
         return None
     return uniform_plan(model, whole=True).plan
@@ -84,7 +84,7 @@ def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport
     console.print(f"best plan found: {report.step_seconds:.1f} s a step, {way}; advice, see below for what runs today")
     print_report(report, console)
     if today is None:
-        console.print(f"nothing of it runs today: {_UNEQUAL_NODES}")
+        console.print(f"no part of it can run today: {_UNEQUAL_NODES}")
     elif today.shortages:
         console.print("one world over all devices, which is what runs today, does not fit:")
         for line in today.shortages:
@@ -99,7 +99,7 @@ def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport
 
 
 def _write(arguments: argparse.Namespace, config: TltConfig, cluster: Cluster, workflow: Workflow, plan: Plan) -> None:
-    """The config with the layout of a plan of one world; nodes in the order of the cluster's file."""
+    """Writes the config with the layout of a one-world plan; nodes in the order of the cluster file."""
     rollout, actor = (plan.placements[workflow.index(name)].layout for name in ("rollout", "actor"))
     megatron = {
         "tensor_model_parallel_size": actor.tp,

@@ -1,4 +1,4 @@
-"""``tlt plan CONFIG --profile``: measures what this machine's devices reach, for plans that are made for it."""
+"""``tlt plan CONFIG --profile``: measures this machine's achieved rates, for later plans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TIMEOUT_S = 600
 
 
 def measure_machine(config: TltConfig, path: Path) -> int:
-    """Measures with as many processes as the config has on a node, and writes a profile.
+    """Measures with the config's processes per node, and writes a profile.
 
     Raises:
-        RunError: a process failed, or it took too long; with the end of its log.
+        RunError: a process failed or took too long; shows the end of its log.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     processes = config.launcher.nproc_per_node
@@ -28,7 +28,7 @@ def measure_machine(config: TltConfig, path: Path) -> int:
     print(f"  attention {machine.attention / 1e9:.1f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:.1f} GB/s")
     print(f"  all-reduce {machine.node_link / 1e9:.2f} GB/s per process")
     for ranks, seconds in machine.collective_latency:
-        print(f"  a small one among {ranks}: {seconds * 1e6:.0f} us")
+        print(f"  a small all-reduce among {ranks}: {seconds * 1e6:.0f} us")
     if machine.sharing(processes) > 1:
-        print(f"  all of it as with a core of its own; {processes} processes share {machine.cores} cores")
+        print(f"  rates are per process with its own core; {processes} processes share {machine.cores} cores")
     return 0

@@ -1,4 +1,4 @@
-"""``tlt plan CONFIG --search``: the best layout for a config's devices, and a launch config with it."""
+"""``tlt plan CONFIG --search``: finds the best layout for a config's devices, and writes a launch config."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron_tlt.platform.files import atomic_write_text
 
 
 def search_layout(config: TltConfig, arguments: argparse.Namespace) -> int:
-    """Searches, prints, writes.
+    """Searches, prints and writes.
 
     Raises:
-        ConfigError: nothing fits; or a config file that would be written over its parent.
+        ConfigError: nothing fits, or a config file would overwrite its parent.
     """
     job, machine = job_of(config), machine_of(config, arguments.devices)
     mean = mean_response(arguments.mean_response, config)

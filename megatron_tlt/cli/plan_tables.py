@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megatron_tlt.reshard.summary import RANK_COLUMNS
 
-# So many ranks have a row each; of more, each node has one.
+# Up to this many ranks have one row each; with more, each node has one.
 _MOST_ROWS = 16
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -54,7 +54,7 @@ def print_search(summary: dict[str, Any]) -> None:
     console = Console()
     console.print(
         f"{summary['layouts']} layouts of {summary['processes']} devices ({summary['machine']}: "
-        f"{summary['machine_source']}), {summary['choices']} choices priced",
+        f"{summary['machine_source']}), {summary['choices']} choices evaluated",
         highlight=False,
     )
     columns = ("recompute", "micro-batch", "engines", "rollout s", "log-probs s", "update s", "step s", "margin")
@@ -78,8 +78,8 @@ def _memory(summary: dict[str, Any]) -> Table:
 
 
 def _fullest(summary: dict[str, Any]) -> Table:
-    """Each phase's fullest stage, by what it is for."""
-    table = _table("of which, on the fullest stage", "phase", "stage", "for")
+    """Each phase's fullest stage, by use."""
+    table = _table("contents of the fullest stage", "phase", "stage", "for")
     table.columns[2].justify = "left"
     rows = summary["memory"]["phases"]
     for name in dict.fromkeys(row["phase"] for row in rows):

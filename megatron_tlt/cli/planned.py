@@ -1,4 +1,4 @@
-"""What every kind of plan starts from: the machine, and a config's memory on it."""
+"""Common inputs of all plans: the machine, and a config's memory on it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_tlt.rollout.vllm_graphs import pool_of
 from megatron_tlt.speculation.graph_pool import GraphPlan
 
 PROFILE = Path("runs/profile.json")
-"""Where ``--profile`` writes unless told otherwise, and where a plan for this machine looks."""
+"""Default path of ``--profile``, also read by plans for this machine."""
 
 
 def machine_of(config: TltConfig, given: str | None) -> Machine:
     """The machine that ``--devices`` names, or the config's default.
 
     Raises:
-        ConfigError: as ``find_machine``.
+        ConfigError: see ``find_machine``.
     """
     if given is not None:
         return find_machine(given)
@@ -32,7 +32,7 @@ def machine_of(config: TltConfig, given: str | None) -> Machine:
 
 
 def memory_of(config: TltConfig, job: Job, machine: Machine) -> MemoryPlan:
-    """Memory per device; processes on one processor share its memory in equal parts."""
+    """Memory per device; processes on one processor share its memory equally."""
     capacity = machine.memory_bytes / (job.devices_per_node if machine.is_cpu else 1)
     return plan_memory(job, capacity, graphs_of(config, job, machine), on_gpu=not machine.is_cpu)
 
@@ -45,10 +45,10 @@ def graphs_of(config: TltConfig, job: Job, machine: Machine) -> GraphPlan | None
 
 
 def mean_response(given: float | None, config: TltConfig) -> float:
-    """Tokens of a response on average: what ``--mean-response`` says, else a part of the longest (``constants.yaml``).
+    """Mean response tokens: from ``--mean-response``, else a fraction of the longest (``constants.yaml``).
 
     Raises:
-        ConfigError: it is not above 0, or above the longest that the config allows.
+        ConfigError: it is not above 0, or exceeds the longest that the config allows.
     """
     longest = config.rollout.max_response_tokens
     if given is None:

@@ -1,4 +1,4 @@
-"""Launch configs that a plan writes: they inherit from the one it began with and say only what it changed."""
+"""Launch configs written by a plan: they inherit from the original and contain only the changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_tlt.platform.files import atomic_write_text
 
 
 def parent_of(path: Path, base: Path) -> str:
-    """What ``defaults`` of a config at ``path`` calls the config ``base``.
+    """The entry for ``base`` in ``defaults`` of a config at ``path``.
 
     Raises:
         ConfigError: they are the same file.
@@ -27,14 +27,14 @@ def parent_of(path: Path, base: Path) -> str:
 
 
 def fitting_spot(config: TltConfig, engines: int) -> dict[str, Any]:
-    """The ``spot`` section for so many engines: the last of them ends the rollout, the others may train."""
+    """The ``spot`` section for ``engines`` engines: the last one ends the rollout, all others may train."""
     if config.spot is None or (engines > 1 and (config.spot.min_replicas or 1) < engines):
         return {}
     return {"spot": {"min_replicas": engines - 1} if engines > 1 else None}
 
 
 def write_config(path: Path, comments: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Writes a launch config that loads; nothing is left at ``path`` of one that does not.
+    """Writes a launch config if it loads; an invalid one leaves nothing at ``path``.
 
     Raises:
         ConfigError: it is not valid.

@@ -1,7 +1,7 @@
-"""What can be known before ranks start: each command that takes a config checks it alike.
+"""Checks before ranks start, shared by all commands that take a config.
 
-Tasks and prompt files are always checked. What needs the model's folder (weights, tokenizer, chat template, prompts'
-lengths in tokens) is checked where the folder is there; otherwise a note says what was not checked and why.
+Tasks and prompt files are always checked. Checks that need the model's folder (weights, tokenizer, chat template,
+prompt lengths in tokens) run if the folder exists; otherwise a note says what was not checked and why.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from megatron_tlt.rollout.engines import engine_problems
 
 _MODULE = "megatron_tlt.cli.preflight_model"
 WHOLE = "--whole"
-"""For that module: the folder must hold weights and a tokenizer; without it, what is absent is not checked."""
+"""Option of that module: the folder must hold weights and a tokenizer; otherwise missing parts are not checked."""
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, starts: bool = True) -> TltConfig:
-    """Loads a launch config and checks everything that can be known before ranks start.
+    """Loads a launch config and runs all checks that are possible before ranks start.
 
-    What was left out or not checked is printed on stderr. Under torchrun one process of each node checks; the others
-    only load the config.
+    Prints on stderr what was left out or not checked. Under torchrun one process per node checks; the others only load
+    the config.
 
     Args:
         path: the launch config.
         overrides: ``key.path=value``.
-        starts: ranks are to start here, so that the model's folder must be there and the ports must be free.
+        starts: whether ranks start here, so that the model's folder must exist and the ports must be free.
 
     Raises:
-        ConfigError: one line per violation, of the config, the tasks, the files and the model's folder alike.
+        ConfigError: one line per violation in the config, the tasks, the files and the model's folder.
         RunError: the process that checks the model's folder ended early.
     """
     if int(os.environ.get("LOCAL_RANK", "0")):
@@ -57,10 +57,10 @@ def load_checked(path: Path, overrides: Sequence[str] = (), *, starts: bool = Tr
 
 
 def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, list[str]]:
-    """For ``tlt doctor``, which has rows of its own for ports: the config and the notes.
+    """The config and the notes for ``tlt doctor``, which checks ports itself.
 
     Raises:
-        ConfigError: as :func:`load_checked`.
+        ConfigError: see :func:`load_checked`.
     """
     found = Findings()
     return load_config(path, overrides, further=partial(_examine, found, starts=True, ports=False)), found.notes
@@ -77,7 +77,7 @@ def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -
         if ports:
             found += _ports(config.launcher.nnodes)
         elif not starts:
-            found.notes.append("not checked: the ports where nodes meet, because no ranks start here")
+            found.notes.append("not checked: the rendezvous ports, because no ranks start here")
     return found.violations
 
 
@@ -94,7 +94,7 @@ def _tasks_and_model(config: TltConfig, starts: bool) -> Findings:
     found = Findings()
     if config.model.recipe is not None:
         folder, there = recipe_folder(config), (recipe_folder(config) / RECIPE_FILE).is_file()
-        why = "the model of model.recipe is not built yet; the ranks check it when it is"
+        why = "the model of model.recipe is not built yet; the ranks check it after building it"
     else:
         folder = config.model.path or Path()
         there = config.model.path is not None and folder.is_dir()
@@ -114,7 +114,7 @@ def _tasks_and_model(config: TltConfig, starts: bool) -> Findings:
 
 
 def _with_model(config: TltConfig, folder: Path, starts: bool) -> Findings:
-    """In a process of its own: transformers would import torch into this one, which takes seconds.
+    """Checks in a separate process: transformers would import torch into this one, which takes seconds.
 
     Raises:
         RunError: that process ended early; its own message is on stderr.
@@ -128,7 +128,7 @@ def _with_model(config: TltConfig, folder: Path, starts: bool) -> Findings:
         stdout=subprocess.PIPE,
         env=environment,
         text=True,
-        start_new_session=True,  # Ctrl-C is this process's, which then ends that one
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
     )
     if done.returncode:
         raise RunError(f"{folder}: the check of the model's folder ended early, with status {done.returncode}")

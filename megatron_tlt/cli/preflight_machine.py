@@ -1,4 +1,4 @@
-"""What a config asks of this machine's processors that they do badly; torch is not imported for it."""
+"""Warns about config settings that this machine's processors support poorly; does not import torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from megatron_tlt.config.schema import TltConfig
 
 _FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Flags of CPUs that multiply bfloat16 in hardware, as Linux names them (``bf16``: Arm)."""
+"""Flags of CPUs with bfloat16 multiplication in hardware, in Linux's names (``bf16``: Arm)."""
 
 
 def processor_flags() -> frozenset[str] | None:
-    """Those of the first processor; None where the system does not say."""
+    """Flags of the first processor; None if the system does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -27,7 +27,7 @@ def has_gpu() -> bool:
 
 
 def slow_bfloat16(config: TltConfig, flags: Collection[str]) -> str | None:
-    """A note where the config asks for bfloat16 of CPUs with these flags, which emulate it."""
+    """A note if the config uses bfloat16 on CPUs that, by these flags, emulate it."""
     keys = []
     if config.actor.megatron.get("bf16"):
         keys.append("actor.megatron.bf16")
@@ -36,6 +36,6 @@ def slow_bfloat16(config: TltConfig, flags: Collection[str]) -> str | None:
     if not keys or _FAST_BFLOAT16.intersection(flags):
         return None
     return (
-        f"{' and '.join(keys)} ask for bfloat16, which this machine's processors have no instructions for (AMX, "
+        f"{' and '.join(keys)} select bfloat16, but this machine's processors have no instructions for it (AMX, "
         "AVX-512 BF16): about ten times slower than float32 (actor.megatron.bf16=false rollout.vllm.dtype=float32)"
     )

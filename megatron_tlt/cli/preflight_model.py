@@ -1,8 +1,8 @@
-"""The part of the checks before a run that needs the model's folder: weights, tokenizer, prompts' lengths.
+"""Checks before a run that need the model's folder: weights, tokenizer, prompt lengths.
 
-``python -m megatron_tlt.cli.preflight_model FOLDER [--whole]`` reads a launch config as JSON from stdin and prints what
-it found as JSON. transformers counts tokens without torch, so torch is kept out of this process, where no task names
-users' code: importing it takes seconds.
+``python -m megatron_tlt.cli.preflight_model FOLDER [--whole]`` reads a launch config as JSON from stdin and prints its
+findings as JSON. transformers counts tokens without torch. So this process does not import torch, which takes seconds,
+unless a task names users' code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SHOWS_PROGRESS = 5000  # prompts; fewer are counted within a second
 
 
 def check_with_model(config: TltConfig, folder: Path, *, whole: bool = True) -> Findings:
-    """The checks of tasks, with prompts' lengths, and of the model's folder.
+    """Checks the tasks, including prompt lengths, and the model's folder.
 
     Args:
         config: the launch config.
-        folder: the model's, of either kind.
-        whole: the folder must hold weights and a tokenizer; otherwise a note says which of them is absent.
+        folder: the model's folder, of either kind.
+        whole: the folder must hold weights and a tokenizer; otherwise a note lists the missing parts.
     """
     found = Findings()
     side_files = side_files_of(folder)
@@ -70,10 +70,10 @@ def check_with_model(config: TltConfig, folder: Path, *, whole: bool = True) -> 
 
 
 def check_weights(folder: Path) -> None:
-    """Whether a model folder holds every weight that its config asks for; headers are read, not the weights.
+    """Checks that a model folder holds every weight its config requires; reads headers only.
 
     Raises:
-        ConfigError: what is missing, truncated or of another shape.
+        ConfigError: a weight is missing, truncated or of another shape.
     """
     file = side_files_of(folder) / "config.json"
     if is_megatron_checkpoint(folder):
@@ -86,12 +86,12 @@ def check_weights(folder: Path) -> None:
 
 
 def main() -> None:
-    """Prints the findings; they are the last line of stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the command's to report
+    """Prints the findings as the last line of stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command reports Ctrl-C
     config = TltConfig.model_validate_json(sys.stdin.read())
     if not any(task.kind == "python" or is_import_path(task.verifier) for task in config.tasks):
         # users' modules may need it
-        sys.modules["torch"] = None  # type: ignore[assignment]  # not installed, as far as transformers can see
+        sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then treats torch as not installed
     print(check_with_model(config, Path(sys.argv[1]), whole=WHOLE in sys.argv[2:]).as_json())
 
 

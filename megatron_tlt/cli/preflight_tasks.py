@@ -1,4 +1,4 @@
-"""The part of the checks before a run that looks at tasks and prompt files."""
+"""Checks of tasks and prompt files before a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Lengths = Callable[[Sequence[Problem]], list[int | str]]
 
 @dataclass
 class Findings:
-    """Everything that a check found: ``violations`` stop a run, ``notes`` say what was left out or not checked."""
+    """Results of the checks: ``violations`` stop a run, ``notes`` say what was left out or not checked."""
 
     violations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Findings:
 
 
 def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
-    """Names, parameters, verifiers, every row of every file and, given ``lengths``, every prompt's length in tokens."""
+    """Checks names, parameters, verifiers, every file row and, given ``lengths``, every prompt's length in tokens."""
     found = Findings()
     rollout = config.rollout
     limit = None
@@ -76,7 +76,7 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
 
 
 def _longest_generated(key: str, source: GeneratedSource, limit: PromptLimit) -> Findings:
-    """A generator has no end: draws of its largest size, or some draws, stand for its longest prompts."""
+    """Checks the longest prompts of a generator by draws: of its largest size, or a sample."""
     problems = source.probe()
     tokenized = limit.lengths(problems)
     if refused := [length for length in tokenized if isinstance(length, str)]:
@@ -96,7 +96,7 @@ def _drawn(config: TltConfig, key: str, task: TaskConfig, source: GeneratedSourc
     """What draws of a user's task lack for its verifier and for the model's recipe.
 
     Raises:
-        ConfigError: a draw fails, or none falls into the split.
+        ConfigError: a draw fails, or no draw falls into the split.
     """
     problems = [source.problem(0), *source.probe()]
     reasons = [reason for problem in problems if (reason := answer_problem(task.verifier, problem.answer))]
@@ -115,7 +115,7 @@ def _rows(config: TltConfig, key: str, task: TaskConfig, *, has_tokenizer: bool)
         params = FileParams.model_validate(task.params)
         files = [(path, read_rows(path, params)) for path in (task.path, task.held_out_path) if path is not None]
     except (ValueError, ConfigError):
-        return  # build_sources has said so
+        return  # reported by build_sources
     for path, rows in files:
         yield from _first_of(f"{path}", [(row.number, answer_problem(task.verifier, row.answer)) for row in rows])
         if config.model.recipe is None:

@@ -1,7 +1,7 @@
-"""Whether a run that goes on finds the prompt files that it was started with.
+"""Checks that a resumed run finds the prompt files with which it was started.
 
-Which problem a step gets is a pure function of the files and the step. With another content a resumed run would not
-repeat the steps that it lost, and would get other problems: that is an error until the user accepts it.
+A step's problems are a pure function of the files and the step. With changed files, a resumed run would not repeat the
+steps that it lost, and would get other problems. This is an error until the user accepts it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FILE = "prompt_files.json"
 
 
 def check_prompt_files(config: TltConfig) -> None:
-    """Compares the prompt files with those that the run was started with, and remembers those of a new run.
+    """Compares the prompt files with those of the run's start; records the files of a new run.
 
-    A run without a checkpoint starts anew, so it takes the files as they are.
+    A run without a checkpoint starts anew, so it accepts the files as they are.
 
     Raises:
-        ConfigError: a file has another content; one line per file.
+        ConfigError: a file's content has changed; one line per file.
         RunError: the run's folder cannot be read or written.
     """
     path, found = config.run.dir / FILE, _fingerprints(config)
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
     if not isinstance(known, dict):
-        raise RunError(f"{path}: holds no JSON object")
+        raise RunError(f"{path}: is not a JSON object")
     return known
 
 
@@ -75,5 +75,5 @@ def _line(key: str, known: dict[str, object], found: dict[str, object], path: Pa
     was, now = (f"{item.get('bytes')} bytes, SHA-256 {str(item.get('sha256'))[:12]}" for item in (known, found))
     return (
         f"{key}: {found['path']} has changed since this run started: {was} -> {now}; allowed: the same content, "
-        f"another run.dir, --fresh, or remove {path} to go on with the new content (the order of problems changes)"
+        f"another run.dir, --fresh, or remove {path} to continue with the new content (the order of problems changes)"
     )

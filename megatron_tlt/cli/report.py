@@ -1,4 +1,4 @@
-"""``tlt report RUN_DIR``: renders report.html again from what a run's folder holds."""
+"""``tlt report RUN_DIR``: renders report.html again from a run's folder."""
 
 from __future__ import annotations
 

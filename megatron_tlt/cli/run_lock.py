@@ -1,4 +1,4 @@
-"""One process at a time trains in a run's folder: the lock that it holds there."""
+"""The lock on a run's folder: only one process at a time trains there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that holds a lock, as it describes itself; ``since`` is a local time."""
+    """The process that holds a lock, as it wrote itself into the file; ``since`` is local time."""
 
     pid: int
     host: str
@@ -33,7 +33,7 @@ class LockHolder:
 
     @classmethod
     def read(cls, descriptor: int) -> LockHolder | None:
-        """The holder that an open lock file names; None where it names none."""
+        """The holder named in an open lock file, or None."""
         try:
             return cls(**json.loads(os.pread(descriptor, 4096, 0)))
         except (OSError, ValueError, TypeError):
@@ -45,19 +45,19 @@ class LockHolder:
 
 
 class RunLock:
-    """Holds ``.lock`` in a run's folder (``flock``) until it is closed or its process ends, however that ends.
+    """Holds ``.lock`` in a run's folder (``flock``) until it is closed or its process ends in any way.
 
-    The file stays, so that nobody ever locks a file that another process removes. It survives ``exec``: a worker that
-    takes the place of its launcher keeps the lock. The server of a network file system may take some time to notice
-    that a host is gone: a lock of another host is waited for. Where the file system has no locks, a warning says so.
+    The file is never removed, so that no process locks a file that another one deletes. The lock survives ``exec``: a
+    worker that replaces its launcher keeps it. The server of a network file system may notice late that a host is gone,
+    so a lock of another host is waited for. If the file system has no locks, a warning says so.
 
     Args:
-        folder: of the run; it is made where it is missing.
-        wait_s: how long a lock of another host is waited for, as a requeued job may meet its own.
+        folder: the run's folder; created if missing.
+        wait_s: maximum wait for a lock of another host, as a requeued job may meet its own lock.
 
     Raises:
         ConfigError: another process holds it; names process, host and start.
-        RunError: the folder cannot be written.
+        RunError: the folder is not writable.
     """
 
     def __init__(self, folder: Path, wait_s: float = 120.0) -> None:
@@ -86,7 +86,7 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise RunError(f"run.dir: cannot lock {folder / LOCK}: {error.strerror or error}") from error
-                print(f"warning: {folder} has no file locks: a second run in it is not noticed", file=sys.stderr)
+                print(f"warning: {folder} has no file locks: a second run in it is not detected", file=sys.stderr)
                 return
             if holder is None or holder.host == socket.gethostname() or time.monotonic() > until:
                 who = holder or "another process"
@@ -97,7 +97,7 @@ class RunLock:
             time.sleep(0.5)
 
     def keep_over_exec(self) -> None:
-        """Lets the program that takes this process's place hold the lock."""
+        """Lets the program that replaces this process hold the lock."""
         os.set_inheritable(self._descriptor, True)
 
     def close(self) -> None:

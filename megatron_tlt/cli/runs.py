@@ -1,4 +1,4 @@
-"""A run's folder as the commands see it: started, resumed, or cleared for a fresh start."""
+"""A run's folder for the commands: started, resumed, or cleared for a fresh start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.nodes import node_index, node_name
 
-# What a run writes. --fresh removes these and nothing else, so that a mistyped run.dir costs no one their files.
+# Files that a run writes. --fresh removes only these, so that a mistyped run.dir loses no other files.
 _RUN_FILES = (
     RESOLVED,
     "prompt_files.json",
@@ -36,16 +36,16 @@ _RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs", "slurm")
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
-    """CONFIG, overrides and --traceback, which every command that runs a config takes."""
+    """Adds CONFIG, overrides and --traceback, common to every command that runs a config."""
     parser.add_argument(
         "config", metavar="CONFIG", type=Path, help="a launch config, such as launch/quickstart-cpu.yaml"
     )
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="values over those of the config")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="overrides of the config's values")
     parser.add_argument("--traceback", action="store_true", help="show tracebacks and the workers' own messages")
 
 
 def clear_run(folder: Path) -> None:
-    """Removes what a run wrote into ``folder``; a folder that holds no run is left alone."""
+    """Removes a run's files from ``folder``; a folder without a run is left unchanged."""
     if not (folder / RESOLVED).is_file():
         return
     for name in _RUN_FOLDERS:
@@ -60,13 +60,13 @@ def is_run_file(folder: Path, file: Path) -> bool:
 
 
 def write_resolved(config: TltConfig) -> Path:
-    """Writes the resolved config into the run's folder; a run that is there already must be the same one.
+    """Writes the resolved config into the run's folder; an existing run there must have the same config.
 
-    Of several nodes the first writes it, and each other one a file of its own, which is returned there.
+    With several nodes, the first writes it; each other node writes its own file and returns that path.
 
     Raises:
-        ConfigError: the folder holds a run of another config; one line per key.
-        RunError: the folder cannot be written.
+        ConfigError: the folder holds a run with another config; one line per key.
+        RunError: the folder is not writable.
     """
     path = config.run.dir / RESOLVED
     if path.is_file():
@@ -86,7 +86,7 @@ def write_resolved(config: TltConfig) -> Path:
 
 
 def write_in_run(path: Path, text: str) -> None:
-    """Writes a file of a run's folder, which is made where it is missing.
+    """Writes a file of a run's folder, which is created if missing.
 
     Raises:
         RunError: it cannot be written.
@@ -99,14 +99,14 @@ def write_in_run(path: Path, text: str) -> None:
 
 
 def is_finished(config: TltConfig) -> bool:
-    """Whether the folder's run has done all the steps asked for; the summary is the last thing a run writes but one."""
+    """Whether the folder's run has done all requested steps; its summary is written last but one."""
     summary = config.run.dir / SUMMARY_FILE
     done = summary.is_file() and (config.run.dir / "report.html").is_file()
     return done and int(read_summary(summary).get("steps", 0)) >= config.trainer.steps
 
 
 def progress(folder: Path) -> tuple[int, int]:
-    """Steps that the folder's run has done, and the step of its newest checkpoint; 0 where there is none."""
+    """Steps that the folder's run has done, and the step of its newest checkpoint; 0 if there is none."""
     done = saved = 0
     with contextlib.suppress(RunError):
         done = max((int(row["step"] or 0) for row in read_metrics(folder / METRICS_FILE)), default=0)
@@ -116,10 +116,10 @@ def progress(folder: Path) -> tuple[int, int]:
 
 
 def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool, resumes: bool = False) -> int:
-    """Runs a worker module on all devices: under torchrun in this process's place, else through a launch of its own.
+    """Runs a worker module on all devices: replaces this process under torchrun, else starts a launch.
 
-    The module gets the path of the resolved config and ``more`` as arguments. ``resumes``: it goes on from the run's
-    newest checkpoint, so the launch may begin again where a rank has died.
+    The module receives the path of the resolved config and ``more`` as arguments. ``resumes``: it resumes from the
+    run's newest checkpoint, so the launch may restart after a rank was killed.
     """
     if under_torchrun():
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool
 
 
 def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:
-    """Builds the recipe's model first, where the config has a recipe and its cache has no such model yet."""
+    """Builds the recipe's model first, if the config has a recipe and the cache does not have its model."""
     if config.model.recipe is None or under_torchrun():
         return 0
     from megatron_tlt.models.recipe import recipe_folder

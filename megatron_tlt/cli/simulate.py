@@ -1,4 +1,4 @@
-"""``tlt simulate CONFIG``: what speculation, the spot trainer and tail batching would give on a cluster."""
+"""``tlt simulate CONFIG``: estimates the gain by speculation, the spot trainer and tail batching on a cluster."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from megatron_tlt.planning.simulation.steps import PHASES, Outcome, simulate, su
 from megatron_tlt.platform.files import atomic_write_text
 
 _MANY = 50_000
-"""Responses of a step from which on one seed says enough."""
+"""Responses per step above which one seed is enough by default."""
 _MOST_DRAFTS = 7
-"""Of the chain that is simulated where the config has no learned drafter."""
+"""Length of the simulated chain if the config has no learned drafter."""
 _DEFAULT_POLICIES = [name for name in POLICIES if name != "tail+spot"]
 _PLOTS = (".svg", ".png", ".pdf")
 
@@ -42,23 +42,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--device", default=DEFAULT_DEVICE, metavar="NAME", help=f"one of {', '.join(sorted(known_devices()))}"
     )
-    parser.add_argument("--nodes", metavar="N,N,...", help="numbers of nodes, instead of launcher.nnodes")
+    parser.add_argument("--nodes", metavar="N,N,...", help="numbers of nodes (default: launcher.nnodes)")
     parser.add_argument(
-        "--policies", metavar="P,P,...", default=",".join(_DEFAULT_POLICIES), help=f"some of {', '.join(POLICIES)}"
+        "--policies", metavar="P,P,...", default=",".join(_DEFAULT_POLICIES), help=f"any of {', '.join(POLICIES)}"
     )
     parser.add_argument("--lengths", metavar="PATH", type=Path, help="recorded response lengths, or a run's folder")
-    parser.add_argument("--fit", action="store_true", help="draw from the law fitted to --lengths, not from them")
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="of a prompt (default: half of the longest)")
-    parser.add_argument(
-        "--steps", type=int, default=5, help="of reinforcement learning; 5 are a cycle of tail batching"
-    )
+    parser.add_argument("--fit", action="store_true", help="draw from a distribution fitted to --lengths")
+    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="per prompt (default: half of the longest)")
+    parser.add_argument("--steps", type=int, default=5, help="number of RL steps; tail batching has a cycle of 5")
     parser.add_argument("--seeds", type=int, help=f"repetitions (default 3; 1 above {_MANY:,} responses a step)")
-    parser.add_argument("--first-seed", type=int, default=0, help="the others follow")
+    parser.add_argument("--first-seed", type=int, default=0, help="first of consecutive seeds")
     parser.add_argument(
-        "--constant", metavar="NAME=VALUE", action="append", default=[], help="instead of the data file's"
+        "--constant", metavar="NAME=VALUE", action="append", default=[], help="override a constant of the data file"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure here")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help=f"draw it ({', '.join(_PLOTS)})")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures to FILE")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=f"write a plot to FILE ({', '.join(_PLOTS)})")
     parser.set_defaults(run=run)
 
 
@@ -108,16 +106,16 @@ def _policies(given: str) -> list[str]:
     names = [name.strip() for name in given.split(",")]
     if unknown := [name for name in names if name not in POLICIES]:
         raise ConfigError(f"--policies: found {', '.join(unknown)}; allowed: {', '.join(POLICIES)}")
-    return list(dict.fromkeys(["off", *names]))  # what the others are compared with
+    return list(dict.fromkeys(["off", *names]))  # baseline of the comparison
 
 
 def _nodes(arguments: argparse.Namespace, config: TltConfig) -> list[int]:
     if arguments.plot is not None and arguments.plot.suffix not in _PLOTS:
-        raise ConfigError(f"--plot: found {arguments.plot.name}; allowed: an ending of {', '.join(_PLOTS)}")
+        raise ConfigError(f"--plot: found {arguments.plot.name}; allowed: one of the extensions {', '.join(_PLOTS)}")
     for name in ("steps", "seeds"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name}: found {value}; allowed: 1 and more")
+            raise ConfigError(f"--{name}: found {value}; allowed: at least 1")
     if arguments.nodes is None:
         return [config.launcher.nnodes]
     try:
@@ -125,7 +123,7 @@ def _nodes(arguments: argparse.Namespace, config: TltConfig) -> list[int]:
     except ValueError:
         counts = [0]
     if counts[0] < 1:
-        raise ConfigError(f"--nodes: found {arguments.nodes!r}; allowed: whole numbers from 1, with commas between")
+        raise ConfigError(f"--nodes: found {arguments.nodes!r}; allowed: positive integers, separated by commas")
     return counts
 
 
@@ -139,7 +137,7 @@ def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Consta
 
 
 def _arms(config: TltConfig) -> tuple[list[DraftShape], str | None]:
-    """What speculation may do, the static strategy first; and what had to be supposed."""
+    """The strategies of speculation, the static one first, and a note on what was assumed."""
     from megatron_tlt.rollout.adaptive import default_strategies, strategies_of
 
     speculation, note = config.speculation, None
@@ -151,7 +149,7 @@ def _arms(config: TltConfig) -> tuple[list[DraftShape], str | None]:
     else:
         static = (speculation.drafter, speculation.num_speculative_tokens)
     found_arms = {
-        # a pair as its head, which the simulation knows more of
+        # a pair is simulated as its head, for which the simulation has more data
         (one.drafters[-1], one.num_tokens): chain(one.num_tokens, one.drafters[-1])
         for one in strategies
         if one.num_tokens
@@ -224,7 +222,7 @@ def _print(
     fitted = ", ".join(f"{name} {getattr(scenario.constants, name):.4g}" for name in of_kind("fitted"))
     console.print(
         f"computed, not measured; of the constants {fitted} were fitted to TLT's 7B runs, the sources of the others "
-        "stand in planning/simulation/constants.yaml and planning/constants.yaml",
+        "are in planning/simulation/constants.yaml and planning/constants.yaml",
         highlight=False,
     )
 

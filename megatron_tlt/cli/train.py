@@ -1,4 +1,4 @@
-"""``tlt train CONFIG [key.path=value ...]``: starts a run, or goes on with the one in its folder."""
+"""``tlt train CONFIG [key.path=value ...]``: starts a run, or resumes the one in its folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_tlt.platform.nodes import node_index
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("train", help="train a model; the same command again goes on where it stopped")
+    parser = commands.add_parser("train", help="train a model; the same command again resumes the run")
     runs.add_config_arguments(parser)
-    parser.add_argument("--fresh", action="store_true", help="remove what the run's folder holds and begin anew")
+    parser.add_argument("--fresh", action="store_true", help="remove the run's files from its folder and start anew")
     parser.set_defaults(run=run)
 
 
@@ -40,7 +40,7 @@ def _launch(config: TltConfig, arguments: argparse.Namespace) -> int:
         runs.clear_run(config.run.dir)
     resolved = runs.write_resolved(config)
     if runs.is_finished(config):
-        print(f"finished already: {config.run.dir} (--fresh begins anew)")
+        print(f"finished already: {config.run.dir} (--fresh starts anew)")
         return 0
     check_prompt_files(config)
     status = runs.ensure_model(config, resolved, show=arguments.traceback)
@@ -57,9 +57,9 @@ def _launch(config: TltConfig, arguments: argparse.Namespace) -> int:
 
 
 def _as_rank(config: TltConfig, arguments: argparse.Namespace) -> int:
-    """One of torchrun's processes becomes the worker; each reads a file of its own, so none waits.
+    """Turns a torchrun process into the worker; each reads its own config file, so none waits.
 
-    Rank 0 takes the run's lock and keeps it, as the worker is this very process.
+    Rank 0 takes the run's lock and keeps it, as the worker runs in the same process.
     """
     if arguments.fresh:
         raise ConfigError("--fresh: not allowed under torchrun; remove the run's folder before the launch")

@@ -1,4 +1,4 @@
-"""What every process of a launch begins with, and how its error reaches the process that started it."""
+"""Common start of every process of a launch, and error reporting to the process that started it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron_tlt.platform.processes import die_with_parent
 
 ERROR_FOLDER = "TLT_ERROR_FILE"
 LOG_FOLDER = "TLT_LOG_DIR"
-"""Where this is set, each rank writes to a file of its own there; rank 0's standard output stays where it is."""
+"""If set, each rank writes to its own file in this folder; rank 0's standard output is unchanged."""
 STOPPED = "stopped"
 NOTHING_SAVED = "stopped by {} before there was anything to save"
 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """Why one rank failed: ``traceback`` is empty for an error meant for the user.
+    """Why one rank failed; ``traceback`` is empty for an error meant for the user.
 
-    ``ranks_lost``: nothing is wrong here, but ranks of other nodes do not answer any more.
+    ``ranks_lost``: this rank did not fail, but ranks of other nodes no longer answer.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class WorkerError:
 
 
 def write_error(error: BaseException, exit_status: int) -> None:
-    """Leaves the error in the launch's folder, where there is one; never raises over the error itself."""
+    """Writes the error to the launch's folder, if there is one; never raises over the error itself."""
     folder = os.environ.get(ERROR_FOLDER)
     if not folder:
         return
@@ -57,14 +57,14 @@ def write_error(error: BaseException, exit_status: int) -> None:
         temporary.rename(Path(folder, f"rank{rank}.json"))
 
 
-# torchrun looks at its ranks every 0.1 s
+# torchrun polls its ranks every 0.1 s
 _CAUSE_FIRST_S = 3.0
 
 
 def read_first_error(folder: Path) -> WorkerError | None:
     """The error to show: the first one meant for the user, else the first of all.
 
-    When one rank fails, the collectives of the others break too: their complaints are not the cause.
+    When one rank fails, the collectives of the others also fail: their errors are not the cause.
     """
     errors = []
     for file in folder.glob("rank*.json"):
@@ -85,7 +85,7 @@ def _log_to_own_file() -> None:
 
 
 def _mark_stopped() -> None:
-    """For the job script: the run was told to stop, and what it did is saved."""
+    """Tells the job script that the run was asked to stop, and that its progress is saved."""
     folder = os.environ.get(LOG_FOLDER)
     if folder and os.environ.get("RANK") == "0":
         with contextlib.suppress(OSError):
@@ -93,8 +93,8 @@ def _mark_stopped() -> None:
 
 
 def run_guarded(main: Callable[[], None]) -> int:
-    """Runs one rank's work, leaves its error for the process that launched it, gives back the exit status."""
-    # The launcher of this process is torchrun: without it nobody could end the run together.
+    """Runs one rank's work, reports its error to the process that launched it, and returns the exit status."""
+    # The launcher of this process is torchrun; only it can end the whole run.
     die_with_parent(signal.SIGKILL)
     lost_ranks.how_to_end = _end_with
     try:
@@ -119,12 +119,12 @@ def run_guarded(main: Callable[[], None]) -> int:
 
 
 def _end_if_ranks_are_lost(error: Exception) -> None:
-    """Where the line to other nodes broke: says which ranks are missing, and ends the process.
+    """After a broken connection to other nodes: reports the missing ranks and ends the process.
 
-    Within a node torchrun says who failed first. A rank that is killed closes its connections before its parent can see
-    that it ended, so a rank whose connection broke ends later than that.
+    Within a node torchrun reports which rank failed first. A killed rank closes its connections before its parent
+    detects its end, so a rank whose connection broke must end later than that.
     """
-    if "torch.distributed" not in sys.modules:  # a worker without torch has no such line
+    if "torch.distributed" not in sys.modules:  # a worker without torch has no such connection
         return
     lost = lost_ranks.name_the_lost(error)
     if lost is not None:
@@ -135,7 +135,7 @@ def _end_if_ranks_are_lost(error: Exception) -> None:
 
 
 def _end_with(error: RanksLost) -> None:
-    """At once: threads that still wait for the network would keep the process from ending in the ordinary way."""
+    """Ends the process at once: threads that still wait for the network would block a normal exit."""
     write_error(error, error.exit_status)
     print(f"error: {error}", file=sys.stderr)
     sys.stdout.flush()
@@ -144,7 +144,7 @@ def _end_with(error: RanksLost) -> None:
 
 
 def run_worker(main: Callable[[TltConfig], None], argv: Sequence[str] | None = None) -> int:
-    """Loads the resolved config named by the one argument, runs ``main``, gives back the exit status.
+    """Loads the resolved config named by the single argument, runs ``main``, and returns the exit status.
 
     A worker module ends with ``sys.exit(run_worker(main))``.
     """

@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_makes_all_ranks_start_again(tmp_path: Path) -> No
     process = start(tmp_path, "dies")
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 0
-    resumed = "all ranks start again from the checkpoint of step 2 (restart 1 of 3)"
+    resumed = "all ranks restart from the checkpoint of step 2 (restart 1 of 3)"
     line = f"rank 1 was killed by SIGKILL in step 4; {resumed}"
     assert error == f"warning: {line}\n"
     assert line in (tmp_path / "log").read_text()
@@ -105,7 +105,7 @@ def test_a_rank_whose_connection_breaks_first_does_not_hide_the_one_that_was_kil
     process = start(tmp_path, "dies-late")
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 0, error
-    assert error.startswith("warning: rank 1 was killed by SIGKILL in step 1; all ranks start again from the beginning")
+    assert error.startswith("warning: rank 1 was killed by SIGKILL in step 1; all ranks restart from step 0")
 
 
 def test_a_node_that_loses_others_starts_again_and_meets_them(tmp_path: Path) -> None:
@@ -113,8 +113,7 @@ def test_a_node_that_loses_others_starts_again_and_meets_them(tmp_path: Path) ->
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 0
     assert error == (
-        "warning: rank 0 lost its connection to rank 9 in step 1; all ranks start again from the beginning "
-        "(restart 1 of 3)\n"
+        "warning: rank 0 lost its connection to rank 9 in step 1; all ranks restart from step 0 (restart 1 of 3)\n"
     )
     assert (tmp_path / "starts0").read_text() == "2"
 
@@ -124,8 +123,8 @@ def test_a_step_that_ends_so_twice_is_not_tried_again(tmp_path: Path) -> None:
     error = process.communicate(timeout=120)[1].splitlines()
     assert process.returncode == 1
     assert error[1:] == [
-        "warning: rank 1 was killed by SIGSEGV in step 4, as the time before: not started again",
-        f"error: rank 1 was killed by SIGSEGV; what it wrote is in {tmp_path / 'log'}",
+        "warning: rank 1 was killed by SIGSEGV in step 4, as before: not restarted",
+        f"error: rank 1 was killed by SIGSEGV; its output is in {tmp_path / 'log'}",
     ]
     assert (tmp_path / "starts1").read_text() == "2"
 
@@ -137,7 +136,7 @@ def test_no_more_restarts_than_allowed(tmp_path: Path, most: int, starts: str) -
     assert process.returncode == 1
     assert error[-1].startswith("error: rank 1 was killed by SIG")
     assert (len(error), (tmp_path / "starts1").read_text()) == (1 + 2 * most, starts)
-    assert not most or "in step 5; launcher.max_restarts, 1, is used up: not started again" in error[-2]
+    assert not most or "in step 5; launcher.max_restarts, 1, is used up: not restarted" in error[-2]
 
 
 def test_nobody_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:

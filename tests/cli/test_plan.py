@@ -158,7 +158,7 @@ def test_a_search_writes_a_config_that_is_valid_and_plans_as_it_says(
     assert planned["actor"] == best["actor"] and planned["memory"]["margin"] == pytest.approx(best["margin"])
     for phase in ("rollout", "log_probs", "update"):
         assert planned["seconds"][phase] == pytest.approx(best["seconds"][phase])
-    assert "choices priced" in " ".join(capsys.readouterr().out.split())
+    assert "choices evaluated" in " ".join(capsys.readouterr().out.split())
     assert main([*command, "--search", "--write", str(config)]) == 2
 
 

@@ -275,7 +275,7 @@ def test_what_is_not_checked_is_said(
     load_checked(path, starts=False)
     notes = capsys.readouterr().err
     assert "note: not checked: weights, tokenizer, prompts' lengths in tokens, because model.path: no folder" in notes
-    assert "note: not checked: the ports where nodes meet, because no ranks start here" in notes
+    assert "note: not checked: the rendezvous ports, because no ranks start here" in notes
     found = violations(path)
     assert any("model.path: no folder" in line for line in found)
     assert any("launcher.nnodes: found 2; allowed here: 1" in line for line in found)

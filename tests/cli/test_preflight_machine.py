@@ -19,9 +19,9 @@ def config_of(bf16: bool, dtype: str) -> TltConfig:
 @pytest.mark.parametrize(
     ("bf16", "dtype", "named"),
     [
-        (True, "bfloat16", "actor.megatron.bf16 and rollout.vllm.dtype ask"),
-        (False, "bfloat16", "rollout.vllm.dtype ask"),
-        (True, "float32", "actor.megatron.bf16 ask"),
+        (True, "bfloat16", "actor.megatron.bf16 and rollout.vllm.dtype select"),
+        (False, "bfloat16", "rollout.vllm.dtype select"),
+        (True, "float32", "actor.megatron.bf16 select"),
     ],
 )
 def test_each_key_is_named(bf16: bool, dtype: str, named: str) -> None:

@@ -91,7 +91,7 @@ def test_a_learned_drafter_of_the_config_is_the_one_that_is_simulated(tmp_path: 
     ("arguments", "expected"),
     [
         (["--policies", "spot,fly"], "--policies: found fly; allowed: off, static, adaptive"),
-        (["--nodes", "2,x"], "--nodes: found '2,x'; allowed: whole numbers"),
+        (["--nodes", "2,x"], "--nodes: found '2,x'; allowed: positive integers"),
         (["--nodes", "3"], "actor.megatron: tensor x pipeline x context is 16; allowed: a divisor of 24"),
         (["--device", "TPU"], "device: found 'TPU'; allowed: A100"),
         (["--constant", "speed=2"], "--constant: found 'speed'; allowed: memory_efficiency"),
@@ -99,8 +99,8 @@ def test_a_learned_drafter_of_the_config_is_the_one_that_is_simulated(tmp_path: 
         (["--constant", "length_sigma=-1"], "--constant: length_sigma is -1; allowed: above 0"),
         (["--lengths", "none.json"], "--lengths: cannot read none.json"),
         (["--fit"], "--fit: found no --lengths"),
-        (["--plot", "plot.txt"], "--plot: found plot.txt; allowed: an ending of .svg"),
-        (["--steps", "0"], "--steps: found 0; allowed: 1 and more"),
+        (["--plot", "plot.txt"], "--plot: found plot.txt; allowed: one of the extensions .svg"),
+        (["--steps", "0"], "--steps: found 0; allowed: at least 1"),
         (["--device", "L4-24GB"], "rollout.max_response_tokens: found 32768"),
     ],
 )

@@ -29,7 +29,7 @@ LESS = (
     "trainer.save_every=1",
     "evaluation.problems=8",
 )
-AGAIN = "all ranks start again from the checkpoint of step"
+AGAIN = "all ranks restart from the checkpoint of step"
 
 
 def start(network: Hosts, index: int, arguments: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:

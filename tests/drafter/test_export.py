@@ -57,7 +57,7 @@ def test_what_is_no_drafter_is_refused_by_name(
     (tmp_path / "empty").mkdir()
     assert "empty: no config.json in it" in refused(tmp_path / "empty", out, capsys)
     assert "architectures is ['Qwen2ForCausalLM'], which is no drafter" in refused(target_folder, out, capsys)
-    assert "is there already" in refused(target_folder, target_folder, capsys)
+    assert "exists already" in refused(target_folder, target_folder, capsys)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_step_or_a_folder_may_be_named_and_a_file_answered(runs: Runs, uninter
 
 def test_what_is_not_there_is_refused(runs: Runs, uninterrupted: Path) -> None:
     said = evaluate(runs, "uninterrupted", "--checkpoint", "17", expect_status=2)
-    assert "--checkpoint: " in said and "step_000017 is no checkpoint" in said and "step_000004" in said
+    assert "--checkpoint: " in said and "step_000017 is not a checkpoint" in said and "step_000004" in said
     said = evaluate(runs, "uninterrupted", "--data", str(runs.folder / "none.jsonl"), expect_status=2)
     assert "none.jsonl" in said
     long = runs.folder / "long.jsonl"

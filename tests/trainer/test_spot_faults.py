@@ -154,7 +154,7 @@ def test_whatever_happens_the_policy_is_that_of_a_run_without_drafter(faulty: Fa
 def test_a_killed_rank_and_a_killed_leader_start_the_run_again_from_its_checkpoint(faulty: Faulty) -> None:
     said = [line for line in faulty.runs.log("faulty").splitlines() if "was killed by" in line]
     assert said == [
-        f"warning: rank {rank} was killed by SIGKILL in step {step + 1}; all ranks start again from "
+        f"warning: rank {rank} was killed by SIGKILL in step {step + 1}; all ranks restart from "
         f"the checkpoint of step {step} (restart {restart} of 3)"
         for restart, (rank, step) in enumerate(zip(faulty.killed, faulty.faults, strict=False), start=1)
     ]

@@ -7,14 +7,14 @@ from megatron_tlt.cli.worker import run_guarded
 
 
 def main(source: str, target: str, side_files: str, verify: str) -> None:
-    """``side_files`` empty: those beside the checkpoint. ``verify`` empty: the source is taken as it is."""
+    """``side_files`` empty: use those beside the checkpoint. ``verify`` empty: do not verify the source."""
     from tqdm import tqdm
 
     from megatron_tlt.actor.megatron_convert import convert
     from megatron_tlt.platform.device import initialize_distributed, rank
 
     initialize_distributed()
-    # None: shown where there is a terminal; standard error goes to a log
+    # None: shown only on a terminal; standard error goes to a log
     with tqdm(unit="B", unit_scale=True, file=sys.stdout, disable=None if rank() == 0 else True) as bar:
 
         def done(count: int, total: int) -> None:

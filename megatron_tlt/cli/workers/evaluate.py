@@ -7,7 +7,7 @@ from megatron_tlt.cli.worker import run_guarded
 
 
 def main(resolved: str, request: str) -> None:
-    """The paths of a resolved config; an ``EvaluationRequest`` as JSON."""
+    """Takes the path of a resolved config, and an ``EvaluationRequest`` as JSON."""
     from megatron_tlt.config.loader import load_resolved
     from megatron_tlt.trainer.evaluation import EvaluationRequest
     from megatron_tlt.trainer.loop import evaluate

@@ -1,4 +1,4 @@
-"""One rank of ``tlt plan --profile``: what this machine's devices reach; rank 0 writes the profile."""
+"""One rank of ``tlt plan --profile``: measures this machine's devices; rank 0 writes the profile."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, current_device, initialize_distributed, rank, world_size
 from megatron_tlt.platform.files import atomic_write_text
 
-# Smallest sides of products; the others are this long.
+# Smallest sides of the products; the other sides have this length.
 _SIDES = {"cpu": (8, 32, 64, 128, 256, 512), "cuda": (64, 256, 1024, 4096)}
 _LONG = {"cpu": 1024, "cuda": 8192}
 _COPIED = {"cpu": 1 << 27, "cuda": 1 << 30}
 _REDUCED = {"cpu": 1 << 24, "cuda": 1 << 28}
 _ATTENDED = {"cpu": (1, 4, 512, 64), "cuda": (1, 16, 8192, 128)}
 _COLD_BYTES = 1 << 26
-"""Of matrices that products take in turn on a CPU: as weights in training, they are not in a cache."""
+"""Bytes of matrices used in turn on a CPU, so that none is in a cache, like weights in training."""
 _REPEATS, _CALLS, _STRETCH_S = 5, 20, 0.4
 
 
 def processor_cores() -> int | None:
-    """Cores that the ranks share; None where each has a GPU."""
+    """Number of cores that the ranks share; None if each has a GPU."""
     return None if torch.cuda.is_available() else int(describe_environment()["cores"])
 
 
 def sharing() -> float:
-    """Processes to a core, at least 1."""
+    """Number of processes per core, at least 1."""
     return max(1.0, world_size() / (processor_cores() or world_size()))
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Of one call, behind one that is not counted.
+    """Seconds of one call, after a warm-up call.
 
-    On a GPU the median of some; on a CPU the mean over a stretch in which all ranks do the same, as they take turns on
-    the cores, over how many share one.
+    On a GPU the median of several calls. On a CPU the mean over a period in which all ranks run the same call, divided
+    by the processes per core, as they take turns on the cores.
     """
     work()
     if torch.cuda.is_available():
@@ -58,7 +58,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def collective_seconds(work: Callable[[], object]) -> float:
-    """As ``seconds_of``, of a call that ranks wait in for one another: each makes as many."""
+    """Like ``seconds_of``, for a call in which ranks wait for each other: each makes the same number of calls."""
     work()
     if torch.cuda.is_available():
         return _on_gpu(work)
@@ -99,7 +99,7 @@ def matmul_rates(kind: str, dtype: torch.dtype) -> list[tuple[int, float]]:
 
 
 def attention_rate(kind: str, dtype: torch.dtype) -> float:
-    """Operations per second of causal attention, half the pairs counted."""
+    """Operations per second of causal attention, counting half the pairs."""
     batch, heads, length, width = _ATTENDED[kind]
     query = torch.ones(batch, heads, length, width, dtype=dtype, device=current_device().torch_device)
     seconds = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
@@ -114,17 +114,17 @@ def copy_rate(kind: str) -> float:
 
 
 def host_rate(kind: str) -> float:
-    """Bytes per second from the device to pinned host memory, with all devices at it."""
+    """Bytes per second from the device to pinned host memory, while all devices copy."""
     if kind == "cpu":
         return copy_rate(kind)
     source = torch.ones(_COPIED[kind], dtype=torch.uint8, device=current_device().torch_device)
     target = torch.empty(_COPIED[kind], dtype=torch.uint8, pin_memory=True)
-    barrier()  # all devices at it
+    barrier()  # all devices copy at the same time
     return _COPIED[kind] / seconds_of(lambda: target.copy_(source))
 
 
 def link_rate(kind: str) -> float:
-    """Bytes per second that a rank moves in an all-reduce among all, 2 (n - 1) / n of its tensor; alone, in a copy."""
+    """Bytes per second per rank in an all-reduce, 2 (n - 1) / n of its tensor; with one rank, in a copy."""
     ranks = world_size()
     if ranks == 1:
         return copy_rate(kind)
@@ -133,11 +133,11 @@ def link_rate(kind: str) -> float:
 
 
 def latencies() -> list[tuple[int, float]]:
-    """Seconds of a small all-reduce by the number of ranks in it, all groups of that size at once."""
+    """Seconds of a small all-reduce by the number of ranks, all groups of that size in parallel."""
     ranks, found = world_size(), []
     small = torch.ones(16, device=current_device().torch_device)
     for size in sorted({*(2**power for power in range(1, ranks.bit_length())), ranks}):
-        # who is left over by groups of that size has a smaller one, and is counted with it
+        # remaining ranks form a smaller group and are measured with it
         groups = [list(range(start, min(start + size, ranks))) for start in range(0, ranks, size)]
         made = [dist.new_group(members) for members in groups]
         own = made[rank() // size]
