@@ -1,7 +1,7 @@
-"""Hugging Face folders to Megatron distributed checkpoints and back, one parameter in memory at a time.
+"""Converts Hugging Face folders to Megatron distributed checkpoints and back, one parameter in memory at a time.
 
-A Megatron checkpoint is a folder with ``actor/`` (what Megatron-Core's ``dist_checkpointing`` reads), ``hf/`` (config,
-tokenizer and generation config) and a manifest: a run's checkpoints have the same shape.
+A Megatron checkpoint is a folder with ``actor/`` (read by Megatron-Core's ``dist_checkpointing``), ``hf/`` (config,
+tokenizer and generation config) and a manifest; a run's checkpoints have the same form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_tlt.platform.device import barrier, rank, warn, world_size
 MAX_FILE_BYTES = 1 << 30
 
 Progress = Callable[[int, int], None]
-"""Told of each parameter that is done: its bytes, and the bytes of all that this process has to do."""
+"""Called for each finished parameter: its bytes, and the total bytes of this process."""
 
 
 def _silent(count: int, total: int) -> None:
@@ -50,9 +50,9 @@ _SAVED_NORMS = {
 
 
 def checkpoint_box(weights: WeightMap, parameter: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Where Megatron-Core keeps a parameter: the checkpoint's key, the axes before its own, its place on them.
+    """Location of a parameter in Megatron-Core's checkpoint: key, axes before its own, its position on them.
 
-    All layers (and experts) of one kind are one tensor; norms are saved under Transformer Engine's names.
+    All layers (and experts) of one kind form one tensor; norms are saved under Transformer Engine's names.
     """
     found = _LAYER.fullmatch(parameter)
     if found is None:
@@ -67,7 +67,7 @@ def checkpoint_box(weights: WeightMap, parameter: str) -> tuple[str, tuple[int, 
 
 
 def _shares(weights: WeightMap, count: int) -> list[list[str]]:
-    """The parameters in ``count`` runs of about as many weights."""
+    """Divides the parameters into ``count`` consecutive groups with about equal numbers of weights."""
     total, done = weights.num_parameters, 0
     shares: list[list[str]] = [[] for _ in range(count)]
     for name, shape in weights.parameters.items():
@@ -102,11 +102,11 @@ def _chunk(weights: WeightMap, source: SafetensorsFolder, parameter: str) -> Chu
 
 
 def hf_to_megatron(source: Path, target: Path, done: Progress = _silent) -> None:
-    """Writes a Megatron checkpoint folder; a collective over any number of processes, each with its share.
+    """Writes a Megatron checkpoint folder; a collective over any number of processes, which share the work.
 
     Raises:
-        ConfigError: ``source`` is no Hugging Face folder of a supported architecture, or its weights do not fit it.
-        RunError: a disk refuses; ``target`` is whole or not there.
+        ConfigError: ``source`` is not a Hugging Face folder of a supported architecture, or its weights do not fit it.
+        RunError: a file operation fails; ``target`` is complete or absent.
     """
     weights = WeightMap(read_hf_config(source), str(source))
     folder = SafetensorsFolder(source)
@@ -121,7 +121,7 @@ def hf_to_megatron(source: Path, target: Path, done: Progress = _silent) -> None
         barrier()
         write_chunks(temporary / MEGATRON_PART, chunks, lambda count: done(count, total))
         if rank() == 0:
-            # What is not a tensor: nothing, in the two files that Megatron-Core looks for.
+            # Non-tensor state: empty, in the two files that Megatron-Core requires.
             save_config(CheckpointingConfig("torch_dist", 1), str(temporary / MEGATRON_PART))
             torch.save({}, temporary / MEGATRON_PART / "common.pt")
             copy_side_files(source, temporary / SIDE_FILES)
@@ -133,14 +133,15 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
     """Writes a Hugging Face folder; a collective over any number of processes, each with its files.
 
     Args:
-        source: a Megatron checkpoint folder; of a run's optimizer state only the weights are read.
-        target: the folder to be.
-        side_files: config and tokenizer, where ``source`` has none in ``hf/``.
-        done: told of progress.
+        source: a Megatron checkpoint folder; with optimizer state, only the weights are read.
+        target: the output folder.
+        side_files: folder with config and tokenizer, if ``source`` has none in ``hf/``.
+        done: called with the progress.
 
     Raises:
         ConfigError: no config is found, or its architecture is not supported.
-        RunError: the checkpoint lacks a tensor or is damaged, or a disk refuses; ``target`` is whole or not there.
+        RunError: the checkpoint lacks a tensor or is damaged, or a file operation fails; ``target`` is complete or
+            absent.
     """
     beside = side_files or source / SIDE_FILES
     weights = WeightMap(read_hf_config(beside), str(beside))
@@ -170,7 +171,7 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
 
 
 def _taken_apart(weights: WeightMap, reader: ChunkReader, parameter: str) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors inside a parameter."""
+    """Splits a parameter into its Hugging Face tensors."""
     key, axes, place = checkpoint_box(weights, parameter)
     pieces = weights.pieces(parameter, 0, 1)
     shape = weights.parameters[parameter]
@@ -185,7 +186,7 @@ def _taken_apart(weights: WeightMap, reader: ChunkReader, parameter: str) -> dic
 
 
 def _output_files(sizes: dict[str, int], processes: int) -> Iterator[list[str]]:
-    """Parameters file by file, no file above the bound but for a single larger one, and enough for all processes."""
+    """Parameters by file: no file exceeds the bound except for a single larger parameter; enough for all processes."""
     bound = min(MAX_FILE_BYTES, -(-sum(sizes.values()) // processes))
     file: list[str] = []
     used = 0
@@ -220,7 +221,7 @@ def _write_index(
 def _into(target: Path, write: Callable[[Path], None]) -> None:
     """All ranks write into one temporary folder, which becomes ``target`` at the end, with a manifest."""
     if target.exists():
-        raise ConfigError(f"{target}: exists already; allowed: a folder that does not")
+        raise ConfigError(f"{target}: exists already; allowed: a folder that does not exist")
     with shared_folder(target) as temporary:
         write(temporary)
 
@@ -228,9 +229,9 @@ def _into(target: Path, write: Callable[[Path], None]) -> None:
 def convert(
     source: Path, target: Path, side_files: Path | None = None, done: Progress = _silent, *, verify: bool = True
 ) -> None:
-    """The one way or the other, by what ``source`` is; a collective.
+    """Converts in the direction given by the kind of ``source``; a collective.
 
-    ``verify`` compares ``source`` with its manifest first.
+    ``verify`` first compares ``source`` with its manifest.
 
     Raises:
         ConfigError: ``source`` is neither kind of folder, or ``target`` exists.
@@ -239,7 +240,7 @@ def convert(
     if verify:
         verify_weights(source)
     else:
-        warn(f"the weights in {source} are not verified, as asked")
+        warn(f"the weights in {source} are not verified (--no-verify)")
     if is_megatron_checkpoint(source):
         megatron_to_hf(source, target, side_files, done)
     elif (source / "config.json").is_file():

@@ -1,7 +1,7 @@
-"""Megatron distributed checkpoints read without running code that they might contain.
+"""Reads Megatron distributed checkpoints without running code that they might contain.
 
-Three of their parts are pickles. Megatron loads ``common.pt`` with torch's restricted unpickler; ``.metadata`` and
-entries that are no tensors (Transformer Engine's extra state) it unpickles as they are. Both are checked here first.
+Three of their parts are pickles. Megatron loads ``common.pt`` with torch's restricted unpickler, but ``.metadata`` and
+non-tensor entries (Transformer Engine's extra state) without restrictions. This module checks both first.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from megatron_tlt.errors import RunError
 
 
 class _CheckedPlanner(torch_strategy.MCoreLoadPlanner):
-    """Megatron's own; an entry that is no tensor must pass torch's restricted unpickler before it is loaded."""
+    """Megatron's planner; non-tensor entries must pass torch's restricted unpickler before they are loaded."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise RunError(f"entry {read_item.dest_index.fqn!r} holds code; allowed: plain data") from error
+            raise RunError(f"entry {read_item.dest_index.fqn!r} contains code; allowed: plain data") from error
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
-# Megatron's loading strategy takes no planner: it names this class of its module.
+# Megatron's loading strategy takes no planner argument: it looks up this class in its module.
 torch_strategy.MCoreLoadPlanner = _CheckedPlanner
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``dist_checkpointing.load`` of a folder that need not be trusted; a collective over the world.
+    """``dist_checkpointing.load`` for an untrusted folder; a collective over the world.
 
     Raises:
-        RunError: metadata or ``common.pt`` cannot be read, or holds more than plain data.
+        RunError: metadata or ``common.pt`` is unreadable, or contains more than plain data.
     """
     read_metadata(folder)
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     except pickle.UnpicklingError as error:
-        raise RunError(f"{folder / COMMON_STATE_FNAME}: holds code or is damaged; allowed: plain data") from error
+        raise RunError(f"{folder / COMMON_STATE_FNAME}: contains code or is damaged; allowed: plain data") from error
     return loaded

@@ -24,7 +24,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     for reader in ("resume", "model.path", "convert"):
         assert ".metadata names posix.mkdir" in said["metadata", reader], said
     for reader in ("resume", "model.path"):  # a conversion reads no common.pt
-        assert "common.pt: holds code" in said["common", reader]
+        assert "common.pt: contains code" in said["common", reader]
         assert said["tensor", reader]
-    assert "_extra_state/shard_0_2' holds code" in said["extra_state", "resume"]  # the others do not ask for it
+    assert "_extra_state/shard_0_2' contains code" in said["extra_state", "resume"]  # the others do not ask for it
     assert all("\n" not in text for text in said.values())
