@@ -68,7 +68,7 @@ def sample_pairs(folder: Path, config: Any, count: int, seed: int, progress: Any
     progress.start("sampling", count)
     responses = engine.generate(requests, on_finished=lambda _: progress.advance())
     engine.shutdown()
-    return [Pair(response.prompt_token_ids, response.token_ids) for response in responses]
+    return [Pair(response.prompt_token_ids, tuple(response.token_ids)) for response in responses]
 
 
 def _config(arguments: argparse.Namespace) -> Any:

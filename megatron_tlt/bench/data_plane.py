@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.benchmark import BenchmarkResult
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.platform.processes import run_processes
 

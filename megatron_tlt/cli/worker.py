@@ -22,6 +22,8 @@ from megatron_tlt.platform.processes import die_with_parent
 ERROR_FOLDER = "TLT_ERROR_FILE"
 LOG_FOLDER = "TLT_LOG_DIR"
 """If set, each rank writes to its own file in this folder; rank 0's standard output is unchanged."""
+_CAUSE_FIRST_S = 3.0
+"""Delay before a rank with a broken connection exits; torchrun polls its ranks every 0.1 s, more slowly under load."""
 STOPPED = "stopped"
 NOTHING_SAVED = "stopped by {} before there was anything to save"
 
@@ -55,10 +57,6 @@ def write_error(error: BaseException, exit_status: int) -> None:
         temporary = Path(folder, f".rank{rank}.json.tmp")
         temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
         temporary.rename(Path(folder, f"rank{rank}.json"))
-
-
-# torchrun polls its ranks every 0.1 s
-_CAUSE_FIRST_S = 3.0
 
 
 def read_first_error(folder: Path) -> WorkerError | None:
@@ -105,7 +103,8 @@ def run_guarded(main: Callable[[], None]) -> int:
         write_error(error, error.exit_status)
         if error.exit_status > 128:
             _mark_stopped()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        _wait_for_the_cause(error)
         return error.exit_status
     except KeyboardInterrupt:
         write_error(TltError(NOTHING_SAVED.format(signal.SIGINT.name)), 128 + signal.SIGINT)
@@ -114,23 +113,27 @@ def run_guarded(main: Callable[[], None]) -> int:
         _end_if_ranks_are_lost(error)
         write_error(error, 1)
         traceback.print_exc()
+        _wait_for_the_cause(error)
         return 1
     return 0
 
 
 def _end_if_ranks_are_lost(error: Exception) -> None:
-    """After a broken connection to other nodes: reports the missing ranks and ends the process.
-
-    Within a node torchrun reports which rank failed first. A killed rank closes its connections before its parent
-    detects its end, so a rank whose connection broke must end later than that.
-    """
+    """After a broken connection to other nodes: reports the missing ranks and ends the process."""
     if "torch.distributed" not in sys.modules:  # a worker without torch has no such connection
         return
     lost = lost_ranks.name_the_lost(error)
     if lost is not None:
         traceback.print_exception(error)
         lost_ranks.end_once(lost, _end_with)
-    if lost_ranks.is_broken_line(error):
+
+
+def _wait_for_the_cause(error: Exception) -> None:
+    """After a broken connection within a node: lets torchrun see the rank that caused it first.
+
+    A killed rank closes its connections before its parent detects its end.
+    """
+    if "torch.distributed" in sys.modules and lost_ranks.is_broken_line(error):
         time.sleep(_CAUSE_FIRST_S)
 
 

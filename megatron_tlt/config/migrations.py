@@ -66,12 +66,17 @@ RENAMED = {"spot.least_steps": "spot.min_steps"}
 """Old key to new key. A launch config with an old key is refused with the new name; a resolved config is migrated."""
 
 
-def _rename_keys(values: dict[str, Any]) -> None:
-    for old, new in RENAMED.items():
-        section, _, name = old.rpartition(".")
+def _renamed(old: str) -> Migration:
+    """The migration that moves ``old`` to its new key; each rename has one of its own."""
+    section, _, name = old.rpartition(".")
+    new = RENAMED[old].rpartition(".")[2]
+
+    def rename(values: dict[str, Any]) -> None:
         found = _section(values, section)
         if name in found:
-            found[new.rpartition(".")[2]] = found.pop(name)
+            found[new] = found.pop(name)
+
+    return rename
 
 
 MIGRATIONS: tuple[Migration, ...] = (
@@ -79,7 +84,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _move_chat,
     _drop_unread_verifier,
     _drop_reshard_method,
-    _rename_keys,
+    _renamed("spot.least_steps"),
 )
 
 

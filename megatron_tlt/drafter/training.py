@@ -259,7 +259,9 @@ class DrafterTrainer:
         if not self._update():
             return self._fail("non_finite_update")
         metrics = self._metrics(totals, norm)
-        drafts = [metrics[f"loss_depth_{depth}"] for depth in range(1, self.config.steps + 1)]
+        depths = range(1, self.config.steps + 1)
+        # short responses have no later drafts
+        drafts = [metrics[f"loss_depth_{depth}"] for depth in depths if totals[f"drafts_depth_{depth}"]]
         alarm = self._guard.check(session, drafts)
         return DrafterStepResult("trained", metrics) if alarm is None else self._fail(alarm, metrics)
 

@@ -19,6 +19,7 @@ import torch
 from megatron_tlt.checkpoint.manifest import rewriting
 from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES, DrafterBufferConfig, DrafterConfig
+from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.checkpoint import STATE, read_checkpoint, write_checkpoint
 from megatron_tlt.drafter.entry import Entry
@@ -112,6 +113,9 @@ def check_same(folder: Path, about: dict[str, Any]) -> None:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     with contextlib.suppress(KeyError, ValueError):  # an earlier release's lacks the keys that came later
         known["drafter"] = DrafterConfig.model_validate(known["drafter"]).model_dump(mode="json")
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        sampled = known["sampled"]
+        sampled["rollout"] = RolloutConfig.model_validate(sampled["rollout"]).model_dump(mode="json")
     about = json.loads(json.dumps(about))
     wrong = [
         f"{file}: {key} is {known.get(key)!r}; asked for now: {about.get(key)!r} (another warm-up needs another folder)"

@@ -75,7 +75,7 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
         size = rollout.tensor_parallel_size
         yield f"rollout.tensor_parallel_size: found {size}; engine {name} is of one rank; allowed: 1"
     if method == "none" and can.weights:
-        yield f"reshard.method: found none; engine {name} generates with the actor's weights; allowed: direct, export"
+        yield f"reshard.method: found none; engine {name} generates with the actor's weights; allowed: direct"
     if method != "none" and not can.weights:
         yield f"reshard.method: found {method}; engine {name} takes no weights; allowed: none"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from megatron_tlt.config.schema import RolloutConfig
+    from megatron_tlt.config.speculation import SpeculationConfig
     from megatron_tlt.reshard.interface import HeldWeights, Part
     from megatron_tlt.rollout.chooser import StrategyChooser
     from megatron_tlt.rollout.recorded_states import RecordedStates
@@ -57,6 +60,9 @@ class RolloutEngine(Protocol):
     ``model_path`` is the folder of the policy's config and tokenizer (it may hold no weights), ``rollout`` and
     ``speculation`` are the config's sections, ``seed`` is the run's.
     """
+
+    def __init__(self, model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> None:
+        """See above; a class without ``engine_arguments`` may leave it out."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     token_drafters: Mapping[str, TokenDrafter] = MappingProxyType({})

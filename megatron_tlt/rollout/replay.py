@@ -195,10 +195,10 @@ def append_recording(path: Path, requests: Iterable[Request], responses: Iterabl
     """
     rows = [
         {
-            "prompt_token_ids": request.prompt_token_ids,
+            "prompt_token_ids": list(request.prompt_token_ids),
             "sample": request.sample,
-            "token_ids": response.token_ids,
-            "log_probs": response.log_probs,
+            "token_ids": list(response.token_ids),
+            "log_probs": list(response.log_probs),
             "finish_reason": response.finish_reason,
             "seed": request.seed,
         }

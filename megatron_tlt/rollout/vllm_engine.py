@@ -30,7 +30,7 @@ from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, broadcast_strategy
 from megatron_tlt.rollout.vllm_drafters import read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
-from megatron_tlt.rollout.vllm_patches import apply_all_cures, draft_without_padding
+from megatron_tlt.rollout.vllm_patches import apply_all_patches, draft_without_padding
 from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
@@ -77,7 +77,7 @@ class VllmEngine(RolloutEngine):
         """
         vllm_setup.prepare_environment()
         self.vllm_version = check_vllm()
-        self.cpu_patch_applied = apply_all_cures()
+        self.cpu_patch_applied = apply_all_patches()
         self._owns_group = vllm_setup.ensure_process_group()
         self._tp_size = rollout.tensor_parallel_size
         if dist.get_world_size() % self._tp_size:

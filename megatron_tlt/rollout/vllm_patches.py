@@ -136,7 +136,7 @@ def _count_greater_or_equal(x: torch.Tensor, values: torch.Tensor) -> torch.Tens
     return (x >= values).sum(-1)
 
 
-def apply_all_cures() -> bool:
+def apply_all_patches() -> bool:
     """All that must happen before an engine is built; returns what ``apply_cpu_patch`` does. Safe to call again."""
     survive_steps_without_drafts()
     harden_kernel_scan()

@@ -232,6 +232,7 @@ class ExperienceCollector:
             barrier()
         waited = time.perf_counter()
         with self._timeline.span("reward"), failing_together():
+            _check_lengths(responses)
             rewards = self._pool.collect()
         if stopped:
             raise StopRequested
@@ -272,6 +273,20 @@ class ExperienceCollector:
         if tokens and tokens[-1] in self._tokenizer.stop_ids:
             tokens = tokens[:-1]
         return self._tokenizer.decode(list(tokens))
+
+
+def _check_lengths(responses: Iterable[Response]) -> None:
+    """Checks what an engine returned.
+
+    Raises:
+        RunError: a response is empty, or does not have one log-prob per token.
+    """
+    for one in responses:
+        if not len(one.token_ids) == len(one.log_probs) > 0:
+            raise RunError(
+                f"response {one.request_id}: the rollout engine returned {len(one.token_ids)} tokens with "
+                f"{len(one.log_probs)} log-probs; allowed: one log-prob per token, at least one token"
+            )
 
 
 def _batch_of(scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Response], version: int) -> RolloutBatch:

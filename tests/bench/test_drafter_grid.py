@@ -47,10 +47,12 @@ def test_an_arm_trains_for_its_seconds_and_keeps_what_came_of_them(tmp_path: Pat
     for i in range(4):
         tokens = torch.randint(0, 64, (20,), generator=generator, dtype=torch.int32)
         entries.append(Entry(f"0/{i}", 0, tokens, 4, torch.randn(20, model.entry_size, generator=generator), 1.0))
-    for until_s in (0.1, 0.2):
-        arm.train(entries, 2, until_s, random.Random(1))
-        arm.evaluate(entries[:1], 3)
+    arm.train(entries, 2, 0.1, random.Random(1))
+    arm.evaluate(entries[:1], 3)
+    until_s = arm.history[0][0] + 0.1  # a slow step may have taken the arm far beyond the first limit
+    arm.train(entries, 2, until_s, random.Random(1))
+    arm.evaluate(entries[:1], 3)
     first, second = arm.history
-    assert 0.1 <= first[0] <= second[0] and second[0] >= 0.2
+    assert 0.1 <= first[0] < until_s <= second[0]
     assert 0 < first[1] < second[1] == arm.trainer.version
     assert all(1.0 <= length <= 4.0 for _, _, length in arm.history)

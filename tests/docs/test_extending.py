@@ -137,7 +137,9 @@ def test_the_engine_records_what_a_replay_gives_and_drafts_with_the_kind(tmp_pat
     assert all(greedy(load_qwen2(folder), r.prompt_token_ids, r.token_ids) == list(r.token_ids) for r in responses)
     replay = ReplayEngine(folder, rollout, SpeculationConfig(enabled=False), 7, path=str(tmp_path / "rank0.jsonl"))
     found = replay.generate(requests)
-    assert [(r.token_ids, r.log_probs) for r in found] == [(r.token_ids, r.log_probs) for r in responses]
+    assert [(list(r.token_ids), list(r.log_probs)) for r in found] == [
+        (list(r.token_ids), list(r.log_probs)) for r in responses
+    ]
 
 
 def test_the_family_has_the_weights_that_transformers_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

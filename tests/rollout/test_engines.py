@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ class Echo(RolloutEngine):
             Response(r.request_id, r.prompt_token_ids, t, (-1.0,) * len(t), "stop", 0.0)
             for r, t in zip(requests, said)
         ]
+
+
+class Plain(RolloutEngine):
+    def generate(self, requests, on_finished=None, on_step=None, chooser=None):
+        return []
 
 
 class Nothing(RolloutEngine):
@@ -115,7 +121,7 @@ def test_what_an_engine_cannot_do_is_refused_all_at_once() -> None:
     ]
     assert engine_problems(config({"engine_arguments": {"path": "r"}})) == [
         "rollout.engine_arguments: found {'path': 'r'}; engine vllm takes rollout.vllm; allowed: none",
-        "reshard.method: found none; engine vllm generates with the actor's weights; allowed: direct, export",
+        "reshard.method: found none; engine vllm generates with the actor's weights; allowed: direct",
     ]
 
 
@@ -149,6 +155,13 @@ def test_a_user_s_engine_is_built_by_its_import_path(user_engines: None) -> None
         engine.begin_update("policy")
     with pytest.raises(ConfigError, match=r"speculation.enabled: found true; engine .*Echo does not speculate"):
         build_engine(config({"engine": f"{MODULE}.Echo"}, speculation={}), Path("m"), SpeculationConfig())
+
+
+def test_an_engine_needs_no_constructor_of_its_own(user_engines: None) -> None:
+    plain = {"engine": f"{MODULE}.Plain"}
+    assert build_engine(config(plain), Path("m"), SpeculationConfig()).generate([]) == []
+    (line,) = engine_problems(config(plain | {"engine_arguments": {"times": 2}}))
+    assert "times" in line
 
 
 def test_a_device_whose_memory_the_actor_needs_takes_no_engine_that_keeps_it(
@@ -219,8 +232,8 @@ def test_a_replay_answers_by_prompt_and_sample_and_prefers_the_seed(tmp_path: Pa
 def test_what_is_appended_is_what_is_replayed(tmp_path: Path) -> None:
     asked = [request(0, seed=1), request(0, seed=2), request(1, seed=3)]
     said = [
-        Response(one.request_id, PROMPT, (4 + i, 5), (-1 / 3, -i / 7), ("stop", "length", "stop")[i], 0.0)
-        for i, one in enumerate(asked)
+        Response(one.request_id, PROMPT, array("i", (4 + i, 5)), array("f", (-1 / 3, -i / 7)), why, 0.0)
+        for i, (one, why) in enumerate(zip(asked, ("stop", "length", "stop"), strict=True))
     ]
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 16}))
     file = tmp_path / "made.jsonl"
@@ -228,8 +241,8 @@ def test_what_is_appended_is_what_is_replayed(tmp_path: Path) -> None:
     append_recording(file, asked[1:], said[1:])
     made = ReplayEngine(tmp_path, RolloutConfig(), SpeculationConfig(enabled=False), 0, path=str(file))
     found = made.generate(asked)
-    assert [(r.token_ids, r.log_probs, r.finish_reason) for r in found] == [
-        (r.token_ids, r.log_probs, r.finish_reason) for r in said
+    assert [(list(r.token_ids), list(r.log_probs), r.finish_reason) for r in found] == [
+        (list(r.token_ids), list(r.log_probs), r.finish_reason) for r in said
     ]
 
 

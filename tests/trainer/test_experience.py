@@ -11,11 +11,12 @@ import pytest
 from megatron_tlt.config.schema import RolloutConfig, TaskConfig, TltConfig
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.rollout.types import Response, SamplingSpec
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer import experience
 from megatron_tlt.trainer.experience import ExperienceCollector, evaluation_sampling, prompt_limit
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, write_letters_tokenizer
@@ -39,6 +40,16 @@ def test_a_prompt_over_the_limit_is_named_with_both_lengths(tmp_path: Path) -> N
     problem = Problem("chain_sum/7", "chain_sum", "sum 1+2", "3", "reasoning_gym")
     with pytest.raises(ConfigError, match=r"chain_sum/7: its prompt has 7 tokens; .*max_prompt_tokens: 6"):
         collector.collect([problem], 1, SamplingSpec(), (0,))
+
+
+@pytest.mark.parametrize(("tokens", "log_probs"), [((1, 2), (-0.5,)), ((), ())])
+def test_a_response_without_a_log_prob_for_each_token_is_refused(
+    tokens: tuple[int, ...], log_probs: tuple[float, ...]
+) -> None:
+    good, bad = Response("0-0", (1,), (2,), (-0.5,), "stop", 0.0), Response("0-1", (1,), tokens, log_probs, "stop", 0.0)
+    with pytest.raises(RunError, match=rf"response 0-1: .* {len(tokens)} tokens with {len(log_probs)} log-probs"):
+        experience._check_lengths([good, bad])
+    experience._check_lengths([good])
 
 
 def test_whichever_token_ended_a_response_is_not_in_its_text(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_tlt.speculation.strategy import OFF, StepRecord
 from megatron_tlt.speculation.suffix_file import read_responses
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer import speculation
+from megatron_tlt.trainer import speculation_state
 from megatron_tlt.trainer.experience import ScoredResponse
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from tests.trainer.conftest import Runs, rows_of
@@ -77,8 +77,8 @@ def responses_to(
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
-    monkeypatch.setattr(speculation, "rank", lambda: rank)
-    monkeypatch.setattr(speculation, "world_size", lambda: world_size)
+    monkeypatch.setattr(speculation_state, "rank", lambda: rank)
+    monkeypatch.setattr(speculation_state, "world_size", lambda: world_size)
 
 
 def roll_out(made: SpeculationState, steps: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.rollout import vllm_setup
-from megatron_tlt.rollout.vllm_patches import apply_all_cures
+from megatron_tlt.rollout.vllm_patches import apply_all_patches
 
 ROLLOUT = RolloutConfig(max_prompt_tokens=64, max_response_tokens=64, vllm={"dtype": "float32", "max_num_seqs": 4})
 
@@ -66,7 +66,7 @@ def generate(engine: Any, prompts: list[list[int]], records: list[dict[str, Any]
 
 def main(target: str, folder: str, method: str, prompts: str, out: str) -> None:
     vllm_setup.prepare_environment()
-    apply_all_cures()
+    apply_all_patches()
     vllm_setup.ensure_process_group()
     plain = build(target, None)  # kept: an engine that goes takes the process group with it
     found = {"plain": generate(plain, json.loads(prompts), None)}
