@@ -28,13 +28,8 @@ SAMPLES = 20_480
 @pytest.mark.cpu_patch
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"),
-    [
-        (0.7, 0.9, -1),
-        *(
-            pytest.param(*setting, marks=pytest.mark.slow)
-            for setting in [(0.7, 1.0, -1), (0.7, 1.0, 20), (1.0, 1.0, -1), (1.0, 0.9, -1), (1.0, 1.0, 20)]
-        ),
-    ],
+    # every value of each option; all their pairs take three minutes more
+    [(0.7, 0.9, -1), *(pytest.param(*setting, marks=pytest.mark.slow) for setting in [(1.0, 1.0, -1), (1.0, 1.0, 20)])],
 )
 def test_samples_have_the_exact_marginals_whatever_the_switches(
     drafting: VllmEngine,
