@@ -100,20 +100,20 @@ def run_guarded(main: Callable[[], None]) -> int:
         main()
     except TltError as error:
         _end_if_ranks_are_lost(error)
+        _wait_for_the_cause(error)
         write_error(error, error.exit_status)
         if error.exit_status > 128:
             _mark_stopped()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        _wait_for_the_cause(error)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         write_error(TltError(NOTHING_SAVED.format(signal.SIGINT.name)), 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except Exception as error:
         _end_if_ranks_are_lost(error)
+        _wait_for_the_cause(error)
         write_error(error, 1)
         traceback.print_exc()
-        _wait_for_the_cause(error)
         return 1
     return 0
 
@@ -129,9 +129,10 @@ def _end_if_ranks_are_lost(error: Exception) -> None:
 
 
 def _wait_for_the_cause(error: Exception) -> None:
-    """After a broken connection within a node: lets torchrun see the rank that caused it first.
+    """After a broken connection within a node: lets torchrun and the launcher see the rank that caused it first.
 
-    A killed rank closes its connections before its parent detects its end.
+    A killed rank closes its connections before its parent detects its end. The error is written after the wait: the
+    launcher gives torchrun a limited time from then on.
     """
     if "torch.distributed" in sys.modules and lost_ranks.is_broken_line(error):
         time.sleep(_CAUSE_FIRST_S)
