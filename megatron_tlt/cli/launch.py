@@ -28,7 +28,7 @@ Progress = Callable[[], tuple[int, int]]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _launches = itertools.count()
-_MEETING_ENDS_S = 10
+_MEETING_ENDS_S = 20
 _ASKED_AGAIN_S = 60  # longer than torchrun gives its workers
 
 

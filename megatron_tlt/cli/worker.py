@@ -22,7 +22,7 @@ from megatron_tlt.platform.processes import die_with_parent
 ERROR_FOLDER = "TLT_ERROR_FILE"
 LOG_FOLDER = "TLT_LOG_DIR"
 """If set, each rank writes to its own file in this folder; rank 0's standard output is unchanged."""
-_CAUSE_FIRST_S = 3.0
+_CAUSE_FIRST_S = 1.0
 """Delay before a rank with a broken connection exits; torchrun polls its ranks every 0.1 s, more slowly under load."""
 STOPPED = "stopped"
 NOTHING_SAVED = "stopped by {} before there was anything to save"

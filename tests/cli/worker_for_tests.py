@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_tlt.cli import worker
 from megatron_tlt.cli.worker import run_worker
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RanksLost, TltError
@@ -37,6 +38,7 @@ def die_late(folder: Path, rank: int) -> None:
     """At the first start rank 0's connection to rank 1 breaks two seconds before rank 1 is seen to be killed."""
     import torch.distributed  # noqa: F401 - as every rank has it that has a connection
 
+    worker._CAUSE_FIRST_S = 4.0  # well above the time in which rank 1 dies, on a loaded machine too
     start = folder / f"starts{rank}"
     first = not start.exists()
     start.write_text("1" if first else "2")
