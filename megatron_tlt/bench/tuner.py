@@ -111,7 +111,7 @@ FIRST_CASE_ONLY = ("beg_mab, per request", "beg_mab, published score")
 
 
 def run_tuner(trace: Trace, build: Build, seed: int, fixed_batch: int | None = None) -> Played:
-    """Plays a trace with a tuner behind the engines' controller, whose gate and hold also cause regret."""
+    """Plays a trace with a tuner under the engines' controller, whose gate and hold also cause regret."""
     truth = Truth(trace)
     controller = SpeculationController(build(trace, truth, seed), _gate(trace.batch))
     return play(trace, controller, truth, seed, fixed_batch)

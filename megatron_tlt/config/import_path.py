@@ -52,7 +52,7 @@ def load_object(path: str, key: str, is_kind: Callable[[Any], bool], noun: str, 
 
 
 def check_arguments(cls: Callable[..., Any], arguments: Mapping[str, Any], given: int, key: str, name: str) -> None:
-    """That a constructor takes ``arguments`` behind the first ``given`` ones, which are not the config's to set.
+    """Checks that a constructor takes ``arguments`` after its first ``given`` parameters, which the config cannot set.
 
     Args:
         cls: the class, or another callable.
