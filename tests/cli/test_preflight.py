@@ -316,7 +316,7 @@ def test_a_prompt_file_that_changed_is_noticed_when_a_run_goes_on(write: Callabl
         ConfigError, match=r"tasks\.0\.path: .*prompts\.jsonl has changed since this run started"
     ) as caught:
         check_prompt_files(config)
-    assert f"remove {config.run.dir / FILE} to go on" in str(caught.value)
+    assert f"remove {config.run.dir / FILE} to continue" in str(caught.value)
     (config.run.dir / FILE).unlink()
     check_prompt_files(config)
     check_prompt_files(config)
