@@ -128,7 +128,7 @@ class EngineSpeculation:
             if self.adaptive is not None:
                 self.adaptive.make_plain()
         seconds = time.perf_counter() - began
-        self._meter.chose(seconds)
+        self._meter.used(seconds)
         if self._strategy not in (None, chosen):  # a step without drafts for the gain's sake is no switch
             self._switches += 1
             self._choosing_s += seconds
@@ -144,6 +144,7 @@ class EngineSpeculation:
 
     def observe(self, step: StepRecord) -> None:
         """As ``StrategyChooser.observe``."""
+        began = time.perf_counter()
         self._steps[step.strategy.name] += 1
         self._catch_up_s += step.catch_up_s
         if step.num_drafts:
@@ -153,6 +154,7 @@ class EngineSpeculation:
             self._probing.measured(step.batch)
         if self.adaptive is not None:
             self.adaptive.observe(step)
+        self._meter.used(time.perf_counter() - began)
 
     def finished(self, response: Response) -> None:
         """A response has ended, by itself or because it was aborted."""

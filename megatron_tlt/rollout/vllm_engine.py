@@ -236,6 +236,7 @@ class VllmEngine(RolloutEngine):
             num_drafts=step.num_drafts,
             start=start,
             catch_up_s=self._switch.take_catch_up_s(),
+            drafting_s=self._switch.take_drafting_s(),
         )
 
     def _respond(self, request: Request, internal_id: str, completion: Any, now: float) -> Response:

@@ -105,7 +105,7 @@ class StrategySwitch:
         self._tracked: dict[str, TrackedRequest] = {}
         self._budgets: dict[str, int] = {}
         self._unique = itertools.count()
-        self._catch_up_s = 0.0
+        self._catch_up_s = self._drafting_s = 0.0
         self.strategy = OFF
         # what the drafts that now wait for verification were made under
         self.drafted_under = OFF
@@ -142,6 +142,11 @@ class StrategySwitch:
     def take_catch_up_s(self) -> float:
         """Seconds in which the head computed skipped tokens, since this was last asked."""
         seconds, self._catch_up_s = self._catch_up_s, 0.0
+        return seconds
+
+    def take_drafting_s(self) -> float:
+        """Seconds in which drafts were made, catching up included, since this was last asked; 0 under OFF."""
+        seconds, self._drafting_s = self._drafting_s, 0.0
         return seconds
 
     def release(self) -> None:
@@ -220,7 +225,10 @@ class StrategySwitch:
 
     def _propose(self, scheduler_output: Any, sampled_token_ids: list[list[int]], *rest: Any) -> list[list[int]]:
         """vLLM's ``propose_draft_token_ids``: drafts for each row of the batch."""
+        began = time.perf_counter()
         drafts = self._draft(scheduler_output, sampled_token_ids, *rest)
+        if self.strategy != OFF:
+            self._drafting_s += time.perf_counter() - began
         self._any_drafts = any(drafts)
         return drafts
 

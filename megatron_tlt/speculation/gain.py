@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_tlt.speculation.plain_times import OUTLIER, StepSeconds
+from megatron_tlt.speculation.plain_times import OUTLIER, SETTLING, StepSeconds
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 LEAST_COVERAGE = 0.9
@@ -72,10 +72,11 @@ class GainMeter:
 
     Without it a request of n tokens is in n steps, so lengths, and how many requests the engine held at once, give the
     batch of every step (``running_batches``). Each takes what steps without drafts took at that batch, and the time
-    between two steps, less what choosing a strategy took. What is the same either way is added as measured: what a
-    prompt added to its step over steps of the same batch without one, and what responses that ended added between two.
-    Steps that took far longer than others of their kind (other processes on the machine) lengthen both alike, by their
-    share of the rollout.
+    between two steps, less what the chooser of strategies took. Of steps without drafts in a row the first ``SETTLING``
+    do not count. What is the same either way is added as measured: what a prompt added to its step over steps of the
+    same batch without one (less its first drafts), and what responses that ended added between two. Steps that took
+    far longer than others of their kind (other processes on the machine) lengthen both alike, by their share of the
+    rollout.
 
     What this leaves out: a step's time depends on the batch alone, not on the contexts' lengths or on which of a
     mixture's experts are used. Requests that were preempted for want of KV cache are taken to fit at once. The engine
@@ -91,31 +92,34 @@ class GainMeter:
     def begin_rollout(self) -> None:
         """A rollout begins."""
         self._first: float | None = None
-        self._end = self._choosing = 0.0
+        self._end = self._chooser_s = 0.0
+        self._plain_in_a_row = SETTLING  # nothing was drafted before
         self._between: list[float] = []
         self._slots = 0
         self._speculated = False
         self._steps: list[StepRecord] = []
 
-    def chose(self, seconds: float) -> None:
-        """So long it took to choose the next step's strategy, before the step."""
-        self._choosing = seconds
+    def used(self, seconds: float) -> None:
+        """So long the chooser of strategies took between two steps: to learn from the last one, to choose the next."""
+        self._chooser_s += seconds
 
     def observe(self, step: StepRecord) -> bool:
-        """Take in a step; whether it shows one without drafts."""
+        """Take in a step; whether it shows what one without drafts takes."""
         if self._first is None:
             self._first = step.start
         else:
-            self._between.append(step.start - self._end - self._choosing)
-        self._end, self._choosing = step.start + step.duration, 0.0
+            self._between.append(step.start - self._end - self._chooser_s)
+        self._end, self._chooser_s = step.start + step.duration, 0.0
         self._slots = max(self._slots, step.batch)
         self._speculated |= step.strategy != OFF or step.next_strategy not in (None, OFF)
         self._steps.append(step)
-        if step.is_steady:
-            seconds = self.plain if step.strategy == OFF else self._drafted.setdefault(step.strategy, StepSeconds())
+        plain = step.strategy == OFF
+        self._plain_in_a_row = self._plain_in_a_row + 1 if plain else 0
+        counts = step.is_steady and (not plain or self._plain_in_a_row > SETTLING)
+        if counts:
+            seconds = self.plain if plain else self._drafted.setdefault(step.strategy, StepSeconds())
             seconds.observe(step.batch, step.duration)
-            return step.strategy == OFF
-        return False
+        return plain and counts
 
     def end_rollout(self, lengths: Sequence[int]) -> RolloutGain:
         """The rollout is over; ``lengths`` are its responses' in tokens, in the order of their requests."""
@@ -137,7 +141,9 @@ class GainMeter:
         for step in self._steps:
             beyond = step.duration - self._usual(step)
             if step.had_prefill:
-                prompts += max(0.0, beyond)
+                # a step that verifies drafts is compared with steps that made drafts too
+                drafting = step.drafting_s if step.strategy == OFF else 0.0
+                prompts += max(0.0, beyond - drafting)
             elif step.duration > OUTLIER * self._usual(step):
                 disturbed += beyond
                 undisturbed += self._usual(step)

@@ -165,7 +165,8 @@ class StepRecord:
         budgets: the requests' draft budgets, used up or not; None: each may have ``strategy.num_tokens``.
         had_prefill: tokens of a prompt were computed in it.
         num_drafts: requests that had any draft.
-        catch_up_s: what went into tokens that the head had skipped under other strategies.
+        catch_up_s: seconds that went into tokens that the head had skipped under other strategies.
+        drafting_s: seconds that making drafts took, these included; on a GPU, to launch that.
     """
 
     strategy: Strategy
@@ -180,6 +181,7 @@ class StepRecord:
     num_drafts: int = 0
     start: float = 0.0
     catch_up_s: float = 0.0
+    drafting_s: float = 0.0
 
     @property
     def is_steady(self) -> bool:
