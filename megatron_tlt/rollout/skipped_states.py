@@ -97,21 +97,27 @@ class SkippedStates:
         for request, position, length in spans:
             self._add(request, _Segment(position, row, length))
             row += length
-        self._write(states)
+        self._write([states])
 
-    def append_step(self, states: torch.Tensor, requests: Sequence[str], positions: np.ndarray) -> None:
-        """Keep ``states`` (requests, features) of one token of each request, at ``positions`` (requests,)."""
+    def append_step(self, parts: list[torch.Tensor], requests: Sequence[str], positions: np.ndarray) -> None:
+        """Keep the states of one token of each request, at ``positions`` (requests,).
+
+        ``parts``: (requests, features) each, the states in turn.
+        """
+        if not self._goes_on(requests, positions):
+            self._end_stretch()
+            self._stretch = _Stretch(list(requests), positions.copy(), self._written, 0)
+        assert self._stretch is not None
+        self._stretch.steps += 1
+        self._write(parts)
+
+    def _goes_on(self, requests: Sequence[str], positions: np.ndarray) -> bool:
         stretch = self._stretch
-        if (
+        return (
             stretch is not None
             and stretch.requests == requests
-            and np.array_equal(stretch.positions + stretch.steps, positions)
-        ):
-            stretch.steps += 1
-        else:
-            self._end_stretch()
-            self._stretch = _Stretch(list(requests), positions.copy(), self._written, 1)
-        self._write(states)
+            and bool((positions - stretch.positions == stretch.steps).all())
+        )
 
     def _end_stretch(self) -> None:
         """Note for each request what the stretch holds of it."""
@@ -132,21 +138,27 @@ class SkippedStates:
         if segments[0].position + self._limits.window < segment.end:
             self._keep_window(segments)
 
-    def _write(self, states: torch.Tensor) -> None:
+    def _write(self, parts: list[torch.Tensor]) -> None:
+        """Write ``parts`` (rows, features) each, side by side, behind the last rows."""
+        count, width = parts[0].shape[0], sum(part.shape[1] for part in parts)
         if self._ring is None:
-            row_bytes = max(1, states.shape[1] * states.element_size())
+            row_bytes = max(1, width * parts[0].element_size())
             rows = min(self._limits.max_bytes // row_bytes, self._limits.window * self._max_requests)
-            self._ring = states.new_empty((rows, states.shape[1]))
-        ring, capacity = self.states, len(self.states)
-        self.counts.skipped += len(states)
-        self._written += len(states)
-        kept = states[max(0, len(states) - capacity) :]
-        if not len(kept):
+            self._ring = parts[0].new_empty((rows, width))
+        ring, capacity = self._ring, self._ring.shape[0]
+        self.counts.skipped += count
+        self._written += count
+        kept = min(count, capacity)
+        if not kept:
             return
-        start = (self._written - len(kept)) % capacity
-        head = min(len(kept), capacity - start)
-        ring[start : start + head] = kept[:head]
-        ring[: len(kept) - head] = kept[head:]
+        start = (self._written - kept) % capacity
+        if kept == count and start + count <= capacity:  # nearly every step: one operation
+            torch.cat(parts, dim=1, out=ring.narrow(0, start, count))
+            return
+        states = torch.cat(parts, dim=1)[count - kept :]
+        head = min(kept, capacity - start)
+        ring[start : start + head] = states[:head]
+        ring[: kept - head] = states[head:]
 
     def _keep_window(self, segments: deque[_Segment]) -> None:
         end = segments[-1].end

@@ -254,13 +254,17 @@ class StrategySwitch:
         if self._head is not None:
             states = aux_hidden_states if self._runner.use_aux_hidden_state_outputs else [hidden_states]
             assert states is not None, "the target was not built to give auxiliary hidden states"
-            total = scheduler_output.total_num_scheduled_tokens  # without a CUDA graph's padding
-            features = torch.cat([part[:total] for part in states], dim=-1) if len(states) > 1 else states[0][:total]
-            if self.recorded is not None and self.recorded.records:
+            total = scheduler_output.total_num_scheduled_tokens
+            parts = [part[:total] if part.shape[0] > total else part for part in states]  # a CUDA graph pads
+            records = self.recorded is not None and self.recorded.records
+            if self.strategy == OFF and not records and self._skip_plain_step(parts, len(drafts)):
+                return drafts
+            features = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+            if records:
                 rows = self._rows(scheduler_output, sampled_token_ids)
                 self._record(rows, features, hidden_states)
-            if self.strategy == OFF and self._skip_plain_step(features, len(drafts)):
-                return drafts
+                if self.strategy == OFF and self._skip_plain_step([features], len(drafts)):
+                    return drafts
         if rows is None:
             rows = self._rows(scheduler_output, sampled_token_ids)
         for name in self.strategy.drafters:
@@ -374,11 +378,11 @@ class StrategySwitch:
         kept = features[torch.tensor(picked, device=features.device)]
         self._skipped.append(kept, ((row.internal_id, row.start, row.length) for row in rows))
 
-    def _skip_plain_step(self, features: torch.Tensor, size: int) -> bool:
+    def _skip_plain_step(self, parts: list[torch.Tensor], size: int) -> bool:
         """Keep all states of a step of one token per request behind its prompt; False for any other step."""
         batch = self._runner.input_batch
         starts = batch.num_computed_tokens_cpu[:size]
-        if len(features) != size or (starts < batch.num_prompt_tokens[:size]).any():
+        if parts[0].shape[0] != size or (starts < batch.num_prompt_tokens[:size]).any():
             return False
-        self._skipped.append_step(features, batch.req_ids, starts)
+        self._skipped.append_step(parts, batch.req_ids, starts)
         return True

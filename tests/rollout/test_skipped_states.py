@@ -60,7 +60,8 @@ def test_against_a_plain_model(
                 held[name] = {at: kept for at, kept in held[name].items() if at >= following[name] - window}
             if by_step and max(action) == 1:
                 requests = [name for name, _, _ in spans]
-                store.append_step(torch.tensor(states), requests, np.array([position for _, position, _ in spans]))
+                parts = list(torch.tensor(states).split(1, dim=1))
+                store.append_step(parts, requests, np.array([position for _, position, _ in spans]))
             else:
                 store.append(torch.tensor(states), spans)
             continue
