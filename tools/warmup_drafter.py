@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
     """True where it came to its end."""
     import torch
 
-    from megatron_tlt.drafter import TargetStates, WarmupPlan, first_drafter, taps_of, warm_up
+    from megatron_tlt.drafter import TargetStates, WarmupPlan, aux_layers_of, first_drafter, warm_up
     from megatron_tlt.drafter.warmup import DRAFTER, check_same
     from megatron_tlt.models.hf_folder import read_hf_config
     from megatron_tlt.models.recipe import model_folder
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace, should_stop: Callable[[], bool]) -> bool:
         pairs = _pairs(arguments, folder, target.vocab_size, config, progress)
         model = first_drafter(drafter, folder, arguments.seed).to(device)
         model.share(model.shared.to(device))
-        states = TargetStates(folder, taps_of(model.config), device)
+        states = TargetStates(folder, aux_layers_of(model.config), device)
         report = warm_up(model, drafter, pairs, states, arguments.out, plan, progress, should_stop, about)
     if report is None:
         print(f"stopped; what was done is in {arguments.out}: the same command goes on", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Hidden states of a pass, from the ranks that saw parts of them to the one rank that gets all of a sample's.
 
 The samples of a data-parallel rank are shared out over its tensor-, pipeline- and context-parallel ranks, each of which
-has seen some positions at some taps. States go from the one to the other rank point to point, micro-batch by
-micro-batch. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k columns (the taps, and
-last the output of the final norm) of H features.
+has seen some positions at some layers. States go from the one to the other rank point to point, micro-batch by
+micro-batch. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k columns (the layers,
+and last the output of the final norm) of H features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_tlt.data.packing import balance
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device
 
-TappedStates = dict[int, list[torch.Tensor | None]]
+AuxHiddenStates = dict[int, list[torch.Tensor | None]]
 """By column a rank's states of each micro-batch, (S, R, H) on the host."""
 
 
@@ -74,7 +74,7 @@ class StateExchange:
 
     Args:
         batches: of this data-parallel rank.
-        tapped: what this rank kept of them; emptied on the way.
+        aux_states: what this rank kept of them; emptied on the way.
         holders: the ranks that ``batches`` passed through, this one among them.
         num_columns: k.
         hidden_size: H.
@@ -87,17 +87,17 @@ class StateExchange:
     def __init__(
         self,
         batches: MicroBatches,
-        tapped: TappedStates,
+        aux_states: AuxHiddenStates,
         holders: Sequence[Holder],
         *,
         num_columns: int,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        for column, calls in tapped.items():
+        for column, calls in aux_states.items():
             if len(calls) != len(batches):
                 raise RunError(f"column {column} saw {len(calls)} micro-batches; allowed: each of {len(batches)} once")
-        self._batches, self._tapped, self._holders = batches, tapped, holders
+        self._batches, self._aux_states, self._holders = batches, aux_states, holders
         self._features, self._hidden_size, self._dtype = num_columns * hidden_size, hidden_size, dtype
         self._sizes = (1 + max(holder.context for holder in holders), 1 + max(holder.tensor for holder in holders))
         self._owners = share_out(batches, len(holders))
@@ -112,7 +112,7 @@ class StateExchange:
                 if self._owners[sample] == self._own:
                     self._whole[sample] = torch.zeros(stop + 1, self._features, dtype=self._dtype)
             self._exchange(number, batch)
-            for calls in self._tapped.values():
+            for calls in self._aux_states.values():
                 calls[number] = None
         return self._whole
 
@@ -156,7 +156,7 @@ class StateExchange:
         rows = []
         for piece in pieces:
             for column in columns:
-                states_SRH = self._tapped[column][number]
+                states_SRH = self._aux_states[column][number]
                 assert states_SRH is not None
                 rows.append(states_SRH[piece.kept_N, piece.row])
         return torch.cat(rows)

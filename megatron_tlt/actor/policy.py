@@ -16,11 +16,11 @@ from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, for
 from megatron_tlt.actor.context import gather_context
 from megatron_tlt.actor.hidden_states import StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
+from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
 from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
-from megatron_tlt.actor.megatron_taps import holders, tap_hidden_states
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
 from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, put_together
 from megatron_tlt.algorithms.losses import Loss
@@ -195,7 +195,7 @@ class Policy:
         batch: RolloutBatch,
         temperature: float = 1.0,
         *,
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[PolicyScores, dict[int, torch.Tensor]]:
         """What :meth:`log_probs` gives, to the bit, and the hidden states of the same pass, as a drafter learns from.
@@ -203,29 +203,29 @@ class Policy:
         Args:
             batch: it holds this rank's share.
             temperature: of the log-probs.
-            taps: layers i whose input is taken, before any norm: transformers' ``hidden_states[i]`` for i below the
-                number of layers, the stream before the final norm for i equal to it. EAGLE has none.
+            aux_layers: layers i whose input is taken, before any norm: transformers' ``hidden_states[i]`` for i below
+                the number of layers, the stream before the final norm for i equal to it. EAGLE has none.
             dtype: of the states.
 
         Returns:
             The scores of the share, and the states of some of its samples, by their number: (T, (k + 1) * H) for a
-            sample of T tokens and k taps, these in the order given and behind them the output of the final norm, which
-            the LM head makes the target's distribution of; on the host. Each sample's are on exactly one rank of the
-            world: those of a data-parallel rank are shared out over its model-parallel ranks by tokens. The last
+            sample of T tokens and k auxiliary layers, these in the order given and then the output of the final norm,
+            which the LM head makes the target's distribution of; on the host. Each sample's are on exactly one rank
+            of the world: those of a data-parallel rank are shared out over its model-parallel ranks by tokens. The last
             row is zeros: the last token predicts nothing, so the pass leaves it out, and nothing that trains or
             evaluates drafters reads it.
 
         Raises:
-            ConfigError: a tap that the model has not.
+            ConfigError: a layer that the model lacks.
         """
         batches = self.micro_batches(batch)
-        with tap_hidden_states(self.model, taps, dtype) as tapped:
+        with record_hidden_states(self.model, aux_layers, dtype) as aux_states:
             scores = self._score(batch, batches, temperature)
         exchange = StateExchange(
             batches,
-            tapped,
-            holders(tapped),
-            num_columns=len(taps) + 1,
+            aux_states,
+            holders(aux_states),
+            num_columns=len(aux_layers) + 1,
             hidden_size=self.model.config.hidden_size,
             dtype=dtype,
         )

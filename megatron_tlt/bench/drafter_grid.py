@@ -19,7 +19,7 @@ from megatron_tlt.bench.workers.quickstart import prepare_quickstart
 from megatron_tlt.config.drafter import DrafterConfig, DrafterLossConfig
 from megatron_tlt.config.drafter_kinds import KINDS, kind_of
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.drafter import DrafterTrainer, Entry, Pair, TargetStates, drafter_from_target, taps_of
+from megatron_tlt.drafter import DrafterTrainer, Entry, Pair, TargetStates, aux_layers_of, drafter_from_target
 from megatron_tlt.drafter.evaluation import teacher_forced_acceptance
 from megatron_tlt.drafter.losses import LOSSES
 from megatron_tlt.drafter.training import FAILURES
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
                 if drafter.kind == kind:
                     model = drafter_from_target(folder, kind, 1, draft_vocab_size=drafter.draft_vocab_size)
                     arms.append(_GridArm(name, DrafterTrainer(model, drafter, arguments.seed)))
-            states = TargetStates(folder, taps_of(arms[0].trainer.model.config), torch.device("cpu"))
+            states = TargetStates(folder, aux_layers_of(arms[0].trainer.model.config), torch.device("cpu"))
             entries = _entries(pairs, states, kind, progress)
             held_out = entries[HELD_OUT - 1 :: HELD_OUT]
             training = [entry for i, entry in enumerate(entries) if i % HELD_OUT != HELD_OUT - 1]

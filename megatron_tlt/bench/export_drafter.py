@@ -29,7 +29,7 @@ from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
-from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
+from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, aux_layers_of, drafter_from_target, warm_up
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.tiny import write_tiny_model
@@ -104,7 +104,7 @@ def _responses(target: Path, count: int) -> list[Pair]:
 def _warmed_up(target: Path, kind: Kind, pairs: list[Pair], folder: Path, steps: int) -> Path:
     """Warms a drafter up in ``folder``; returns its exported folder."""
     model = drafter_from_target(target, kind, seed=1)
-    states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
+    states = TargetStates(target, aux_layers_of(model.config), torch.device("cpu"))
     plan = WarmupPlan(steps=steps)
     with Progress(0, steps, enabled=False) as progress:
         report = warm_up(model, DrafterConfig(kind=kind, lr=1e-3), pairs, states, folder, plan, progress)

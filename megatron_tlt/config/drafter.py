@@ -79,7 +79,7 @@ class DrafterConfig(Section):
 
     kind: KindName = "eagle3"
     path: Path | None = None
-    taps: list[NonNegativeInt] | None = None
+    aux_hidden_state_layer_ids: list[NonNegativeInt] | None = None
     draft_vocab_size: PositiveInt | None = None
     loss: DrafterLossConfig = DrafterLossConfig()
     buffer: DrafterBufferConfig = DrafterBufferConfig()
@@ -125,8 +125,9 @@ class DrafterConfig(Section):
         if kind.regression_weight is None and self.loss.regression_weight:
             found = self.loss.regression_weight
             raise ValueError(f"loss.regression_weight is {found}; {kind.title} has none, allowed: 0")
-        if not kind.taps and self.taps is not None:
-            raise ValueError(f"taps is {self.taps}; {kind.title} takes none, allowed: null")
+        if not kind.num_aux_layers and self.aux_hidden_state_layer_ids is not None:
+            layers = self.aux_hidden_state_layer_ids
+            raise ValueError(f"aux_hidden_state_layer_ids is {layers}; {kind.title} takes none, allowed: null")
         if not kind.own_head and self.draft_vocab_size is not None:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; an {kind.title} head has all tokens, allowed: null"

@@ -23,14 +23,14 @@ PATH_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """One kind of drafter model. Each response keeps ``taps + 1`` hidden states of the target per token.
+    """One kind of drafter model. Each response keeps ``num_aux_layers + 1`` hidden states of the target per token.
 
     Attributes:
         title: in messages.
         model: import path of its class, a subclass of ``drafter.model.DraftModel`` whose ``kind`` is this kind's name.
         method: vLLM's name of the method that drafts with it.
         architecture: in its folder's ``config.json``; vLLM builds the model class that it registers under this name.
-        taps: hidden states of the target's layers that it reads: 3, or 0 where it reads the last one alone.
+        num_aux_layers: hidden states of the target's layers that it reads: 3, or 0 where it reads the last one alone.
         own_head: it has an LM head of its own, and can draft a part of the vocabulary (``drafter.draft_vocab_size``).
         lr: ``drafter.lr`` unless given.
         unroll_steps: ``drafter.unroll_steps`` unless given.
@@ -38,27 +38,27 @@ class DrafterKind:
             the target's hidden state, so there is no such loss.
 
     Raises:
-        ValueError: another number of taps.
+        ValueError: another number of num_aux_layers.
     """
 
     title: str
     model: str
     method: Literal["eagle", "eagle3"]
     architecture: str
-    taps: int
+    num_aux_layers: int
     own_head: bool
     lr: float = 3e-4
     unroll_steps: int = 4
     regression_weight: float | None = None
 
     def __post_init__(self) -> None:
-        if self.taps not in (0, 3):
-            raise ValueError(f"taps is {self.taps}; allowed: 0 or 3")
+        if self.num_aux_layers not in (0, 3):
+            raise ValueError(f"num_aux_layers is {self.num_aux_layers}; allowed: 0 or 3")
 
     @property
     def states_per_token(self) -> int:
-        """Hidden states of the target that a response keeps for each token: the tapped ones and the last one."""
-        return self.taps + 1
+        """Hidden states of the target that a response keeps per token: the auxiliary layers' and the last one."""
+        return self.num_aux_layers + 1
 
 
 #: The name that a config gives -> the kind.
@@ -68,7 +68,7 @@ KINDS = {
         model="megatron_tlt.drafter.eagle.Eagle",
         method="eagle",
         architecture="LlamaForCausalLM",
-        taps=0,
+        num_aux_layers=0,
         own_head=False,
         lr=1e-4,
         unroll_steps=3,
@@ -79,7 +79,7 @@ KINDS = {
         model="megatron_tlt.drafter.eagle3.Eagle3",
         method="eagle3",
         architecture="LlamaForCausalLMEagle3",
-        taps=3,
+        num_aux_layers=3,
         own_head=True,
     ),
 }

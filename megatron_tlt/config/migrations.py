@@ -62,7 +62,7 @@ def _drop_reshard_method(values: dict[str, Any]) -> None:
     _section(values, "reshard").pop("method", None)
 
 
-RENAMED = {"spot.least_steps": "spot.min_steps"}
+RENAMED = {"spot.least_steps": "spot.min_steps", "drafter.taps": "drafter.aux_hidden_state_layer_ids"}
 """Old key to new key. A launch config with an old key is refused with the new name; a resolved config is migrated."""
 
 
@@ -85,6 +85,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _drop_unread_verifier,
     _drop_reshard_method,
     _renamed("spot.least_steps"),
+    _renamed("drafter.taps"),
 )
 
 

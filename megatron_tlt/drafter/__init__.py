@@ -4,7 +4,7 @@ from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.checkpoint import load_without_target, read_checkpoint, write_checkpoint
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.evaluation import Acceptance, greedy_chains, teacher_forced_acceptance
-from megatron_tlt.drafter.folder import drafter_from_target, first_drafter, load_drafter, save_drafter, taps_of
+from megatron_tlt.drafter.folder import aux_layers_of, drafter_from_target, first_drafter, load_drafter, save_drafter
 from megatron_tlt.drafter.model import DraftModel, SharedWeights
 from megatron_tlt.drafter.pairs import Pair, read_pairs, write_pairs
 from megatron_tlt.drafter.session import SessionResult, train_session
@@ -28,6 +28,7 @@ __all__ = [
     "TargetStates",
     "WarmupPlan",
     "WarmupReport",
+    "aux_layers_of",
     "drafter_from_target",
     "first_drafter",
     "greedy_chains",
@@ -36,7 +37,6 @@ __all__ = [
     "read_checkpoint",
     "read_pairs",
     "save_drafter",
-    "taps_of",
     "teacher_forced_acceptance",
     "train_session",
     "warm_up",

@@ -13,7 +13,7 @@ from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NUM_TAPS = 3
+NUM_AUX_LAYERS = 3
 
 
 class Eagle3Layer(DraftLayer):
@@ -26,7 +26,7 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3(DraftModel):
-    """``eagle_config.eagle_aux_hidden_state_layer_ids`` of its config names the tapped layers.
+    """``eagle_config.eagle_aux_hidden_state_layer_ids`` of its config names the auxiliary layers.
 
     With a ``draft_vocab_size`` below the vocabulary it drafts some tokens only: ``d2t`` holds, as in published folders,
     the target's id of each row of the LM head less the row's number.
@@ -39,7 +39,7 @@ class Eagle3(DraftModel):
 
     def __init__(self, config: PretrainedConfig, shared: SharedWeights) -> None:
         super().__init__(config, shared)
-        self.fc = nn.Linear(NUM_TAPS * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(NUM_AUX_LAYERS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = DraftNorm(config)
         drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
@@ -49,7 +49,7 @@ class Eagle3(DraftModel):
 
     @property
     def feature_size(self) -> int:
-        return NUM_TAPS * int(self.config.hidden_size)
+        return NUM_AUX_LAYERS * int(self.config.hidden_size)
 
     @property
     def entry_size(self) -> int:
@@ -71,7 +71,7 @@ class Eagle3(DraftModel):
             self.lm_head.weight.copy_(self.shared.head[largest])
 
     def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
-        """The last tapped layer's stream, each column at unit size, then at the size it has behind the final norm."""
+        """The last auxiliary layer's stream, each column at unit size, then at its size after the final norm."""
         hidden = int(self.config.hidden_size)
         with torch.no_grad():
             self.fc.weight.zero_()

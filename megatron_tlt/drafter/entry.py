@@ -42,7 +42,7 @@ class Entry:
         token_ids: (T), int32.
         prompt_length: tokens before the response.
         hidden: (T, E) in bfloat16 (or float32): row t is the target's hidden states at token t, the one behind its
-            final norm last. E is H, or 4 H with three tapped layers before it.
+            final norm last. E is H, or 4 H with three auxiliary layers before it.
         reward: the response's.
     """
 

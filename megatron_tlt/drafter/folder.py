@@ -21,7 +21,7 @@ from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.drafter_kinds import KINDS, kind_of
 from megatron_tlt.config.import_path import load_object
-from megatron_tlt.drafter.eagle3 import NUM_TAPS
+from megatron_tlt.drafter.eagle3 import NUM_AUX_LAYERS
 from megatron_tlt.drafter.model import DraftModel, Kind, SharedWeights, TargetTensors, as_dtype
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters
@@ -31,7 +31,7 @@ from megatron_tlt.platform.files import atomic_write_bytes
 WEIGHTS = "model.safetensors"
 #: In a config.json: the import path of a user's kind, whose architecture may be that of another kind too.
 KIND_KEY = "drafter_kind"
-_TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Not part of the Llama form, or not drafted with here: whoever wrote them meant another model.
 _FOREIGN = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_WEIGHTS = (
@@ -41,40 +41,40 @@ _LAYER_WEIGHTS = (
 )
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The layers tapped unless told otherwise: low, middle, high (2, n / 2, n - 3), spread out in small models.
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The default auxiliary layers: low, middle, high (2, n / 2, n - 3), spread out in small models.
 
     Raises:
-        ConfigError: the target has fewer than two layers, so that no three taps differ.
+        ConfigError: the target has fewer than two layers, too few for three different auxiliary layers.
     """
-    taps = (2, num_layers // 2, num_layers - 3)
-    if taps[0] < taps[1] < taps[2]:
-        return taps
-    if num_layers < NUM_TAPS - 1:
+    aux_layers = (2, num_layers // 2, num_layers - 3)
+    if aux_layers[0] < aux_layers[1] < aux_layers[2]:
+        return aux_layers
+    if num_layers < NUM_AUX_LAYERS - 1:
         raise ConfigError(
-            f"the target has {num_layers} layers; the drafter taps {NUM_TAPS}, allowed: at least 2 layers"
+            f"the target has {num_layers} layers; the drafter reads {NUM_AUX_LAYERS} hidden states, allowed: at least 2"
         )
-    return tuple(range(NUM_TAPS)) if num_layers < NUM_TAPS + 1 else (1, num_layers // 2, num_layers - 1)
+    return tuple(range(NUM_AUX_LAYERS)) if num_layers < NUM_AUX_LAYERS + 1 else (1, num_layers // 2, num_layers - 1)
 
 
-def taps_of(config: PretrainedConfig) -> tuple[int, ...]:
-    """The tapped layers of a drafter's config; empty where it taps none."""
-    return tuple((getattr(config, "eagle_config", None) or {}).get(_TAPS_KEY, ()))
+def aux_layers_of(config: PretrainedConfig) -> tuple[int, ...]:
+    """The auxiliary layers of a drafter's config; empty where it has none."""
+    return tuple((getattr(config, "eagle_config", None) or {}).get(_LAYERS_KEY, ()))
 
 
 def draft_config(
-    target: PretrainedConfig, kind: Kind, taps: Sequence[int] | None = None, draft_vocab_size: int | None = None
+    target: PretrainedConfig, kind: Kind, aux_layers: Sequence[int] | None = None, draft_vocab_size: int | None = None
 ) -> LlamaConfig:
     """The config of a drafter for a target: its sizes, epsilon and rotary positions, in one dense Llama layer.
 
     Args:
         target: the target's config.
         kind: its name or import path.
-        taps: the layers that it taps, if any (see :class:`~megatron_tlt.drafter.eagle3.Eagle3`), ascending.
+        aux_layers: the layers whose input it reads, if any, ascending (:class:`~megatron_tlt.drafter.eagle3.Eagle3`).
         draft_vocab_size: tokens that it can draft, where it has an LM head of its own; None for all.
 
     Raises:
-        ConfigError: a target of another family, taps that it has not, or more tokens than it has.
+        ConfigError: a target of another family, layers that it lacks, or more tokens than it has.
     """
     family_of(target, "target")
     config = LlamaConfig(
@@ -98,15 +98,15 @@ def draft_config(
     config.architectures = [form.architecture]
     if kind not in KINDS:
         setattr(config, KIND_KEY, kind)
-    if form.taps:
-        taps = default_taps(target.num_hidden_layers) if taps is None else tuple(taps)
-        inside = all(0 <= tap <= target.num_hidden_layers for tap in taps)
-        if len(set(taps)) != NUM_TAPS or list(taps) != sorted(taps) or not inside:
+    if form.num_aux_layers:
+        aux_layers = default_aux_layers(target.num_hidden_layers) if aux_layers is None else tuple(aux_layers)
+        inside = all(0 <= layer <= target.num_hidden_layers for layer in aux_layers)
+        if len(set(aux_layers)) != NUM_AUX_LAYERS or list(aux_layers) != sorted(aux_layers) or not inside:
             raise ConfigError(
-                f"{form.title} taps layers {tuple(taps)}; allowed: {NUM_TAPS} different ones, ascending, "
+                f"{form.title} reads layers {tuple(aux_layers)}; allowed: {NUM_AUX_LAYERS} different ones, ascending, "
                 f"from 0 to {target.num_hidden_layers}"
             )
-        config.eagle_config = {"use_aux_hidden_state": True, _TAPS_KEY: list(taps)}
+        config.eagle_config = {"use_aux_hidden_state": True, _LAYERS_KEY: list(aux_layers)}
     if form.own_head:
         if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
             raise ConfigError(
@@ -193,7 +193,7 @@ def drafter_from_target(
     target: Path,
     kind: Kind,
     seed: int,
-    taps: Sequence[int] | None = None,
+    aux_layers: Sequence[int] | None = None,
     weights: TargetTensors | None = None,
     draft_vocab_size: int | None = None,
 ) -> DraftModel:
@@ -208,7 +208,7 @@ def drafter_from_target(
     """
     target_config, weights = read_hf_config(target), weights or SafetensorsFolder(target)
     shared = SharedWeights.of(weights, bool(target_config.tie_word_embeddings))
-    model = build_drafter(draft_config(target_config, kind, taps, draft_vocab_size), kind, shared)
+    model = build_drafter(draft_config(target_config, kind, aux_layers, draft_vocab_size), kind, shared)
     layer = _target_layer(weights, target_config.num_hidden_layers)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -270,7 +270,7 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
 
     Raises:
         ConfigError: it cannot be read, or is for another target: the hidden size (both are named), the vocabulary, the
-            tapped layers, an option that the layer has not, a tensor that is missing or has another shape.
+            auxiliary layers, an option that the layer has not, a tensor that is missing or has another shape.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -280,8 +280,8 @@ def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: Sha
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     try:
-        taps = taps_of(own) if kind_of(kind).taps else ()
-        config = draft_config(target, kind, taps or None, getattr(own, "draft_vocab_size", None))
+        aux_layers = aux_layers_of(own) if kind_of(kind).num_aux_layers else ()
+        config = draft_config(target, kind, aux_layers or None, getattr(own, "draft_vocab_size", None))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     if wrong := _differences(own, config):
@@ -329,18 +329,21 @@ def first_drafter(config: DrafterConfig, target: Path, seed: int, weights: Targe
     ``target`` is the target's Hugging Face folder; one without weights will do where ``weights`` are given.
 
     Raises:
-        ConfigError: as :func:`load_drafter` and :func:`drafter_from_target` do, or ``taps`` are not the folder's.
+        ConfigError: as :func:`load_drafter` and :func:`drafter_from_target` do, or ``aux_layers`` are not the folder's.
         RunError: the drafter's weights are damaged.
     """
     if config.path is None:
-        return drafter_from_target(target, config.kind, seed, config.taps, weights, config.draft_vocab_size)
+        return drafter_from_target(
+            target, config.kind, seed, config.aux_hidden_state_layer_ids, weights, config.draft_vocab_size
+        )
     verify_weights(config.path)
     target_config = read_hf_config(target)
     shared = SharedWeights.of(weights or SafetensorsFolder(target), bool(target_config.tie_word_embeddings))
     model = load_drafter(config.path, target_config, config.kind, shared)
     require_chosen(model, config.path)
-    if config.taps is not None and tuple(config.taps) != taps_of(model.config):
-        raise ConfigError(f"drafter.taps is {config.taps}; {config.path} was made for {list(taps_of(model.config))}")
+    wanted, found = config.aux_hidden_state_layer_ids, list(aux_layers_of(model.config))
+    if wanted not in (None, found):
+        raise ConfigError(f"drafter.aux_hidden_state_layer_ids is {wanted}; {config.path} was made for {found}")
     if config.draft_vocab_size not in (None, own := getattr(model.config, "draft_vocab_size", None)):
         raise ConfigError(f"drafter.draft_vocab_size is {config.draft_vocab_size}; {config.path} was made with {own}")
     return model

@@ -16,15 +16,15 @@ class TargetStates:
 
     Args:
         folder: the target's Hugging Face folder; computed in the dtype that its weights are stored in.
-        taps: layers whose input is taken; the number of layers itself means the stream before the final norm. The
-            states behind the final norm come last, and are all that there is without taps (EAGLE).
+        aux_layers: layers whose input is taken; the number of layers itself means the stream before the final norm. The
+            states behind the final norm come last, and are all that there is without auxiliary layers (EAGLE).
         device: where to compute.
 
     Raises:
         ConfigError: transformers cannot load the folder.
     """
 
-    def __init__(self, folder: Path, taps: Sequence[int], device: torch.device) -> None:
+    def __init__(self, folder: Path, aux_layers: Sequence[int], device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
         try:
@@ -32,11 +32,11 @@ class TargetStates:
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}") from error
         self._model: Any = model.base_model.to(device).eval()  # no logits: they are not asked for
-        self._taps, self._device = tuple(taps), device
+        self._aux_layers, self._device = tuple(aux_layers), device
 
     @torch.no_grad()
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """(T) -> (T, (k + 1) H) for k taps; in bfloat16, on the host."""
+        """(T) -> (T, (k + 1) H) for k auxiliary layers; in bfloat16, on the host."""
         inputs = token_ids_T[None].long().to(self._device)
         before_norm: list[torch.Tensor] = []
         hook = self._model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
@@ -45,4 +45,4 @@ class TargetStates:
         finally:
             hook.remove()
         final, states[-1] = states[-1], before_norm[0]  # transformers gives the normed ones at this place
-        return torch.cat([*(states[tap][0] for tap in self._taps), final[0]], dim=-1).bfloat16().cpu()
+        return torch.cat([*(states[layer][0] for layer in self._aux_layers), final[0]], dim=-1).bfloat16().cpu()

@@ -14,7 +14,7 @@ from megatron_tlt.observe.jsonl import read_jsonl
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.samples import SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
-from megatron_tlt.observe.timeline import ENGINE_LANE, TRACE_FILE, read_trace
+from megatron_tlt.observe.timeline import ENGINE_TRACK, TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.resolved.yaml"
 LENGTHS_FILE = "lengths.jsonl"
@@ -128,7 +128,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One step's spans per row (a rank, or another lane of it), and counters: name -> rank -> [(seconds, value)]."""
+    """One step's spans per row (a rank, or another track of it), and counters: name -> rank -> [(seconds, value)]."""
 
     step: int
     rows: list[str]
@@ -151,7 +151,7 @@ class Stretch:
 def last_rollout(trace: Mapping[str, Any]) -> list[Stretch]:
     """The newest rollout's engine steps on the rank that decoded longest; empty if there are none."""
     spans = [e for e in trace.get("traceEvents", []) if isinstance(e, dict) and e.get("ph") == "X"]
-    events = [e for e in spans if e.get("cat") == ENGINE_LANE and is_number(section(e, "args", "rollout"))]
+    events = [e for e in spans if e.get("cat") == ENGINE_TRACK and is_number(section(e, "args", "rollout"))]
     if not events:
         return []
     # a step may have several rollouts, if the policy is evaluated
@@ -179,7 +179,7 @@ def last_step_timeline(trace: Mapping[str, Any], max_rows: int = 64) -> StepTime
     spans = [
         e
         for e in events
-        if e.get("ph") == "X" and e.get("cat") != ENGINE_LANE and is_number(section(e, "args", "step"))
+        if e.get("ph") == "X" and e.get("cat") != ENGINE_TRACK and is_number(section(e, "args", "step"))
     ]
     if not spans:
         return None
@@ -189,12 +189,12 @@ def last_step_timeline(trace: Mapping[str, Any], max_rows: int = 64) -> StepTime
     spans = [e for e in spans if e["args"]["step"] == step]
     origin = min(e["ts"] for e in spans)
     end = max(e["ts"] + e["dur"] for e in spans)
-    lane_names = {
+    track_names = {
         (e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"
     }
 
     def label(pid: int, tid: int) -> str:
-        return f"rank {pid}" if tid == 0 else f"rank {pid} · {lane_names.get((pid, tid), tid)}"
+        return f"rank {pid}" if tid == 0 else f"rank {pid} · {track_names.get((pid, tid), tid)}"
 
     keys = sorted({(e["pid"], e["tid"]) for e in spans})[:max_rows]
     bars = [

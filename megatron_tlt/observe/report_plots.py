@@ -205,7 +205,7 @@ def plot_training(run: RunData) -> str | None:
 
 
 def plot_timeline(timeline: StepTimeline) -> str:
-    """A Gantt chart of one step: a row per rank and lane; below it the running batch, if counted."""
+    """A Gantt chart of one step: a row per rank and track; below it the running batch, if counted."""
     rows = {row: index for index, row in enumerate(timeline.rows)}
     running = next((c for name, c in timeline.counters.items() if "running" in name), None)
     height = 0.34 * len(rows) + 0.9

@@ -21,11 +21,11 @@ PHASES = ("rollout", "idle", "reward", "log_probs", "update", "reshard", "evalua
 """Categories with a colour in the report; others are allowed."""
 
 TRACE_FILE = "timeline.json"
-MAIN_LANE = "phases"
-ENGINE_LANE = "engine"
-"""Lane, and category, of runs of engine steps, below the phases."""
-SPOT_LANE = "spot"
-"""Lane of drafter training within a rank's idle time."""
+MAIN_TRACK = "phases"
+ENGINE_TRACK = "engine"
+"""Track, and category, of runs of engine steps, below the phases."""
+SPOT_TRACK = "spot"
+"""Track of drafter training within a rank's idle time."""
 RANK_FILE_BYTES = 8 << 20
 TRACE_BYTES = 32 << 20
 
@@ -65,17 +65,17 @@ class Timeline:
         self.step = step
 
     @contextlib.contextmanager
-    def span(self, name: str, category: str | None = None, *, lane: str = MAIN_LANE, **args: Any) -> Iterator[None]:
+    def span(self, name: str, category: str | None = None, *, track: str = MAIN_TRACK, **args: Any) -> Iterator[None]:
         """Records the block, even if it fails. ``category`` is one of PHASES; default is ``name``.
 
-        Spans of one lane must nest; activity in parallel with the phases (a thread, a pool) needs its own lane.
+        Spans of one track must nest; activity in parallel with the phases (a thread, a pool) needs its own track.
         ``args`` (JSON values) are shown in the trace.
         """
         step, start = self.step, self._now_ns()
         try:
             yield
         finally:
-            self._append(name, category, start, self._now_ns() - start, lane, step, args)
+            self._append(name, category, start, self._now_ns() - start, track, step, args)
 
     def add(
         self,
@@ -84,12 +84,12 @@ class Timeline:
         duration: float,
         category: str | None = None,
         *,
-        lane: str = MAIN_LANE,
+        track: str = MAIN_TRACK,
         **args: Any,
     ) -> None:
         """Records a span measured elsewhere: ``start`` on the clock of ``now()``, both in seconds."""
         first, last = round(start * 1e9), round((start + duration) * 1e9)
-        self._append(name, category, first, max(0, last - first), lane, self.step, args)
+        self._append(name, category, first, max(0, last - first), track, self.step, args)
 
     def counter(self, name: str, value: float, at: float | None = None) -> None:
         """Records that ``name`` (for instance the running batch) has ``value`` from ``at`` (default: now)."""
@@ -99,10 +99,10 @@ class Timeline:
             self._pending.append({**event, "value": value})
 
     def _append(
-        self, name: str, category: str | None, start: int, duration: int, lane: str, step: int, args: Mapping[str, Any]
+        self, name: str, category: str | None, start: int, duration: int, track: str, step: int, args: Mapping[str, Any]
     ) -> None:
         event: Event = {"kind": "span", "name": name, "category": category or name, "rank": self.rank, "step": step}
-        event |= {"lane": lane, "start_ns": start, "duration_ns": duration}
+        event |= {"track": track, "start_ns": start, "duration_ns": duration}
         if args:
             event["args"] = dict(args)
         with self._lock:
@@ -154,34 +154,34 @@ def merge(event_lists: Sequence[Sequence[Event]], last_steps: int | None = None)
         steps = sorted({event["step"] for event in events})[-last_steps:] if last_steps > 0 else []
         events = [event for event in events if event["step"] in set(steps)]
     origin = min((event["start_ns"] for event in events), default=0)
-    lanes: dict[int, dict[str, int]] = {}
+    tracks: dict[int, dict[str, int]] = {}
     rows: list[Event] = []
     # Of spans with equal start, the longer comes first: a viewer nests them in this order.
     for event in sorted(events, key=lambda e: (e["start_ns"], -e.get("duration_ns", 0))):
         rank = event["rank"]
-        names = lanes.setdefault(rank, {MAIN_LANE: 0})
+        names = tracks.setdefault(rank, {MAIN_TRACK: 0})
         row: Event = {"name": event["name"], "pid": rank, "ts": (event["start_ns"] - origin) / 1000}
         if event["kind"] == "counter":
             row |= {"ph": "C", "args": {event["name"]: event["value"]}}
         else:
             row |= {"ph": "X", "cat": event["category"], "dur": event["duration_ns"] / 1000}
-            row["tid"] = names.setdefault(event["lane"], len(names))
+            row["tid"] = names.setdefault(event.get("track") or event["lane"], len(names))  # "lane" until November 2026
             row["args"] = {"step": event["step"], **event.get("args", {})}
         rows.append(row)
     return {
-        "traceEvents": _names(lanes) + rows,
+        "traceEvents": _names(tracks) + rows,
         "displayTimeUnit": "ms",
         "otherData": {"origin_unix_ns": str(origin)},
     }
 
 
-def _names(lanes: Mapping[int, Mapping[str, int]]) -> list[Event]:
+def _names(tracks: Mapping[int, Mapping[str, int]]) -> list[Event]:
     rows: list[Event] = []
-    for rank in sorted(lanes):
+    for rank in sorted(tracks):
         rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         rows.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        for lane, tid in lanes[rank].items():
-            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}})
+        for track, tid in tracks[rank].items():
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": track}})
             rows.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}})
     return rows
 

@@ -248,7 +248,7 @@ def _drafter_seconds(job: Job, machine: Machine, work: Workload) -> float:
     model = job.model
     # per draft the layer forward and backward; the head forward, recomputed, and backward, and the target's forward
     drafted = model.hidden * (drafter.drafted or model.vocab)
-    per_token = drafter.steps * (6 * model.draft_layer(drafter.taps) + 2 * model.vocabulary + 8 * drafted)
+    per_token = drafter.steps * (6 * model.draft_layer(drafter.num_aux_layers) + 2 * model.vocabulary + 8 * drafted)
     tokens = drafter.session_steps * drafter.entries_per_step * work.tokens
     rate = machine.matmul_rate(min(drafter.chunk_tokens, model.hidden))
     return tokens * per_token / rate * machine.sharing(job.world)

@@ -87,7 +87,7 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
     workspace = engine.batched_tokens * dimensions.activation_bytes + logits + constants()["memory"]["engine"]
     # keys and values; a KV head shared by several ranks is replicated on each of them
     heads = max(model.groups / engine.tp, 1)
-    head = 0 if job.drafter is None else model.draft_head(job.drafter.taps, job.drafter.drafted)
+    head = 0 if job.drafter is None else model.draft_head(job.drafter.num_aux_layers, job.drafter.drafted)
     layers = model.layers + (job.drafter is not None)
     return EngineMemory(
         weights=weights * engine.itemsize,
@@ -111,10 +111,10 @@ def drafter_memory(job: Job) -> DrafterMemory | None:
     drafter, model, itemsize = job.drafter, job.model, job.actor.itemsize
     if drafter is None:
         return None
-    parameters = model.draft_head(drafter.taps, drafter.drafted)
+    parameters = model.draft_head(drafter.num_aux_layers, drafter.drafted)
     shared = model.embeddings * itemsize
     tokens = drafter.max_tokens
-    width = model.hidden * (drafter.taps + 1 if drafter.eagle3 else 1)
+    width = model.hidden * (drafter.num_aux_layers + 1 if drafter.eagle3 else 1)
     # one chunk of a head's loss, freed after the chunk
     loss = _LOSS_COPIES * 4 * min(tokens, drafter.chunk_tokens) * model.vocab
     activations = tokens * width * (2 + 4) + drafter.steps * tokens * _draft_layer(model, itemsize)

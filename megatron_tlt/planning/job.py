@@ -76,7 +76,7 @@ class DrafterJob:
     """Training settings of the drafter, replicated on each rank."""
 
     eagle3: bool
-    taps: int
+    num_aux_layers: int
     steps: int
     """Number of successive drafts that are trained."""
     max_tokens: int
@@ -213,10 +213,12 @@ def _drafter(config: TltConfig) -> DrafterJob | None:
     drafter = config.drafter
     if drafter is None:
         return None
-    taps = kind_of(drafter.kind).taps
+    num_aux_layers = kind_of(drafter.kind).num_aux_layers
     return DrafterJob(
-        eagle3=taps > 0,
-        taps=taps if drafter.taps is None else len(drafter.taps),
+        eagle3=num_aux_layers > 0,
+        num_aux_layers=num_aux_layers
+        if drafter.aux_hidden_state_layer_ids is None
+        else len(drafter.aux_hidden_state_layer_ids),
         steps=drafter.steps,
         max_tokens=drafter.max_tokens_per_micro_batch,
         chunk_tokens=drafter.logit_chunk_tokens,

@@ -137,21 +137,21 @@ class ModelSize:
         layer = self.layer_attention + self.layer_norms + self.layer_feed_forward * chosen
         return self.layers * layer + self.vocabulary
 
-    def draft_layer(self, taps: int = 0) -> int:
+    def draft_layer(self, num_aux_layers: int = 0) -> int:
         """Weights of a draft head's layer over this model's hidden states, including the projection of its inputs.
 
         Args:
-            taps: number of hidden states that an EAGLE-3 head reads; its attention takes embedding and features
-                concatenated. 0: an EAGLE head, which joins embedding and last hidden state.
+            num_aux_layers: number of hidden states that an EAGLE-3 head reads; its attention takes embedding and
+                features concatenated. 0: an EAGLE head, which joins embedding and last hidden state.
         """
         layer = 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.dense_ffn
-        if not taps:
+        if not num_aux_layers:
             return 2 * self.hidden**2 + layer
-        return taps * self.hidden**2 + layer + self.hidden * (self.query + 2 * self.key)
+        return num_aux_layers * self.hidden**2 + layer + self.hidden * (self.query + 2 * self.key)
 
-    def draft_head(self, taps: int = 0, drafted: int | None = None) -> int:
+    def draft_head(self, num_aux_layers: int = 0, drafted: int | None = None) -> int:
         """Weights that a draft head learns; EAGLE-3 has its own output layer, over ``drafted`` tokens or all."""
-        return self.draft_layer(taps) + (self.hidden * (drafted or self.vocab) if taps else 0)
+        return self.draft_layer(num_aux_layers) + (self.hidden * (drafted or self.vocab) if num_aux_layers else 0)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class StepTimes:
         self._cells_of: dict[Strategy, list[_Cell]] = {}
         self._weights: list[float] = prior
         self._since_fit = 0
-        self._mood: list[float] = []
+        self._slowdowns: list[float] = []
         self._nearness: dict[int, dict[int, float]] = {}
         self._predictions: dict[Strategy, dict[tuple[int, float], tuple[float, float]]] = {}
 
@@ -103,11 +103,11 @@ class StepTimes:
         expected, doubt = self.predict(strategy, batch, drafts)
         known = doubt <= _doubt(_KNOWN)
         if known:
-            self._mood = [*self._mood[-7:], math.log(duration / expected)]
-        if len(self._mood) >= 4:
-            mood = min(1.4, max(-1.4, statistics.median(self._mood)))
+            self._slowdowns = [*self._slowdowns[-7:], math.log(duration / expected)]
+        if len(self._slowdowns) >= 4:
+            slowdown = min(1.4, max(-1.4, statistics.median(self._slowdowns)))
             # Not in full if this strategy's own times estimate the slowdown: a wrong prediction must correct itself.
-            duration *= math.exp(-mood * (_SUPPRESSED if known else 1.0))
+            duration *= math.exp(-slowdown * (_SUPPRESSED if known else 1.0))
         is_new_strategy = strategy not in self._cells_of
         at = _cell_batch(batch)
         cell = self._cells.get((strategy, at, round(drafts))) or self._add(strategy, at, [], drafts)
@@ -205,7 +205,7 @@ class StepTimes:
             ],
             "weights": list(self._weights),
             "since_fit": self._since_fit,
-            "mood": self._mood,
+            "machine_slowdown": self._slowdowns,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -215,7 +215,7 @@ class StepTimes:
         """
         self._weights = list(state["weights"])
         self._since_fit = int(state["since_fit"])
-        self._mood = list(state["mood"])
+        self._slowdowns = list(state.get("machine_slowdown", state.get("mood", ())))  # "mood" until November 2026
         self._cells.clear()
         self._cells_of.clear()
         self._predictions.clear()

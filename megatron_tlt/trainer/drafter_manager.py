@@ -24,11 +24,11 @@ from megatron_tlt.drafter import (
     Entry,
     SessionResult,
     SharedWeights,
+    aux_layers_of,
     first_drafter,
     load_drafter,
     read_checkpoint,
     save_drafter,
-    taps_of,
     train_session,
     write_checkpoint,
 )
@@ -58,7 +58,7 @@ _KEYS = "entries.json"
 class OnlineDrafter(Protocol):
     """What a training step asks of a drafter that is trained; every call is made by all ranks together."""
 
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     def check(self, engine: RolloutEngine) -> None: ...
 
@@ -116,7 +116,7 @@ class DrafterManager:
         if rank() == 0 and not (read_only and (self._first / WEIGHTS).is_file()):
             save_drafter(model, self._first, _engine_dtype(config))
         barrier()  # engines of all ranks read it
-        self.taps: tuple[int, ...] = taps_of(model.config)
+        self.aux_layers: tuple[int, ...] = aux_layers_of(model.config)
         model = model.to(current_device().torch_device)
         self._group = WholeGroup() if world_size() > 1 else None
         self._policy = policy

@@ -29,7 +29,7 @@ from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dealing import engine_of
-from megatron_tlt.trainer.engine_lane import EngineLane
+from megatron_tlt.trainer.engine_track import EngineTrack
 
 
 class StopRequested(Exception):
@@ -160,7 +160,7 @@ class ExperienceCollector:
         self._max_response_tokens = max_response_tokens
         self._tp = tensor_parallel_size
         self._timeline = timeline
-        self._lane = EngineLane(timeline)
+        self._track = EngineTrack(timeline)
         self._speculation = speculation
         self._on_collected = on_collected
         self._should_stop = should_stop
@@ -208,20 +208,20 @@ class ExperienceCollector:
                 on_finished(1)
 
         def stepped(record: StepRecord) -> None:
-            self._lane.add(record)
+            self._track.add(record)
             if stop():
                 raise StopRequested
 
         if self._speculation is not None:
             self._speculation.begin_rollout(requests, self._engine.versions.get("drafter"))
         with self._timeline.span("rollout", requests=len(requests)):
-            self._lane.begin_rollout()
+            self._track.begin_rollout()
             try:
                 responses = self._engine.generate(requests, finished, stepped, self._speculation)
             except StopRequested:
                 stopped = True
             finally:
-                self._lane.flush()
+                self._track.flush()
                 if self._speculation is not None:
                     self._speculation.end_rollout(requests)
         decoded = time.perf_counter()

@@ -16,7 +16,7 @@ from typing import Protocol
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.drafter import FAILURES, DataBuffer, DrafterState, DrafterTrainer, Entry
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.timeline import SPOT_LANE, Timeline
+from megatron_tlt.observe.timeline import SPOT_TRACK, Timeline
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.platform.rank_group import GroupFailed, RankGroup
 from megatron_tlt.platform.subset_group import Abandoned, SubsetGroup
@@ -110,7 +110,7 @@ class SpotTrainer:
         trainer: of the drafter.
         buffer: this rank's data; none is added meanwhile.
         checkpoints: that a session's leader writes.
-        timeline: sessions take a lane of their own in it.
+        timeline: sessions take a track of their own in it.
         global_batch: responses of a step over all members, however many these are.
         last_good: what the drafter goes back to after a step that was not finite.
         take_device: before the first session of an RL step: the engine leaves the device, the trainer comes.
@@ -245,7 +245,7 @@ class SpotTrainer:
             began,
             left_at - began,
             "drafter",
-            lane=SPOT_LANE,
+            track=SPOT_TRACK,
             session=order.session,
             generation=order.generation,
             members=len(order.members),

@@ -229,7 +229,9 @@ class TrainingStep:
             if self._drafting is None:
                 old = self._policy.log_probs(batch, temperature)
             else:
-                old, states = self._policy.log_probs_and_states(batch, temperature, taps=self._drafting.taps)
+                old, states = self._policy.log_probs_and_states(
+                    batch, temperature, aux_layers=self._drafting.aux_layers
+                )
                 self._drafting.add(step, scored, batch, states)
             batch = batch.with_columns(old_log_probs_G=old.log_probs_G)
             if self._reference:

@@ -13,7 +13,7 @@ from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.model import DraftModel, Kind
 from megatron_tlt.models.tiny import write_tiny_model
 
-TAPS = (1, 2, 3)
+AUX_LAYERS = (1, 2, 3)
 VOCAB = 64
 
 
@@ -28,9 +28,9 @@ def load_target(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, token_ids: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """(T, H) behind the final norm, and before it (T, 3 H) of the layers that EAGLE-3 taps, of one sequence (T)."""
+    """(T, H) behind the final norm, and before it (T, 3 H) of the layers that EAGLE-3 reads, of one sequence (T)."""
     states = model(token_ids[None].long(), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer][0] for layer in (*(TAPS if kind == "eagle3" else ()), -1)], dim=-1)
+    return torch.cat([states[layer][0] for layer in (*(AUX_LAYERS if kind == "eagle3" else ()), -1)], dim=-1)
 
 
 def random_entry(

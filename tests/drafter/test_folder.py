@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.evaluation import greedy_chains
 from megatron_tlt.drafter.folder import (
-    default_taps,
+    aux_layers_of,
+    default_aux_layers,
     draft_config,
     drafter_from_target,
     first_drafter,
     load_drafter,
     save_drafter,
-    taps_of,
 )
 from megatron_tlt.drafter.model import Kind, SharedWeights
 from megatron_tlt.errors import ConfigError
@@ -27,7 +27,7 @@ from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
 from tests.helpers.launch import run_python
 
-from .conftest import TAPS, VOCAB, hidden_states, load_target, scattered, write_target
+from .conftest import AUX_LAYERS, VOCAB, hidden_states, load_target, scattered, write_target
 
 WORKER = Path(__file__).parent / "workers" / "vllm_drafts.py"
 KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
@@ -94,17 +94,19 @@ def test_every_family_starts_from_its_last_layer_and_comes_back(name: str, kind:
 
 
 def test_a_config_starts_from_its_folder_or_from_the_target(target_folder: Path, tmp_path: Path) -> None:
-    fresh = first_drafter(DrafterConfig(kind="eagle3", taps=[0, 2, 4]), target_folder, seed=1)
-    assert taps_of(fresh.config) == (0, 2, 4)
+    fresh = first_drafter(DrafterConfig(kind="eagle3", aux_hidden_state_layer_ids=[0, 2, 4]), target_folder, seed=1)
+    assert aux_layers_of(fresh.config) == (0, 2, 4)
     save_drafter(scattered(fresh), tmp_path, torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     config = DrafterConfig(kind="eagle3", path=tmp_path)
     loaded = first_drafter(config, target_folder, seed=1)
-    assert taps_of(loaded.config) == (0, 2, 4)
+    assert aux_layers_of(loaded.config) == (0, 2, 4)
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.bfloat16().float()), name
-    with pytest.raises(ConfigError, match=r"drafter.taps is \[1, 2, 3\]; .* was made for \[0, 2, 4\]"):
-        first_drafter(config.model_copy(update={"taps": [1, 2, 3]}), target_folder, seed=1)
+    with pytest.raises(
+        ConfigError, match=r"drafter.aux_hidden_state_layer_ids is \[1, 2, 3\]; .* was made for \[0, 2, 4\]"
+    ):
+        first_drafter(config.model_copy(update={"aux_hidden_state_layer_ids": [1, 2, 3]}), target_folder, seed=1)
     with pytest.raises(ConfigError, match=r"the target's embedding is \(64, 32\); the drafter asks for \(64, 64\)"):
         loaded.share(SharedWeights(torch.zeros(64, 32), torch.zeros(64, 32)))
 
@@ -133,7 +135,7 @@ def test_a_drafter_of_another_size_is_refused_with_both(kind: Kind, target_folde
         ("attention_bias", True, "attention_bias is True; allowed: false"),
         ("norm_before_residual", True, "norm_before_residual is True; allowed: false"),
         ("architectures", ["LlamaForCausalLM"], "architectures is .*'LlamaForCausalLM'.*LlamaForCausalLMEagle3"),
-        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "taps layers .*from 0 to 4"),
+        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads layers .*from 0 to 4"),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 7.0, "factor": 2.0}, "rope_type is 'yarn'; allowed"),
         ("intermediate_size", 96, r"midlayer.mlp.gate_proj.weight' has shape \(128, 64\); allowed: \(96, 64\)"),
     ],
@@ -148,7 +150,7 @@ def test_what_does_not_fit_the_target_is_refused(
 
 
 def test_a_folder_as_published_loads_and_drafts(tmp_path: Path) -> None:
-    """Of a Llama 3.1: float16, an embedding and both tables of its vocabulary, no taps, plain rotary positions."""
+    """Of a Llama 3.1: float16, an embedding and both tables of its vocabulary, no layer ids, plain rotary positions."""
     target = write_target("llama-llama3-tied", tmp_path / "target")
     model = scattered(drafter_from_target(target, "eagle3", seed=1, draft_vocab_size=16))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -169,7 +171,7 @@ def test_a_folder_as_published_loads_and_drafts(tmp_path: Path) -> None:
     config = read_hf_config(target)
     loaded = load_drafter(folder, config, "eagle3", SharedWeights.from_folder(target))
     assert loaded.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    assert taps_of(loaded.config) == default_taps(config.num_hidden_layers)
+    assert aux_layers_of(loaded.config) == default_aux_layers(config.num_hidden_layers)
     assert torch.equal(loaded.draft_ids_D, ids)
     save_drafter(loaded, tmp_path / "ours")
     again = load_drafter(tmp_path / "ours", config, "eagle3", loaded.shared)
@@ -194,17 +196,17 @@ def test_a_missing_tensor_and_a_missing_folder_are_named(target_folder: Path, tm
         load_drafter(tmp_path, config, "eagle", shared)
 
 
-def test_taps(target_folder: Path) -> None:
-    assert [default_taps(n) for n in (64, 28, 6, 4, 3, 2)] == [
+def test_aux_layers(target_folder: Path) -> None:
+    assert [default_aux_layers(n) for n in (64, 28, 6, 4, 3, 2)] == [
         (2, 32, 61),
         (2, 14, 25),
         (1, 3, 5),
-        TAPS,
+        AUX_LAYERS,
         (0, 1, 2),
         (0, 1, 2),
     ]
-    for taps in ((1, 1, 2), (3, 2, 1), (1, 2), (1, 2, 5)):
-        with pytest.raises(ConfigError, match="EAGLE-3 taps layers"):
-            draft_config(read_hf_config(target_folder), "eagle3", taps)
+    for aux_layers in ((1, 1, 2), (3, 2, 1), (1, 2), (1, 2, 5)):
+        with pytest.raises(ConfigError, match="EAGLE-3 reads layers"):
+            draft_config(read_hf_config(target_folder), "eagle3", aux_layers)
     with pytest.raises(ConfigError, match="the target has 1 layers"):
-        default_taps(1)
+        default_aux_layers(1)

@@ -16,8 +16,8 @@ from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE, DrafterKind, ki
 from megatron_tlt.config.loader import dump_resolved, load_config, load_resolved
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.drafter import drafter_from_target, load_without_target, save_drafter
-from megatron_tlt.drafter.eagle3 import NUM_TAPS
-from megatron_tlt.drafter.folder import load_drafter, model_class, taps_of
+from megatron_tlt.drafter.eagle3 import NUM_AUX_LAYERS
+from megatron_tlt.drafter.folder import aux_layers_of, load_drafter, model_class
 from megatron_tlt.drafter.model import SharedWeights
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import read_hf_config
@@ -41,7 +41,7 @@ class Unnamed(Eagle3):
     pass
 
 
-FORM = dict(title="mine", method="eagle3", architecture="LlamaForCausalLMEagle3", taps=3, own_head=True)
+FORM = dict(title="mine", method="eagle3", architecture="LlamaForCausalLMEagle3", num_aux_layers=3, own_head=True)
 KIND = DrafterKind(model="{MODULE}.Head", lr=7e-4, unroll_steps=2, **FORM)
 UNNAMED = DrafterKind(model="{MODULE}.Unnamed", **FORM)
 ABSENT = DrafterKind(model="{MODULE}.Absent", **FORM)
@@ -59,7 +59,7 @@ def test_the_kinds_of_this_package_are_what_they_were() -> None:
     eagle, eagle3 = DrafterConfig(kind="eagle"), DrafterConfig(kind="eagle3")
     assert (eagle.lr, eagle.steps, eagle.regression_weight) == (1e-4, 3, 0.5)
     assert (eagle3.lr, eagle3.steps, eagle3.regression_weight) == (3e-4, 4, 0.0)
-    assert KINDS["eagle3"].taps == NUM_TAPS and KINDS["eagle"].taps == 0
+    assert KINDS["eagle3"].num_aux_layers == NUM_AUX_LAYERS and KINDS["eagle"].num_aux_layers == 0
     assert {name: kind.method for name, kind in KINDS.items()} == {"eagle": "eagle", "eagle3": "eagle3"}
 
 
@@ -69,7 +69,7 @@ def test_a_kind_s_data_is_its_model_s(name: str, target_folder: Path) -> None:
     assert type(model) is model_class(name) and model.kind == name
     hidden = int(model.config.hidden_size)
     assert model.entry_size == kind.states_per_token * hidden
-    assert len(taps_of(model.config)) == kind.taps
+    assert len(aux_layers_of(model.config)) == kind.num_aux_layers
     assert ("lm_head.weight" in model.state_dict()) == hasattr(model.config, "draft_vocab_size") == kind.own_head
     assert model.config.architectures == [kind.architecture]
 
@@ -152,6 +152,6 @@ def test_a_kind_whose_model_is_another_s_is_refused(user_kind: None, target_fold
         drafter_from_target(target_folder, f"{MODULE}.UNNAMED", seed=1)
     with pytest.raises(ConfigError, match=rf"model of drafter.kind {MODULE}.ABSENT: .* no class 'Absent'"):
         drafter_from_target(target_folder, f"{MODULE}.ABSENT", seed=1)
-    with pytest.raises(ValueError, match="taps is 2; allowed: 0 or 3"):
-        DrafterKind("two", "m.M", "eagle3", "A", taps=2, own_head=True)
+    with pytest.raises(ValueError, match="num_aux_layers is 2; allowed: 0 or 3"):
+        DrafterKind("two", "m.M", "eagle3", "A", num_aux_layers=2, own_head=True)
     assert kind_of("eagle") is KINDS["eagle"] and not set(KINDS) & set(MODEL_FREE)

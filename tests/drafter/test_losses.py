@@ -108,8 +108,8 @@ def test_configs_that_mean_nothing_are_refused() -> None:
         DrafterLossConfig(reward_low=1.0, reward_high=1.0)
     with pytest.raises(ValidationError, match="EAGLE-3 has none"):
         DrafterConfig(kind="eagle3", loss=DrafterLossConfig(regression_weight=0.5))
-    with pytest.raises(ValidationError, match=r"taps is .*; EAGLE takes none"):
-        DrafterConfig(kind="eagle", taps=[1, 2, 3])
+    with pytest.raises(ValidationError, match=r"aux_hidden_state_layer_ids is .*; EAGLE takes none"):
+        DrafterConfig(kind="eagle", aux_hidden_state_layer_ids=[1, 2, 3])
     eagle, eagle3 = DrafterConfig(kind="eagle"), DrafterConfig()
     assert (eagle.regression_weight, eagle3.regression_weight) == (0.5, 0.0)
     assert (eagle.steps, eagle3.steps) == (3, 4)

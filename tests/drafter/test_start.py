@@ -18,7 +18,7 @@ from megatron_tlt.drafter.loss_guard import LossGuard
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.models.tiny import TINY_MODELS
 
-from .conftest import TAPS, VOCAB, load_target, random_entry, write_target
+from .conftest import AUX_LAYERS, VOCAB, load_target, random_entry, write_target
 
 KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
 UNIFORM = math.log(VOCAB)
@@ -55,8 +55,10 @@ def entries_of(target: PreTrainedModel, kind: Kind) -> list[Entry]:
 def test_the_first_loss_is_at_most_that_of_guessing_and_falls(name: str, kind: Kind, tmp_path: Path) -> None:
     folder = with_outliers(write_target(name, tmp_path / "plain"), tmp_path / "outliers")
     data = entries_of(load_target(folder), kind)
-    config = DrafterConfig(kind=kind, taps=list(TAPS) if kind == "eagle3" else None, lr=1e-3)
-    model = drafter_from_target(folder, kind, seed=1, taps=config.taps)
+    config = DrafterConfig(
+        kind=kind, aux_hidden_state_layer_ids=list(AUX_LAYERS) if kind == "eagle3" else None, lr=1e-3
+    )
+    model = drafter_from_target(folder, kind, seed=1, aux_layers=config.aux_hidden_state_layer_ids)
     trainer = DrafterTrainer(model, config, seed=1)
     steps = [trainer.train_step(data) for _ in range(STEPS)]
     assert [step.outcome for step in steps] == ["trained"] * STEPS
@@ -70,10 +72,12 @@ def test_the_first_loss_is_at_most_that_of_guessing_and_falls(name: str, kind: K
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_start_is_the_same_whenever_it_is_chosen(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
     """A first step that was stopped changes nothing for the one after it."""
-    config = DrafterConfig(kind=kind, taps=list(TAPS) if kind == "eagle3" else None)
+    config = DrafterConfig(kind=kind, aux_hidden_state_layer_ids=list(AUX_LAYERS) if kind == "eagle3" else None)
     data, results = entries_of(target, kind), []
     for stopped in (False, True):
-        trainer = DrafterTrainer(drafter_from_target(target_folder, kind, 1, config.taps), config, seed=1)
+        trainer = DrafterTrainer(
+            drafter_from_target(target_folder, kind, 1, config.aux_hidden_state_layer_ids), config, seed=1
+        )
         if stopped:
             assert trainer.train_step(data[:3], should_stop=lambda: True).outcome == "stopped"
         trainer.train_step(data)

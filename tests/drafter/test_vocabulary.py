@@ -21,14 +21,14 @@ from megatron_tlt.drafter.model import DraftModel, SharedWeights
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.hf_folder import read_hf_config
 
-from .conftest import TAPS, VOCAB, load_target, random_entry
+from .conftest import AUX_LAYERS, VOCAB, load_target, random_entry
 
 DRAFTED = 16
-CONFIG = DrafterConfig(kind="eagle3", taps=list(TAPS), draft_vocab_size=DRAFTED, lr=1e-3)
+CONFIG = DrafterConfig(kind="eagle3", aux_hidden_state_layer_ids=list(AUX_LAYERS), draft_vocab_size=DRAFTED, lr=1e-3)
 
 
 def drafter(folder: Path, size: int | None = DRAFTED) -> DraftModel:
-    return drafter_from_target(folder, "eagle3", 1, TAPS, draft_vocab_size=size)
+    return drafter_from_target(folder, "eagle3", 1, AUX_LAYERS, draft_vocab_size=size)
 
 
 @pytest.fixture(scope="module")

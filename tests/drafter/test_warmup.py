@@ -23,12 +23,12 @@ from megatron_tlt.drafter import (
     TargetStates,
     WarmupPlan,
     WarmupReport,
+    aux_layers_of,
     drafter_from_target,
     load_drafter,
     load_without_target,
     read_checkpoint,
     read_pairs,
-    taps_of,
     warm_up,
     write_pairs,
 )
@@ -63,7 +63,7 @@ def run(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> WarmupReport | None:
     model = drafter_from_target(sharp, kind, seed=1)
-    states = TargetStates(sharp, taps_of(model.config), CPU)
+    states = TargetStates(sharp, aux_layers_of(model.config), CPU)
     with Progress(0, plan.steps, enabled=False) as progress:
         return warm_up(model, config_of(kind), pairs, states, out, plan, progress, should_stop)
 
@@ -81,11 +81,11 @@ def test_states_are_the_target_s(kind: Kind, sharp_folder: Path) -> None:
 
 def test_the_last_tap_is_the_stream_before_the_norm(sharp_folder: Path) -> None:
     tokens = torch.arange(20, dtype=torch.int32)
-    tapped = TargetStates(sharp_folder, (1, 2, 4), CPU)(tokens)[:, -128:-64]
+    aux_states = TargetStates(sharp_folder, (1, 2, 4), CPU)(tokens)[:, -128:-64]
     model = load_target(sharp_folder)
     normed = hidden_states(model, tokens, "eagle")
-    torch.testing.assert_close(model.model.norm(tapped.float()), normed, rtol=2e-2, atol=2e-2)
-    assert not torch.allclose(tapped.float(), normed, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(model.model.norm(aux_states.float()), normed, rtol=2e-2, atol=2e-2)
+    assert not torch.allclose(aux_states.float(), normed, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

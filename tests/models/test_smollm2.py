@@ -11,7 +11,7 @@ import torch
 
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
-from megatron_tlt.drafter import DrafterTrainer, Entry, TargetStates, drafter_from_target, taps_of
+from megatron_tlt.drafter import DrafterTrainer, Entry, TargetStates, aux_layers_of, drafter_from_target
 from megatron_tlt.drafter.model import Kind
 from tests.helpers.launch import run_torchrun
 
@@ -46,7 +46,7 @@ def test_a_head_starts_below_guessing(kind: Kind, smollm2: Path) -> None:
     tokenizer = load_tokenizer(smollm2)
     texts = ("The capital of France is Paris, and that of Spain is Madrid.", "def add(a, b):\n    return a + b\n")
     model = drafter_from_target(smollm2, kind, 1)
-    states = TargetStates(smollm2, taps_of(model.config), torch.device("cpu"))
+    states = TargetStates(smollm2, aux_layers_of(model.config), torch.device("cpu"))
     entries = []
     for number, text in enumerate(texts):
         tokens = torch.tensor(tokenizer.encode(text), dtype=torch.int32)

@@ -19,7 +19,7 @@ from megatron_tlt.observe.summary import (
     undocumented_keys,
     write_summary,
 )
-from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline, write_trace
+from megatron_tlt.observe.timeline import ENGINE_TRACK, Timeline, write_trace
 
 RANKS = 2
 TASKS = ("basic_arithmetic", "chain_sum")
@@ -178,9 +178,9 @@ def _step_events(
             seconds = (times["rollout"] - waits) * (end - begin) * 0.999
             at = clock + (times["rollout"] - waits) * begin
             shown = {"rollout": step, "batch": batch, "ms_per_step": 8.0, "tokens_per_request": 1.0 + 2 * begin}
-            timeline.add(strategy, at, seconds, ENGINE_LANE, lane=ENGINE_LANE, **shown)
+            timeline.add(strategy, at, seconds, ENGINE_TRACK, track=ENGINE_TRACK, **shown)
         if rank == 0:
-            timeline.add("verify", clock + 1.0, times["rollout"] - 0.5, "reward", lane="verifiers")
+            timeline.add("verify", clock + 1.0, times["rollout"] - 0.5, "reward", track="verifiers")
         at = clock + times["rollout"]
         for name in ("reward", "log_probs", "update", "reshard"):
             timeline.add(name, at, times[name])

@@ -47,11 +47,11 @@ def test_a_failing_span_is_recorded() -> None:
     assert [event["name"] for event in timeline.to_events()] == ["update"]
 
 
-def test_merge_has_a_named_row_per_rank_and_lane() -> None:
+def test_merge_has_a_named_row_per_rank_and_track() -> None:
     ranks = [Timeline(0), Timeline(1)]
     for rank, timeline in enumerate(ranks):
         timeline.add("rollout", 100.0, 2.0)
-        timeline.add("verify", 101.0, 2.0, "reward", lane="verifiers")
+        timeline.add("verify", 101.0, 2.0, "reward", track="verifiers")
         timeline.counter("running", 3 - rank, at=101.5)
     trace = merge([timeline.to_events() for timeline in ranks])
     assert trace_problems(trace) == []

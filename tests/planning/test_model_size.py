@@ -81,6 +81,6 @@ def test_a_draft_head_is_one_layer_and_what_joins_its_inputs() -> None:
     model = ModelSize.of(SimpleNamespace(**DENSE))
     layer = 2 * 32 * (32 + 16) + 3 * 32 * 48
     assert model.draft_head() == model.draft_layer() == layer + 2 * 32**2
-    assert model.draft_layer(taps=3) == layer + 3 * 32**2 + 32 * (32 + 2 * 16)
-    assert model.draft_head(taps=3) == model.draft_layer(taps=3) + 64 * 32
-    assert model.draft_head(taps=3, drafted=10) == model.draft_layer(taps=3) + 10 * 32
+    assert model.draft_layer(num_aux_layers=3) == layer + 3 * 32**2 + 32 * (32 + 2 * 16)
+    assert model.draft_head(num_aux_layers=3) == model.draft_layer(num_aux_layers=3) + 64 * 32
+    assert model.draft_head(num_aux_layers=3, drafted=10) == model.draft_layer(num_aux_layers=3) + 10 * 32

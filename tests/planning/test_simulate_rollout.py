@@ -150,7 +150,7 @@ def test_steps_cost_what_the_data_sheet_says() -> None:
 
 
 def test_an_eagle3_head_of_a_few_tokens_drafts_faster_than_one_of_all_or_an_eagle_head() -> None:
-    eagle, whole, few = scenario(), scenario(taps=3), scenario(taps=3, drafted=4096)
+    eagle, whole, few = scenario(), scenario(num_aux_layers=3), scenario(num_aux_layers=3, drafted=4096)
     seconds = [float(one.engine().round(4, 4000, chain(4))) for one in (eagle, whole, few)]
     assert seconds[1] > seconds[0] > seconds[2] > float(few.engine().plain(4, 4000))
     flops = [drafter_step_flops(one, 1000.0) for one in (whole, few)]

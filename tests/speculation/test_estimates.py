@@ -199,7 +199,7 @@ def test_step_times_that_an_earlier_release_wrote_can_be_taken_over() -> None:
     ]
     times = StepTimes(STRATEGIES, max_batch=260)
     weights = [0.004, 0.00008, 0.00006, 0.0008, 0.0006, 0.0004, 0.0]
-    times.load_state({"cells": cells, "weights": weights, "since_fit": 0, "mood": []})
+    times.load_state({"cells": cells, "weights": weights, "since_fit": 0, "machine_slowdown": []})
     assert len(times) == 48 * len(STRATEGIES)
     for strategy in STRATEGIES:
         for batch in (1, 33, 64):

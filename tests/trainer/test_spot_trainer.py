@@ -17,7 +17,7 @@ from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.drafter import DrafterState, DrafterTrainer, Entry, SharedWeights, drafter_from_target
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.timeline import SPOT_LANE
+from megatron_tlt.observe.timeline import SPOT_TRACK
 from megatron_tlt.platform.offload import StorageOffload
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.trainer.coordination import check_coordinator_host, coordinator_host
@@ -78,7 +78,7 @@ def test_a_second_rank_joins_and_the_last_ones_release_ends_it(threads: Threads,
     assert 0 < latest(tmp_path / "spot") <= reports[0].version
     metrics = spot_metrics(reports, 0)
     assert 0 < metrics["spot/used_s"] <= metrics["spot/idle_s"] and metrics["spot/steps"] == reports[0].version
-    spans = [[e for e in timeline.to_events() if e["lane"] == SPOT_LANE] for timeline in threads.timelines]
+    spans = [[e for e in timeline.to_events() if e["track"] == SPOT_TRACK] for timeline in threads.timelines]
     assert [[e["args"]["members"] for e in own] for own in spans] == [[1, 2], [2], []]
     assert sum(e["args"]["steps"] for e in spans[0]) == reports[0].version > spans[1][0]["args"]["steps"] > 0
     assert {e["args"]["ended"] for own in spans for e in own} == {"stopped"}
@@ -172,7 +172,7 @@ def test_the_next_bubble_goes_on_on_another_rank_from_the_last_ones_checkpoint(t
     until(lambda: threads.trainers[2].version > version)
     threads.release(0, 1, rl_step=2)
     threads.join(0, 1, 2)
-    (session,) = (e for e in threads.timelines[2].to_events() if e["lane"] == SPOT_LANE)
+    (session,) = (e for e in threads.timelines[2].to_events() if e["track"] == SPOT_TRACK)
     assert session["args"]["steps"] == threads.trainers[2].version - version
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.observe.metrics import read_metrics
-from megatron_tlt.observe.timeline import SPOT_LANE
+from megatron_tlt.observe.timeline import SPOT_TRACK
 from tests.trainer.conftest import Runs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -67,9 +67,9 @@ def test_bubbles_train_the_drafter_and_a_killed_run_goes_on_from_them(runs: Runs
     assert newest_checkpoint(run) >= max(row["drafter/version"] for row in trained) - LEAST
 
     events = list(json.loads((run / "timeline.json").read_text())["traceEvents"])
-    lanes = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["args"]["name"] == SPOT_LANE}
+    tracks = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["args"]["name"] == SPOT_TRACK}
     spans = [e for e in events if e["ph"] == "X"]
-    sessions = [e for e in spans if (e["pid"], e["tid"]) in lanes]
+    sessions = [e for e in spans if (e["pid"], e["tid"]) in tracks]
     idle = [e for e in spans if e["name"] == "idle"]
     assert sum(e["args"]["steps"] for e in sessions) >= 2 * sum(row["spot/steps"] for row in trained)
     # which ranks wait in a step is for its responses to say: the first has most of them, seldom the shortest

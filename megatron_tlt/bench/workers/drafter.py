@@ -47,7 +47,7 @@ class _Together:
 
     def __init__(self, drafters: Mapping[str, DrafterManager], first: Policy) -> None:
         self._drafters, self._first = drafters, first
-        self.taps = next(iter(drafters.values())).taps
+        self.aux_layers = next(iter(drafters.values())).aux_layers
 
     def check(self, engine: RolloutEngine) -> None:
         """The rollout's engine drafts by n-grams."""
@@ -151,7 +151,7 @@ class _DrafterBench:
         self, drafter: DrafterManager, step: int, responses: tuple[Sequence[ScoredResponse], RolloutBatch]
     ) -> None:
         """Give a drafter responses of the first policy, with that policy's states."""
-        _, states = self._first.log_probs_and_states(responses[1], taps=drafter.taps)
+        _, states = self._first.log_probs_and_states(responses[1], aux_layers=drafter.aux_layers)
         drafter.add(step, *responses, states)
 
     def _learn_more(self, drafter: DrafterManager, step: int) -> None:

@@ -14,7 +14,7 @@ from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
-from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, drafter_from_target, taps_of, warm_up
+from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, aux_layers_of, drafter_from_target, warm_up
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.rollout.types import Request
@@ -70,8 +70,10 @@ def train_head(quickstart: Quickstart, kind: Kind, steps: int, work: Path) -> Pa
 
 def warm_head(target: Path, pairs: Sequence[Pair], drafter: DrafterConfig, plan: WarmupPlan, folder: Path) -> Path:
     """The folder of a head initialized from the target's last layer and trained on the pairs."""
-    model = drafter_from_target(target, drafter.kind, 1, drafter.taps, draft_vocab_size=drafter.draft_vocab_size)
-    states = TargetStates(target, taps_of(model.config), torch.device("cpu"))
+    model = drafter_from_target(
+        target, drafter.kind, 1, drafter.aux_hidden_state_layer_ids, draft_vocab_size=drafter.draft_vocab_size
+    )
+    states = TargetStates(target, aux_layers_of(model.config), torch.device("cpu"))
     with Progress(0, plan.steps, enabled=False) as progress:
         warm_up(model, drafter, pairs, states, folder, plan, progress)
     return folder / "drafter"

@@ -64,7 +64,7 @@ def scenario_of(
             recompute=config.actor.megatron.get("recompute_granularity") == "full",
             log_prob_passes=2 if config.algorithm.kl_coefficient else 1,
         ),
-        taps=0 if kind is None else kind.taps,
+        num_aux_layers=0 if kind is None else kind.num_aux_layers,
         drafted=None if kind is None or not kind.own_head or drafter is None else drafter.draft_vocab_size,
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
         spot=Spot(

@@ -62,8 +62,8 @@ def drafter_step_flops(scenario: Scenario, mean_length: float) -> float:
     """
     model, spot = scenario.model, scenario.spot
     tokens = spot.entries_per_step * scenario.devices * (mean_length + scenario.prompt_tokens)
-    frozen = 0 if scenario.taps else model.vocabulary
-    return spot.unroll * tokens * (6.0 * model.draft_head(scenario.taps, scenario.drafted) + 4.0 * frozen)
+    frozen = 0 if scenario.num_aux_layers else model.vocabulary
+    return spot.unroll * tokens * (6.0 * model.draft_head(scenario.num_aux_layers, scenario.drafted) + 4.0 * frozen)
 
 
 def bubble_steps(scenario: Scenario, ends: Array, responses: Array, mean_length: float) -> float:

@@ -86,7 +86,7 @@ class Scenario:
     gate: Gate = Gate()
     spot: Spot = Spot()
     tail: TailBatching = TailBatching()
-    taps: int = 0
+    num_aux_layers: int = 0
     """Number of hidden states that an EAGLE-3 head reads; 0 for an EAGLE head."""
     drafted: int | None = None
     """Tokens that an EAGLE-3 head can draft; None for all."""
@@ -106,7 +106,7 @@ class Scenario:
         return self.devices // (self.actor.tensor * self.actor.pipeline * self.actor.context)
 
     def engine(self) -> EngineModel:
-        head = self.model.draft_head(self.taps, self.drafted) if self.taps else None
+        head = self.model.draft_head(self.num_aux_layers, self.drafted) if self.num_aux_layers else None
         return EngineModel(self.model, self.device, self.engine_devices, self.constants, head)
 
     def limits(self) -> Limits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_tlt.observe.report_data import last_rollout
 from megatron_tlt.observe.timeline import Timeline, merge
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
-from megatron_tlt.trainer.engine_lane import EngineLane
+from megatron_tlt.trainer.engine_track import EngineTrack
 from tests.helpers.traces import trace_problems
 
 EAGLE = Strategy("eagle", 3)
@@ -19,12 +19,12 @@ def step(at: int, running: int, strategy: Strategy, tokens: int) -> StepRecord:
 def test_steps_of_one_strategy_and_batch_are_one_stretch() -> None:
     timeline = Timeline(0)
     timeline.begin_step(3)
-    lane = EngineLane(timeline)
-    lane.begin_rollout()
+    track = EngineTrack(timeline)
+    track.begin_rollout()
     steps = [step(0, 4, OFF, 4), step(1, 4, OFF, 4), step(2, 2, OFF, 2), step(3, 2, EAGLE, 5), step(4, 2, EAGLE, 7)]
     for record in steps:
-        lane.add(record)
-    lane.flush()
+        track.add(record)
+    track.flush()
     trace = merge([timeline.to_events()])
     assert trace_problems(trace) == []
     found = last_rollout(trace)
@@ -41,20 +41,20 @@ def test_steps_of_one_strategy_and_batch_are_one_stretch() -> None:
 
 def test_only_the_last_of_a_steps_rollouts_is_read() -> None:
     timeline = Timeline(0)
-    lane = EngineLane(timeline)
+    track = EngineTrack(timeline)
     for strategy in (OFF, EAGLE):
-        lane.begin_rollout()
-        lane.add(step(0, 1, strategy, 2))
-        lane.flush()
+        track.begin_rollout()
+        track.add(step(0, 1, strategy, 2))
+        track.flush()
     assert [stretch.strategy for stretch in last_rollout(merge([timeline.to_events()]))] == ["eagle-3"]
 
 
 def test_no_stretch_is_endless() -> None:
     timeline = Timeline(0)
-    lane = EngineLane(timeline)
+    track = EngineTrack(timeline)
     for at in range(200):
-        lane.add(step(at, 1, EAGLE, 2))
-    lane.flush()
+        track.add(step(at, 1, EAGLE, 2))
+    track.flush()
     assert [e["args"]["steps"] for e in timeline.to_events() if e["kind"] == "span"] == [64, 64, 64, 8]
 
 

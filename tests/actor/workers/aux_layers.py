@@ -1,4 +1,4 @@
-"""Scores samples under several layouts in the same processes, with and without taps, and writes each rank's states."""
+"""Scores samples under several layouts in the same processes and writes each rank's hidden states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 SAMPLES = {"all": slice(None), "alone": slice(1, 2)}
 
 
-def taps_of(name: str) -> dict[str, tuple[int, ...]]:
+def aux_layers_of(name: str) -> dict[str, tuple[int, ...]]:
     """Every layer's input and the last one's output, and behind them the final norm's; that one alone."""
     return {"layers": (0, 1, 2) if name.startswith("moe") else (0, 1, 2, 3, 4), "final": ()}
 
@@ -67,16 +67,18 @@ def main(folder: str, out: str) -> None:
         for which, chosen in SAMPLES.items():
             data = batch_of(samples()[chosen])
             plain = policy.log_probs(data, TEMPERATURE)
-            for kind, taps in taps_of(name).items():
-                scores, found = policy.log_probs_and_states(data, TEMPERATURE, taps=taps, dtype=torch.float32)
+            for kind, aux_layers in aux_layers_of(name).items():
+                scores, found = policy.log_probs_and_states(
+                    data, TEMPERATURE, aux_layers=aux_layers, dtype=torch.float32
+                )
                 same_scores[f"{name}/{which}/{kind}"] = all(
                     torch.equal(a, b) for a, b in zip(scores[1:], plain[1:], strict=True)
                 )
                 states |= {f"{name}/{which}/{kind}/{index}": tensor for index, tensor in found.items()}
-        rounded = policy.log_probs_and_states(batch(), taps=())[1]
+        rounded = policy.log_probs_and_states(batch(), aux_layers=())[1]
         states |= {f"{name}/all/bf16/{index}": tensor for index, tensor in rounded.items()}
-        with pytest.raises(ConfigError, match=r"tapped layers \[9\]; allowed: 0 to"):
-            policy.log_probs_and_states(batch(), taps=(1, 9))
+        with pytest.raises(ConfigError, match=r"auxiliary layers \[9\]; allowed: 0 to"):
+            policy.log_probs_and_states(batch(), aux_layers=(1, 9))
         assert not any(m._forward_hooks or m._forward_pre_hooks for c in policy.model.chunks for m in c.modules()), name
     save_file(states, Path(out, f"rank{rank()}.safetensors"))
     Path(out, f"rank{rank()}.json").write_text(json.dumps(same_scores))

@@ -15,14 +15,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_tlt.actor.hidden_states import Holder, TappedStates, part_of
+from megatron_tlt.actor.hidden_states import AuxHiddenStates, Holder, part_of
 from megatron_tlt.actor.megatron_model import MegatronModel
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.collectives import all_gather_data
 
 
 class _Recorder:
-    """Copies a tap's states to the host, call by call: a stage runs a chunk's micro-batches in their order."""
+    """Copies a layer's input states to the host, call by call: a stage runs a chunk's micro-batches in their order."""
 
     def __init__(self, sequence_parallel: bool, dtype: torch.dtype) -> None:
         self.calls: list[torch.Tensor | None] = []
@@ -48,40 +48,42 @@ class _Recorder:
         self._record(output)
 
 
-def _tapped_module(chunk: GPTModel, tap: int, num_layers: int) -> Any:
-    """The module of a chunk that the stream enters at ``tap``, or None."""
-    if tap == num_layers:
+def _entered_module(chunk: GPTModel, layer: int, num_layers: int) -> Any:
+    """The module of a chunk that the stream enters at ``layer``, or None."""
+    if layer == num_layers:
         return chunk.decoder.final_layernorm
-    return next((layer for layer in chunk.decoder.layers if layer.layer_number == tap + 1), None)
+    return next((found for found in chunk.decoder.layers if found.layer_number == layer + 1), None)
 
 
 @contextmanager
-def tap_hidden_states(model: MegatronModel, taps: Sequence[int], dtype: torch.dtype) -> Iterator[TappedStates]:
+def record_hidden_states(
+    model: MegatronModel, aux_layers: Sequence[int], dtype: torch.dtype
+) -> Iterator[AuxHiddenStates]:
     """What this rank sees of the states, by column, while the block runs, which is one forward pass.
 
     Args:
         model: its layers, on whatever ranks.
-        taps: layers whose input, the residual stream before any norm, is taken: transformers' ``hidden_states[i]``
-            for i below the number of layers, and for i equal to it the stream before the final norm. The output of
-            the final norm, which the LM head reads, is taken in any case: it is the column behind theirs.
+        aux_layers: layers whose input, the residual stream before any norm, is taken: transformers'
+            ``hidden_states[i]`` for i below the number of layers, and for i equal to it the stream before the final
+            norm. The output of the final norm, which the LM head reads, is always taken: it is the last column.
         dtype: of the copies on the host.
 
     Raises:
-        ConfigError: a tap that the model has not.
+        ConfigError: a layer that the model lacks.
     """
     num_layers = model.config.num_layers
-    if wrong := [tap for tap in taps if not 0 <= tap <= num_layers]:
-        raise ConfigError(f"tapped layers {wrong}; allowed: 0 to {num_layers}")
+    if wrong := [layer for layer in aux_layers if not 0 <= layer <= num_layers]:
+        raise ConfigError(f"auxiliary layers {wrong}; allowed: 0 to {num_layers}")
     recorders: dict[int, _Recorder] = {}
     handles = []
     try:
         for chunk in model.chunks:
-            for column, tap in enumerate(taps):
-                if (module := _tapped_module(chunk, tap, num_layers)) is not None:
+            for column, layer in enumerate(aux_layers):
+                if (module := _entered_module(chunk, layer, num_layers)) is not None:
                     recorder = recorders[column] = _Recorder(model.config.sequence_parallel, dtype)
                     handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
             if (module := chunk.decoder.final_layernorm) is not None:
-                recorder = recorders[len(taps)] = _Recorder(model.config.sequence_parallel, dtype)
+                recorder = recorders[len(aux_layers)] = _Recorder(model.config.sequence_parallel, dtype)
                 handles.append(module.register_forward_hook(recorder.behind))
         yield {column: recorder.calls for column, recorder in recorders.items()}
     finally:
@@ -89,13 +91,13 @@ def tap_hidden_states(model: MegatronModel, taps: Sequence[int], dtype: torch.dt
             handle.remove()
 
 
-def holders(tapped: TappedStates) -> list[Holder]:
+def holders(aux_states: AuxHiddenStates) -> list[Holder]:
     """The ranks that this rank's samples pass through, in rank order; every rank of the world calls it."""
     own = Holder(
         data=parallel_state.get_data_parallel_rank(),
         context=parallel_state.get_context_parallel_rank(),
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         rank=torch.distributed.get_rank(),
-        columns=sorted(tapped),
+        columns=sorted(aux_states),
     )
     return [holder for holder in all_gather_data(own, Holder) if holder.data == own.data]

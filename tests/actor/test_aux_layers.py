@@ -1,4 +1,4 @@
-"""Hidden states tapped from the log-prob pass are transformers', under every layout, each sample's on one rank."""
+"""Hidden states recorded in the log-prob pass are transformers', under every layout, each sample's on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.launch import run_torchrun
 from tests.helpers.samples import Sample
 
 pytestmark = pytest.mark.distributed
-WORKER = Path(__file__).parent / "workers" / "taps.py"
+WORKER = Path(__file__).parent / "workers" / "aux_layers.py"
 
 
 @cache
@@ -47,8 +47,8 @@ def only(ranks: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
 def test_states_are_those_of_transformers_and_each_samples_are_on_one_rank(
     world: int, models: Path, tmp_path: Path
 ) -> None:
+    from tests.actor.workers.aux_layers import LAYOUTS, SAMPLES
     from tests.actor.workers.layouts import model_of, samples
-    from tests.actor.workers.taps import LAYOUTS, SAMPLES
 
     run_torchrun(WORKER, world, [str(models), str(tmp_path)], timeout_s=300)
     ranks = [load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(world)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_tlt.observe.timeline import ENGINE_LANE, Timeline
+from megatron_tlt.observe.timeline import ENGINE_TRACK, Timeline
 from megatron_tlt.speculation.strategy import StepRecord
 
 # a span of the timeline covers at most so many steps: their acceptance may change
 _MOST_STEPS = 64
 
 
-class EngineLane:
-    """A span for each stretch of steps of one strategy and batch, in a lane of its own below the rank's phases."""
+class EngineTrack:
+    """A span for each stretch of steps of one strategy and batch, in a track of its own below the rank's phases."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -47,8 +47,8 @@ class EngineLane:
             first.strategy.name,
             self._origin + first.start,
             last.start + last.duration - first.start,
-            ENGINE_LANE,
-            lane=ENGINE_LANE,
+            ENGINE_TRACK,
+            track=ENGINE_TRACK,
             rollout=self._rollout,
             batch=first.batch,
             steps=len(self._steps),
