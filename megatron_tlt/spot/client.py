@@ -14,6 +14,7 @@ from typing import TypeVar
 import zmq
 
 from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.spot.fault_hooks import FaultHooks
 from megatron_tlt.spot.follower import Follower
 from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Dropped, MessageSigner
 from megatron_tlt.spot.threaded import Threaded
@@ -64,6 +65,7 @@ class CoordinatorClient(Threaded):
         )
         self.rank = rank
         self._seal = seal
+        self._hooks = FaultHooks("report")
         self._clock = clock
         self._heartbeat_s = config.heartbeat_s
         # above what this rank used before, had it been started again with the same secret
@@ -193,8 +195,10 @@ class CoordinatorClient(Threaded):
         with self._news:
             report = self._follower.report()
         # not connected, or nobody reads: the next report says it all
+        frames = self._seal.close(report)
         with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(self._seal.close(report), zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._hooks.sent(frames)
 
     def _receive(self) -> None:
         while True:

@@ -16,6 +16,7 @@ import zmq
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.spot.coordinator import Coordinator
+from megatron_tlt.spot.fault_hooks import FaultHooks
 from megatron_tlt.spot.messages import LARGEST_REPORT, Dropped, MessageSigner
 from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Directive, Report
@@ -56,6 +57,7 @@ class CoordinatorService(Threaded):
             "spot-coordinator", "the spot coordinator failed; no drafter is trained during rollouts from here on"
         )
         self._seal = seal
+        self._hooks = FaultHooks("directive")
         self._clock = clock
         # above what an earlier coordinator of this run may have used
         self._machine = Coordinator(replicas, config, clock(), first_sequence=time.time_ns())
@@ -88,6 +90,7 @@ class CoordinatorService(Threaded):
         while not self._closing:
             wait = min(self._machine.next_deadline() - self._clock(), _LONGEST_ROUND_S)
             poller.poll(max(0, math.ceil(wait * 1000)))
+            self._hooks.hold()
             self._round(self._clock())
 
     def _round(self, now: float) -> None:
@@ -116,10 +119,10 @@ class CoordinatorService(Threaded):
     def _send(self, directives: Iterable[Directive]) -> None:
         for directive in directives:
             # a peer that is gone, or takes nothing in, is passed over: its next report is answered again
+            frames = self._seal.close(directive)
             with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart(
-                    [self._routes[directive.rank], *self._seal.close(directive)], zmq.NOBLOCK, copy=True
-                )
+                self._socket.send_multipart([self._routes[directive.rank], *frames], zmq.NOBLOCK, copy=True)
+                self._hooks.sent(frames)
 
 
 def _one_address(host: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,10 +68,12 @@ class Runs:
     def evaluate(self, name: str, *overrides: str) -> str:
         return run_logged(self.command(name, *overrides, fresh=False, command="eval"), timeout_s=600)
 
-    def start(self, name: str, *overrides: str, fresh: bool = True) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *overrides: str, fresh: bool = True, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """To be killed it need not be ``fresh``; other signals go down a tree of processes, which forks do not form."""
         self.started[name] = uuid.uuid4().hex
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: self.started[name]}
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: self.started[name], **(env or {})}
         log = (self.folder / f"{name}.log").open("ab")
         return subprocess.Popen(
             self.command(name, *overrides, fresh=fresh),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import time
 import uuid
@@ -15,9 +14,10 @@ import pytest
 
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.platform.processes import launch_environment
+from megatron_tlt.spot.fault_hooks import VARIABLE
 from tests.helpers.hosts import INTERFACE, Hosts, hosts
 from tests.helpers.launch import MARK, REPOSITORY, free_port, kill_marked, python, slowness
-from tests.helpers.wire import Wire
+from tests.helpers.spot_messages import SpotMessages
 from tests.trainer.conftest import GREEDY_SPOT, Runs, assert_same_policy, rows_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -41,14 +41,19 @@ class Launch:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
+    @property
+    def messages(self) -> Path:
+        return self.folder / f"messages-{self.mark}"
+
     def start(self) -> None:
         port = free_port()
+        self.messages.mkdir()
         for index in range(HOSTS):
             command = [python(), "-m", "torch.distributed.run", f"--nnodes={HOSTS}", f"--node-rank={index}"]
             command += ["--nproc-per-node=1", f"--master-addr={self.hosts.address(0)}", f"--master-port={port}"]
             command += ["--max-restarts=0", "-m", "megatron_tlt.cli.workers.train", str(self.resolved)]
             environment = launch_environment(1) | {"PYTHONPATH": str(REPOSITORY), MARK: self.mark}
-            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONUNBUFFERED": "1"}
+            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONUNBUFFERED": "1", VARIABLE: str(self.messages)}
             with self.log_file(index).open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
@@ -90,14 +95,9 @@ class Launch:
             process.wait()
 
 
-def coordinator(launch: Launch) -> int | None:
-    found = re.search(r"the spot coordinator listens at tcp://[\d.]+:(\d+)", launch.log(0))
-    return int(found[1]) if found else None
-
-
-def in_session(launch: Launch, wire: Wire) -> int:
+def in_session(launch: Launch, sent: SpotMessages) -> int:
     """Returns in the middle of a session that both waiting ranks train, with the number of RL steps before it."""
-    step = launch.until(lambda: wire.session(2, 1) or launch.ended(), 240, "the session")
+    step = launch.until(lambda: sent.session(2, 1) or launch.ended(), 240, "the session")
     assert step is not True, f"no session: {launch.log(0)[-5000:]}"
     return step
 
@@ -115,11 +115,7 @@ def test_a_cut_is_named_on_both_sides_and_the_run_goes_on_once_it_is_mended(runs
     resolved.write_text(dump_resolved(config))
     with hosts(HOSTS) as network:
         with Launch(runs.folder, network, resolved) as launch:
-            launch.until(lambda: coordinator(launch) is not None or launch.ended(), 240, "the start")
-            port = coordinator(launch)
-            assert port is not None, launch.log(0)[-5000:]
-            with Wire(port, INTERFACE, network.names[0]) as wire:
-                done = in_session(launch, wire)
+            done = in_session(launch, SpotMessages(launch.messages))
             network.link(CUT, "down")
             launch.until(launch.ended, BOUND_S, "the end")
             assert all(process.returncode != 0 for process in launch.processes)

@@ -20,11 +20,11 @@ import zmq
 from megatron_tlt.drafter.checkpoint import KIND
 from megatron_tlt.observe.timeline import read_trace
 from megatron_tlt.spot import newest
+from megatron_tlt.spot.fault_hooks import VARIABLE
 from tests.conftest import mounted
-from tests.helpers.held import held, listener, thread_named
 from tests.helpers.launch import slowness, worker_of
+from tests.helpers.spot_messages import SpotMessages
 from tests.helpers.traces import trace_problems
-from tests.helpers.wire import Wire
 from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_policy, rows_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -45,6 +45,7 @@ class Faulty:
     runs: Runs
     process: subprocess.Popen[bytes]
     folder: Path
+    messages: Path
     killed: list[int] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
     """RL steps of: a member killed, the leader killed, the coordinator held, messages forged."""
@@ -59,8 +60,8 @@ class Faulty:
             time.sleep(0.002)
         return answer
 
-    def wire(self, launch: int) -> Wire:
-        """The line to the coordinator of the run's ``launch``-th start."""
+    def port(self, launch: int) -> int:
+        """The port of the coordinator of the run's ``launch``-th start, once it listens."""
         found: list[str] = []
 
         def listens() -> bool:
@@ -70,17 +71,19 @@ class Faulty:
             return len(found) > launch
 
         self.until(listens, f"no coordinator in launch {launch}")
-        return Wire(int(found[launch]))
+        return int(found[launch])
 
     def pid(self, rank: int) -> int:
         return worker_of(self.runs.started["faulty"], rank)
 
-    def in_session(self, wire: Wire) -> None:
+    def in_session(self) -> SpotMessages:
         """Returns in the middle of a session that both waiting ranks train, in a later step than other faults."""
+        sent = SpotMessages(self.messages)
         first = max(self.faults, default=0) + 1
-        step = self.until(lambda: wire.session(2, first), f"no session from step {first} on")
+        step = self.until(lambda: sent.session(2, first), f"no session from step {first} on")
         assert step is not None
         self.faults.append(step)
+        return sent
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +91,16 @@ def faulty(runs: Runs) -> Iterator[Faulty]:
     folder = runs.folder / "faulty"
     (folder / "drafter").mkdir(parents=True)
     with mounted(folder / "drafter" / "spot", DISK):
-        run = Faulty(runs, runs.start("faulty", *GREEDY_SPOT, fresh=False), folder)
+        messages = runs.folder / "faulty-messages"
+        messages.mkdir()
+        process = runs.start("faulty", *GREEDY_SPOT, fresh=False, env={VARIABLE: str(messages)})
+        run = Faulty(runs, process, folder, messages)
         try:
             kill_member(run)
             kill_leader(run)
-            with run.wire(2) as wire:
-                hold_coordinator(run, wire)
-                forge(run, wire)
+            port = run.port(2)
+            hold_coordinator(run)
+            forge(run, port)
             assert run.process.wait(240 * slowness()) == 0, runs.log("faulty")
             yield run
         finally:
@@ -103,41 +109,37 @@ def faulty(runs: Runs) -> Iterator[Faulty]:
 
 
 def kill_member(run: Faulty) -> None:
-    with run.wire(0) as wire:
-        run.in_session(wire)
-        leader = wire.leader()
-        assert leader in (1, 2)
-        run.killed.append(3 - leader)
-        os.kill(run.pid(3 - leader), signal.SIGKILL)
+    leader = run.in_session().leader()
+    assert leader in (1, 2)
+    run.killed.append(3 - leader)
+    os.kill(run.pid(3 - leader), signal.SIGKILL)
 
 
 def kill_leader(run: Faulty) -> None:
-    with run.wire(1) as wire:
-        run.in_session(wire)
-        leader = wire.leader()
-        assert leader in (1, 2)
-        run.killed.append(leader)
-        os.kill(run.pid(leader), signal.SIGKILL)
+    run.port(1)
+    leader = run.in_session().leader()
+    assert leader in (1, 2)
+    run.killed.append(leader)
+    os.kill(run.pid(leader), signal.SIGKILL)
 
 
-def hold_coordinator(run: Faulty, wire: Wire) -> None:
-    run.in_session(wire)
-    with held(thread_named(listener(wire.port), "spot-coordinator"[:15])):
-        time.sleep(0.1)  # what it had sent before
-        reports, directives = len(wire.frames), len(wire.directives)
+def hold_coordinator(run: Faulty) -> None:
+    sent = run.in_session()
+    with sent.coordinator_held():
+        time.sleep(1.5)  # it ends its round, of a second at most
+        reports, directives = len(sent.frames), len(sent.directives)
         time.sleep(HELD_S)
-        run.reports_while_held = sum(report.rank == 0 for report, _ in wire.frames[reports:])
-        run.directives_while_held = len(wire.directives) - directives
+        run.reports_while_held = sum(report.rank == 0 for report, _ in sent.frames[reports:])
+        run.directives_while_held = len(sent.directives) - directives
 
 
-def forge(run: Faulty, wire: Wire) -> None:
+def forge(run: Faulty, port: int) -> None:
     """In a session somebody says that the first rank is done: all would be over."""
-    run.in_session(wire)
-    report, frames = next(item for item in reversed(wire.frames) if item[0].rank == 0)
+    report, frames = next(item for item in reversed(run.in_session().frames) if item[0].rank == 0)
     lie = replace(report, sequence=report.sequence + 10**6, released=True, available=True)
     payload = msgspec.msgpack.encode(lie)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.connect(f"tcp://127.0.0.1:{wire.port}")
+        stranger.connect(f"tcp://127.0.0.1:{port}")
         for _ in range(UNSIGNED):
             stranger.send(payload)
         for _ in range(FORGED):

@@ -1,0 +1,35 @@
+"""What fault tests need from outside: the messages that were sent, and a coordinator that stops when it is told to.
+
+Both work through the folder that the environment variable ``TLT_SPOT_FAULTS`` names. Without it nothing happens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLE = "TLT_SPOT_FAULTS"
+HOLD = "hold"
+"""While the folder has a file of this name, the coordinator does nothing."""
+
+
+class FaultHooks:
+    """Of one sender of messages; ``kind`` is ``report`` or ``directive``, the beginning of its file's name."""
+
+    def __init__(self, kind: str) -> None:
+        folder = os.environ.get(VARIABLE)
+        self._folder = Path(folder) if folder else None
+        self._name = f"{kind}-{os.getpid()}"
+
+    def sent(self, frames: Sequence[bytes]) -> None:
+        """Append the frames of a message to the sender's file: a line of hexadecimal numbers."""
+        if self._folder is not None:
+            with (self._folder / self._name).open("a") as file:
+                file.write(" ".join(frame.hex() for frame in frames) + "\n")
+
+    def hold(self) -> None:
+        """Return once the folder has no file ``hold``."""
+        while self._folder is not None and (self._folder / HOLD).exists():
+            time.sleep(0.05)
