@@ -87,6 +87,11 @@ class BenchmarkResult:
         console = console or Console()
         # single measurements are in the JSON; the table shows their summary
         columns = [c for c in dict.fromkeys(key for row in self.rows for key in row) if not self._is_raw(c)]
+        if len(self.rows) > 2:
+            shared = [c for c in columns if len({_text(row.get(c)) for row in self.rows}) == 1]
+            columns = [column for column in columns if column not in shared]
+            if shared:
+                console.print(", ".join(f"{c.replace('_', ' ')}: {_text(self.rows[0].get(c))}" for c in shared))
         if columns:
             for table in _tables(self.name, columns, self.rows, console):
                 console.print(table)

@@ -164,6 +164,14 @@ def test_a_table_too_wide_for_its_console_lies_down_and_loses_nothing(columns: i
     assert ("measured 3  │ value-0-3  │ value-1-3 " in shown) == lies
 
 
+def test_what_all_rows_share_is_printed_once_above_the_table() -> None:
+    rows = [{"case": str(i), "model": "tiny", "seconds": float(i)} for i in range(4)]
+    console = Console(file=io.StringIO(), width=80)
+    BenchmarkResult({}, "shared", rows).print(console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.startswith("model: tiny\n") and shown.count("tiny") == 1
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2))
 def test_interleave_rotates(number: int, repeats: int, warmups: int) -> None:
