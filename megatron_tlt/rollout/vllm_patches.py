@@ -112,6 +112,10 @@ def harden_kernel_scan() -> None:
     the ngram drafter uses) holds a proxy that answers any attribute, ``__dict__`` included, with a function. So no
     engine could start in a process that has imported numba before, nor a second one after a first with a drafter.
     """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
     from vllm.triton_utils import dispatcher
 
     dispatcher.vars = _plain_vars  # shadows the builtin in that module alone

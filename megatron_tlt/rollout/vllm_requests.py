@@ -51,8 +51,7 @@ def add_request(llm: Any, request: Request) -> str:
     Raises:
         ConfigError: vLLM refuses or changes its sampling, or stop strings without a tokenizer in the model folder.
     """
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMClientError
+    from vllm import SamplingParams, exceptions
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
@@ -80,7 +79,7 @@ def add_request(llm: Any, request: Request) -> str:
             )
         prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
         return str(llm.add_request(request.request_id, prompt, params))
-    except (ValueError, VLLMClientError) as error:
+    except (ValueError, getattr(exceptions, "VLLMClientError", ValueError)) as error:  # 0.26 raises ValueError alone
         raise ConfigError(f"request {request.request_id}: {' '.join(str(error).split())}") from error
 
 

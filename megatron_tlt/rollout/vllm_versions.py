@@ -20,10 +20,8 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm", "SamplingParams"),
     ("vllm.config.load", "LoadConfig"),
     ("vllm.engine.arg_utils", "EngineArgs"),
-    ("vllm.exceptions", "VLLMClientError"),
     ("vllm.platforms", "current_platform"),
     ("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),
-    ("vllm.triton_utils.dispatcher", "register_kernels"),
     ("vllm.v1.engine.core", "cleanup_dist_env_and_memory"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.from_engine_args"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
@@ -36,7 +34,6 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
     ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
-    ("vllm.v1.sample.sampler", "batched_count_greater_than"),
     ("vllm.v1.spec_decode.eagle", "EagleProposer.propose"),
     ("vllm.v1.spec_decode.eagle", "EagleProposer._sample_draft_tokens"),
     ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
@@ -51,12 +48,8 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._calc_spec_decode_metadata"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
-    ("vllm.model_executor.layers.fused_moe.activation", "MoEActivation.SILU"),
     ("vllm.model_executor.layers.fused_moe.expert_map_manager", "ExpertMapManager.get_local_expert_ids"),
     ("vllm.model_executor.layers.fused_moe.expert_map_manager", "ExpertMapManager.map_global_to_local"),
-    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts._supports_grouped_gemm"),
-    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),
-    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.process_weights_after_loading"),
     ("vllm.model_executor.layers.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.BATCHED_TRITON"),
     ("vllm.model_executor.layers.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.CPU"),
     ("vllm.model_executor.layers.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.TRITON"),
@@ -64,8 +57,6 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.fused_moe.routed_experts", "RoutedExperts.expert_map"),
     ("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
     ("vllm.model_executor.layers.layernorm", "RMSNorm"),
-    ("vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed.make_group_name"),
-    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
     ("vllm.model_executor.layers.linear", "LinearBase"),
     ("vllm.model_executor.layers.linear", "ReplicatedLinear"),
     ("vllm.model_executor.layers.linear", "UnquantizedLinearMethod"),
@@ -75,6 +66,36 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.linear", "RowParallelLinear"),
     ("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
+)
+# (module, dotted attribute) of what is used on a CPU alone
+CPU_ATTRIBUTES: tuple[tuple[str, str], ...] = (
+    ("vllm.triton_utils.dispatcher", "register_kernels"),
+    ("vllm.v1.sample.sampler", "batched_count_greater_than"),
+    ("vllm.model_executor.layers.fused_moe.activation", "MoEActivation.SILU"),
+    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts._supports_grouped_gemm"),
+    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"),
+    ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.process_weights_after_loading"),
+    ("vllm.distributed.device_communicators.cpu_communicator", "_CPUSHMDistributed.make_group_name"),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+)
+
+# functions that we stand in for, or whose steps ours follow: a release with another body needs a review
+REPLACED: tuple[tuple[str, str], ...] = (
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    ("vllm.v1.engine.output_processor", "RequestState.make_request_output"),
+    ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
+    ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+    ("vllm.v1.spec_decode.eagle", "EagleProposer._sample_draft_tokens"),
+    ("vllm.v1.spec_decode.eagle", "EagleProposer.propose"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._calc_spec_decode_metadata"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._prepare_inputs"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
+    ("vllm.v1.worker.gpu_worker", "Worker.sleep"),
+    ("vllm.v1.worker.gpu_worker", "Worker.wake_up"),
 )
 
 
@@ -98,7 +119,7 @@ def check_version(version: str) -> None:
         raise RunError(f"vllm {version} is installed; rollout needs release {SUPPORTED_RELEASE}.x")
 
 
-def missing_attributes(required: tuple[tuple[str, str], ...] = REQUIRED_ATTRIBUTES) -> list[str]:
+def missing_attributes(required: tuple[tuple[str, str], ...]) -> list[str]:
     """``module.attribute`` of each required part that the installed vLLM lacks (imports vLLM: seconds)."""
     missing = []
     for module_name, attribute in required:
@@ -117,7 +138,10 @@ def check_vllm() -> str:
     """
     version = installed_version()
     check_version(version)
-    if missing := missing_attributes():
+    from vllm.platforms import current_platform
+
+    required = REQUIRED_ATTRIBUTES + (CPU_ATTRIBUTES if current_platform.is_cpu() else ())
+    if missing := missing_attributes(required):
         raise RunError(
             f"vllm {version} lacks {', '.join(missing)}, which rollout uses; install release {SUPPORTED_RELEASE}.0"
         )
