@@ -23,14 +23,22 @@ fail() { # status, message
     exit "$1"
 }
 
-# The first node's address: its name where that resolves, else what Slurm itself reaches it by.
+# The address of a name that other nodes can reach: none of 127.*, which Debian's /etc/hosts gives a node's own name.
+reachable() { # name
+    getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}'
+}
+
+# The first node's address: by its name, else by the name that Slurm reaches it by, else its own first address.
 address_of() { # node
     local address
-    address="$(getent ahostsv4 "$1" | awk 'NR == 1 {print $1}')"
+    address="$(reachable "$1")"
     if [[ -z "$address" ]]; then
-        address="$(scontrol show node "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')"
+        address="$(reachable "$(scontrol show node "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')")"
     fi
-    printf '%s\n' "$address"
+    if [[ -z "$address" ]]; then # a job script runs on the job's first node
+        address="$(hostname -I 2>/dev/null | tr ' ' '\n' | grep -v '^127\.' | head -n 1)"
+    fi
+    printf '%s\n' "${address:-127.0.0.1}"
 }
 
 # Prints srun's options, or the command, that enter the container; one word a line.

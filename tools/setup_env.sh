@@ -2,9 +2,12 @@
 # Sourced by launch/quickstart.sh and tests/run.sh: `setup_env [dev]` makes .venv in the repository's root.
 #
 # The stack is the CPU one where no GPU answers, the GPU one otherwise. TLT_PYTHON names the interpreter to use and
-# TLT_STACK=cpu|gpu overrides the choice of the stack. A stamp of everything that was installed makes a second call cheap;
-# it is written last, and .venv/.installing marks an installation that was killed, which is then started over. An environment
-# that this script did not make, or that is of another Python or stack, is never removed: the set-up refuses instead.
+# TLT_STACK=cpu|gpu overrides the choice of the stack. TLT_TRANSFORMER_ENGINE=yes adds Transformer Engine to the GPU
+# stack, which needs nvcc and some minutes unless there is a wheel for exactly this torch.
+#
+# A stamp of everything that was installed makes a second call cheap; it is written last, and .venv/.installing marks an
+# installation that was killed, which is then started over. An environment that this script did not make, or that is of
+# another Python or stack, is never removed: the set-up refuses instead.
 
 TLT_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -48,8 +51,15 @@ _find_stack() {
     esac
 }
 
+_engine() {
+    case "${TLT_TRANSFORMER_ENGINE:-no}" in
+        yes | no) printf '%s\n' "${TLT_TRANSFORMER_ENGINE:-no}" ;;
+        *) _fail "TLT_TRANSFORMER_ENGINE=$TLT_TRANSFORMER_ENGINE; allowed: yes, no" ;;
+    esac
+}
+
 _stamp() { # stack, python, groups
-    (cd "$TLT_ROOT" && cat requirements/*.txt setup.cfg pyproject.toml tools/setup_env.sh | cksum)
+    (cd "$TLT_ROOT" && { cat requirements/*.txt setup.cfg pyproject.toml tools/setup_env.sh && _engine; } | cksum)
     printf '%s\n' "$@" "$TLT_ROOT"
 }
 
@@ -68,11 +78,14 @@ _install_gpu() {
     _say "1/4 torch (CUDA)"
     _pip -r requirements/torch.txt || return
     _say "2/4 vLLM, Megatron-Core, libraries"
-    grep -v '^transformer-engine' requirements/gpu.txt >.venv/gpu-prebuilt.txt || return
-    _pip -r .venv/gpu-prebuilt.txt || return
-    # Transformer Engine compiles against the torch that is installed, so it must see it while building.
+    _pip -r requirements/gpu.txt || return
+    if [[ "${TLT_TRANSFORMER_ENGINE:-no}" == no ]]; then
+        _say "3/4 no Transformer Engine: TLT_TRANSFORMER_ENGINE=yes installs it, actor.transformer_impl: local needs none"
+        return
+    fi
+    # It compiles against the torch that is installed, so it must see it while building.
     _say "3/4 Transformer Engine (compiles for some minutes)"
-    _pip --no-build-isolation -r requirements/gpu.txt
+    _pip --no-build-isolation -r requirements/transformer-engine.txt
 }
 
 _install() { # stack, groups
@@ -96,6 +109,7 @@ setup_env() (
     fi
     python="$(_find_python)" || return 2
     stack="$(_find_stack)" || return 2
+    _engine >/dev/null || return 2
     version="$("$python" -c 'import platform; print(platform.python_version())')"
     if [[ -f .venv/.stamp ]]; then
         found="$(cat .venv/.stamp)"

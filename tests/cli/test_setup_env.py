@@ -77,6 +77,18 @@ def test_an_environment_it_did_not_make_is_never_removed(copy: Path, content: st
     assert interpreter.read_text() == f"#!/bin/sh\n{content}\n"
 
 
+def test_transformer_engine_is_installed_on_request_alone(copy: Path) -> None:
+    """The GPU stack's other parts must not fail because this one has to be compiled."""
+    shutil.copy(copy / "requirements/cpu.txt", copy / "requirements/gpu.txt")
+    (copy / "requirements/transformer-engine.txt").write_text("no-such-package-of-ours==1\n")
+    refused = set_up(copy, TLT_STACK="gpu", TLT_TRANSFORMER_ENGINE="maybe")
+    assert refused.returncode == 2 and "TLT_TRANSFORMER_ENGINE=maybe; allowed: yes, no" in refused.stderr
+    done = set_up(copy, TLT_STACK="gpu")
+    assert done.returncode == 0 and "TLT_TRANSFORMER_ENGINE=yes installs it" in done.stdout, done.stderr
+    asked = set_up(copy, TLT_STACK="gpu", TLT_TRANSFORMER_ENGINE="yes")
+    assert asked.returncode != 0 and "no-such-package-of-ours" in asked.stderr
+
+
 def test_set_up_second_call_and_interruption(copy: Path) -> None:
     done = set_up(copy)
     assert done.returncode == 0, done.stderr
