@@ -35,22 +35,23 @@ _MOST_JUMPS = 8
 
 
 class Sources:
-    """The modules below a folder, parsed when they are asked for."""
+    """The modules below some folders, of which the first that has a module counts, parsed when they are asked for."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = roots
         self._trees: dict[str, ast.Module | None] = {}
 
     def module(self, name: str) -> ast.Module | None:
         """The syntax tree of a module or package; None where there is none."""
         if name not in self._trees:
-            base = self._root.joinpath(*name.split("."))
-            path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+            bases = [root.joinpath(*name.split(".")) for root in self._roots]
+            files = [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py")]
+            path = next(filter(Path.is_file, files), None)
             self._trees[name] = None if path is None else ast.parse(path.read_text(encoding="utf-8"))
         return self._trees[name]
 
     def is_package(self, name: str) -> bool:
-        return self._root.joinpath(*name.split(".")).is_dir()
+        return any(root.joinpath(*name.split("."), "__init__.py").is_file() for root in self._roots)
 
     def find(self, module: str, dotted: str, jumps: int = _MOST_JUMPS) -> tuple[str, ast.AST] | None:
         """The defining module and node of ``module.dotted``, over re-exports and base classes; None: absent."""
@@ -165,9 +166,9 @@ def checksum(node: ast.AST) -> str:
     return hashlib.sha256(ast.dump(copy).encode()).hexdigest()[:16]
 
 
-def lock(root: Path) -> dict[str, Entry | None]:
-    """``module:attribute`` of everything that we use in the sources below ``root`` -> what it is; None: absent."""
-    sources = Sources(root)
+def lock(*roots: Path) -> dict[str, Entry | None]:
+    """``module:attribute`` of everything that we use in the sources below ``roots`` -> what it is; None: absent."""
+    sources = Sources(roots)
     replaced = set(REPLACED)
     entries: dict[str, Entry | None] = {}
     for module, dotted in sorted({*REQUIRED_ATTRIBUTES, *CPU_ATTRIBUTES, *REPLACED}):
