@@ -61,9 +61,9 @@ def test_the_installed_sources_are_the_locked_ones() -> None:
         ),
         ("v1/spec_decode/llm_base_proposer.py", "def propose(", "def propose_tokens(", "EagleProposer.propose"),
     ],
+    ids=["renamed", "other parameters", "other body", "renamed in a base class"],
 )
 def test_a_change_of_the_release_is_found(tmp_path: Path, file: str, before: str, after: str, named: str) -> None:
-    """Renamed, another signature, another body, renamed in a base class."""
     text = (installed_root() / "vllm" / file).read_text()
     assert before in text
     path = tmp_path / "vllm" / file
