@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_tlt.actor.megatron_model import MegatronModel
+from megatron_tlt.actor.torch_adam import load_step_counts
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.optim.choice import OptimizerChoice, choose_optimizer
@@ -60,6 +61,7 @@ def build_optimizer(
             **given,
         }
     )
+    load_step_counts()
     optimizer = get_megatron_optimizer(optimizer_config, model.ddp_chunks)
     if choice is not None:
         optimizer.chained_optimizers = [

@@ -7,7 +7,7 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -45,19 +45,30 @@ class Device:
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def memory_bound(self, nbytes: int | None) -> Iterator[None]:
-        """Limits the block to ``nbytes`` of device memory; torch raises its own error above that. No limit on CPU."""
+    def memory_bound(self, nbytes: int | None) -> Iterator[Callable[[], None]]:
+        """Yields a check for the block to call between pieces of work: raises RunError where it took over ``nbytes``.
+
+        It asks the driver. torch's own limit counts the memory of an engine that sleeps as taken, and would stay in
+        force after the block. No limit on CPU.
+        """
         if nbytes is None or not self.is_cuda:
-            yield
+            yield lambda: None
             return
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        fraction = (torch.cuda.memory_reserved(self.torch_device) + max(0, nbytes)) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), self.torch_device)
+        before = self._free_bytes()
+
+        def check() -> None:
+            taken = before - self._free_bytes()
+            if taken > nbytes:
+                raise RunError(f"device memory: {taken / 2**30:.1f} GiB taken; allowed: {nbytes / 2**30:.1f} GiB")
+
         try:
-            yield
+            yield check
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+            torch.cuda.empty_cache()
+
+    def _free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     @property
     def offloads(self) -> bool:
@@ -65,15 +76,24 @@ class Device:
         return self.is_cuda
 
     def memory_bytes(self) -> int:
-        """Bytes of device memory used by this process's tensors; on CPU the resident size of this process."""
+        """Bytes of device memory in use, by the driver; on CPU the resident size of this process.
+
+        One process uses a GPU. torch's own figure counts the memory of an engine that sleeps.
+        """
         if self.is_cuda:
-            return torch.cuda.memory_allocated(self.torch_device)
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            return int(total - free)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Peak bytes of device memory; on CPU this process's peak resident size plus its children's current size."""
+        """Highest bytes since the last call; on CPU this process's highest resident size plus its children's now.
+
+        On a GPU: what is in use, and by how much torch's reserved memory was higher since the last call.
+        """
         if self.is_cuda:
-            return torch.cuda.max_memory_allocated(self.torch_device)
+            fell = torch.cuda.max_memory_reserved(self.torch_device) - torch.cuda.memory_reserved(self.torch_device)
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            return self.memory_bytes() + int(fell)
         children = 0
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -218,8 +218,6 @@ def _cure(name: str, module: Any) -> None:
         )
     elif name == "megatron.core.tensor_parallel.mappings":
         _cure_uneven_parts(module)
-    elif name == "megatron.core.optimizer.distrib_optimizer":
-        _cure_optimizer_state(module)
 
 
 def _cure_uneven_parts(module: Any) -> None:
@@ -244,26 +242,6 @@ def _cure_uneven_parts(module: Any) -> None:
         return summed[start : start + sizes[group.rank()]]
 
     module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, scatter_parts
-
-
-def _cure_optimizer_state(module: Any) -> None:
-    """torch's Adam keeps ``step`` beside its moments; Megatron's setter expects only tensors shaped like the shard."""
-    optimizer = module.DistributedOptimizer
-    original = optimizer._set_main_param_and_optimizer_states
-
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        group_index, group_order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group_index]["params"][group_order]
-        state = self.optimizer.state[main_param]
-        for key, value in tensors.items():
-            target = main_param if key == "param" else state.get(key)
-            if isinstance(target, torch.Tensor) and target.shape == value.shape:
-                target.data.copy_(value)
-            elif isinstance(target, torch.Tensor) and target.numel() == 1:
-                target.data.fill_(value.flatten()[0].item())
-
-    optimizer._set_main_param_and_optimizer_states = set_states
 
 
 class _ScopedLoader(importlib.abc.Loader):

@@ -10,12 +10,18 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_tlt.errors import RunError
+
 
 class StorageOffload:
-    """Frees the storages of tensors, and keeps their contents in host memory if needed."""
+    """Frees the storages of tensors, and keeps their contents in host memory if needed.
+
+    Host memory is kept for the next time: pinning it again costs as much as a copy.
+    """
 
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._unused: dict[int, list[torch.UntypedStorage]] = {}
 
     def offload(self, tensors: Iterable[torch.Tensor], *, keep: bool = True) -> int:
         """Frees the memory of ``tensors``, some of which may share a storage.
@@ -26,6 +32,9 @@ class StorageOffload:
 
         Returns:
             Bytes freed on the device.
+
+        Raises:
+            RunError: the host does not pin so much memory.
         """
         freed = 0
         for tensor in tensors:
@@ -38,18 +47,34 @@ class StorageOffload:
             freed += size
         return freed
 
-    @staticmethod
-    def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        # Pinned memory transfers at the full speed of the bus.
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        return host.untyped_storage().copy_(storage)
+    def _host_copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        size, unused = storage.nbytes(), self._unused.get(storage.nbytes())
+        host = unused.pop() if unused else _host_storage(size, pinned=storage.device.type == "cuda")
+        return host.copy_(storage)
 
     def reload(self) -> None:
         """Restores all freed storages; does nothing if none was freed."""
+        on_gpu = bool(self._held) and self._held[0][0].device.type == "cuda"
         for storage, size, host in self._held:
             storage.resize_(size)
             if host is not None:
                 storage.copy_(host, non_blocking=True)
-        if self._held and self._held[0][0].device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
+        for _, size, host in self._held:
+            if host is not None:
+                self._unused.setdefault(size, []).append(host)
         self._held.clear()
+
+
+def _host_storage(nbytes: int, *, pinned: bool) -> torch.UntypedStorage:
+    """Host memory of exactly this size; pinned, it is transferred at the full speed of the bus.
+
+    torch's own pinned allocations have sizes of powers of two, up to twice the memory.
+    """
+    memory = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+    if pinned:
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        if status:
+            raise RunError(f"CUDA does not pin {nbytes} bytes of host memory (status {status}); see `ulimit -l`")
+    return memory

@@ -215,8 +215,8 @@ class SpotTrainer:
         outcome, failed, cut_off = "failed", 0, 0
         try:
             self._get_device()
-            with current_device().memory_bound(self._spare_bytes()):
-                outcome = self._train(order)
+            with current_device().memory_bound(self._spare_bytes()) as check_memory:
+                outcome = self._train(order, check_memory)
         except Abandoned as why:
             outcome, cut_off = "cut off", 1
             logger.warning("rank %d: drafter training: %s", client.rank, why)
@@ -274,7 +274,7 @@ class SpotTrainer:
             client.wait(_WAIT_S)
         client.leave()
 
-    def _train(self, order: SessionOrder) -> str:
+    def _train(self, order: SessionOrder, check_memory: Callable[[], None]) -> str:
         """How the generation ended: ``stopped``, ``not formed``, or as a step that was not well."""
         client, trainer = self._client, self._trainer
         group: RankGroup | None = None  # who is alone waits for nobody
@@ -300,6 +300,7 @@ class SpotTrainer:
             self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
             if result.outcome != "trained":
                 return result.outcome
+            check_memory()
             self._report = replace(self._report, metrics=result.metrics)
             self._steps += 1
             client.at_step_boundary(trainer.version)

@@ -6,6 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_tlt.errors import RunError
+from megatron_tlt.platform.device import Device
 
 JOIN = "from megatron_tlt.platform.device import initialize_distributed; initialize_distributed(5)"
 
@@ -23,3 +30,53 @@ def test_a_port_in_use_is_one_line_with_the_address() -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("megatron_tlt.errors.RunError: rendezvous at 127.0.0.1:" + port), done.stderr
     assert "in use" in last
+
+
+@dataclass
+class Gpu:
+    """What torch says of a GPU of 80 bytes, of which an engine that sleeps has given 50 back."""
+
+    used: int = 10
+    reserved: int = 55
+    peak: int = 55
+    slept: int = 50
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Device:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 - self.used, 80))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.reserved)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.reserved))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        return Device(torch.device("cuda", 0), "nccl")
+
+    def take(self, nbytes: int) -> None:
+        self.used += nbytes
+        self.reserved += nbytes
+        self.peak = max(self.peak, self.reserved)
+
+
+def test_memory_of_an_engine_that_sleeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    device = gpu.install(monkeypatch)
+    assert device.memory_bytes() == 10 and device.peak_memory_bytes() == 10
+    gpu.take(30)
+    gpu.take(-25)
+    assert device.memory_bytes() == 15
+    assert device.peak_memory_bytes() == 40, "what came and went since the last call"
+    assert device.peak_memory_bytes() == 15
+
+
+def test_a_bound_holds_beside_a_sleeping_engine_and_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    device = gpu.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", None)  # torch's own limit stays in force
+    with device.memory_bound(20) as check:
+        gpu.take(20)
+        check()
+        gpu.take(1)
+        with pytest.raises(RunError, match=r"device memory: .* taken; allowed: "):
+            check()
+    gpu.take(40)
+    with device.memory_bound(None) as check:
+        check()

@@ -27,3 +27,14 @@ def test_what_is_not_kept_takes_no_host_memory_but_has_its_size_again() -> None:
     assert gradient.zero_().tolist() == [0] * 8
     assert memory.offload([torch.empty(0)]) == 0
     memory.reload()
+
+
+def test_host_memory_is_taken_once_and_used_again() -> None:
+    memory, tensors = StorageOffload(), [torch.arange(5.0), torch.arange(5.0, 10.0)]
+    addresses = []
+    for _ in range(3):
+        memory.offload(tensors)
+        addresses.append(sorted(host.data_ptr() for _, _, host in memory._held if host is not None))
+        memory.reload()
+        assert torch.cat(tensors).tolist() == list(map(float, range(10)))
+    assert addresses[0] == addresses[1] == addresses[2]
