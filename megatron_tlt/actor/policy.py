@@ -158,11 +158,14 @@ class Policy:
         ``after_forward`` gets a micro-batch and this rank's share of its logits, (R, T/C, V/TP).
         """
 
+        # Megatron would widen all logits of a micro-batch at once; the scores widen them chunk by chunk
+        as_computed = {"fp32_output": False} if self.model.config.bf16 else {}
+
         def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
             held = on_this_context_rank(batch)
             packed = packed_seq_params(batch.cu_seqlens) if batch.packed else None
-            output = chunk(held.tokens_RT, held.positions_RT, None, packed_seq_params=packed)
+            output = chunk(held.tokens_RT, held.positions_RT, None, packed_seq_params=packed, **as_computed)
             return output, partial(after_forward, batch)
 
         chunks = self.model.ddp_chunks

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_tlt.actor.batches import MicroBatch
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
@@ -35,8 +36,23 @@ def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[st
     return weights_of(policy)
 
 
+def logits_dtype(folder: Path, options: dict[str, object]) -> torch.dtype:
+    """Of the logits that scores and losses are computed from."""
+    policy, found = Policy(folder, ActorConfig(transformer_impl="local", megatron=options), seed=0), []
+    micro_batches = policy.micro_batches(batch())
+
+    def collect(micro_batch: MicroBatch, logits_RTV: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+        found.append(logits_RTV.dtype)
+        return logits_RTV
+
+    policy.run_schedule(micro_batches, collect, forward_only=True)
+    return found[0]
+
+
 def main(folder: str) -> None:
     initialize_distributed()
+    # widened as a whole they would take twice the memory, and as much again for their gradient
+    assert logits_dtype(Path(folder), {"bf16": True}) == torch.bfloat16
     for name, options in (("float32", {}), ("bf16", {"bf16": True})):
         plain, moved = (run(Path(folder), options, offloaded=offloaded) for offloaded in (False, True))
         print(f"{name}: {'same' if equal(plain, moved) else 'different'}")
