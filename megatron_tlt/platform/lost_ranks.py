@@ -30,6 +30,11 @@ _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|bro
 _EVERY_S = 1.0
 _LISTEN_S = 3.0
 """A living rank increments its counter within this time."""
+_SILENT_S = 120.0
+"""A rank whose counter stands still for so long is lost, whatever the others wait in.
+
+NCCL raises nothing in a rank that waits for a dead one; its watchdog would end the process without a name.
+"""
 _STORE_S = 10.0
 _POLL_S = 0.05
 _LONGEST = 200  # characters of the library's message
@@ -85,14 +90,17 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
         with suppress(RuntimeError):  # the store's node is gone: the next collective reports it
             connected = new_connection(store)  # own connection: a wait on the shared one would block this thread
             connected.set(f"where/{rank}", _node())
+            next_rank = _Watched(connected, (rank + 1) % world)
             while not stop.wait(_EVERY_S):
                 connected.add(f"pulse/{rank}", 1)
+                next_rank.look()
                 if not _finds_out.is_set() and connected.check([_LOST]):
                     lost = _hear(connected, world)
                     told = RanksLost(
                         f"rank {rank} ({_node()}) lost its connection to rank {lost}, reported by another rank"
                     )
                     end_once(told, how_to_end)
+            connected.set(f"ended/{rank}", "")
 
     thread = threading.Thread(target=beat, name="pulse", daemon=True)
     thread.start()
@@ -102,6 +110,26 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
         thread.join(2 * _EVERY_S)
 
     atexit.register(end)
+
+
+class _Watched:
+    """A rank whose counter another rank follows; it is reported as lost when it stands still without having ended."""
+
+    def __init__(self, connected: dist.Store, rank: int) -> None:
+        self._connected, self._rank = connected, rank
+        self._count, self._since = -1, time.monotonic()
+
+    def look(self) -> None:
+        """Compare the counter with the last one; once a second."""
+        connected, count = self._connected, self._connected.add(f"pulse/{self._rank}", 0)
+        if count != self._count:
+            self._count, self._since = count, time.monotonic()
+        elif time.monotonic() - self._since > _SILENT_S and self._is_lost():
+            connected.set(_LOST, f"1 {self._rank} ({connected.get(f'where/{self._rank}').decode()})")
+
+    def _is_lost(self) -> bool:
+        started, ended = (self._connected.check([f"{key}/{self._rank}"]) for key in ("where", "ended"))
+        return started and not ended and not self._connected.check([_LOST])
 
 
 def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
@@ -130,8 +158,9 @@ def _hear(connected: dist.Store, world: int) -> str:
     count, _, names = connected.get(_LOST).decode().partition(" ")
     connected.add(_HEARD, 1)
     end = time.monotonic() + _LISTEN_S
-    while connected.add(_HEARD, 0) < world - int(count) and time.monotonic() < end:
-        time.sleep(_POLL_S)
+    with suppress(RuntimeError):  # the rank with the store has ended, as it should
+        while connected.add(_HEARD, 0) < world - int(count) and time.monotonic() < end:
+            time.sleep(_POLL_S)
     return names
 
 

@@ -30,9 +30,12 @@ def test_only_errors_about_lines_between_ranks_are_taken_for_such() -> None:
     assert not is_broken_line(ValueError("connection closed"))
 
 
-@pytest.mark.representative("lost rank")
+@pytest.mark.parametrize(
+    "waits_in",
+    [pytest.param("collective", marks=pytest.mark.representative("lost rank")), "nothing that could fail"],
+)
 @pytest.mark.distributed
-def test_a_rank_that_stands_still_is_named_by_all_others(tmp_path: Path) -> None:
+def test_a_rank_that_stands_still_is_named_by_all_others(tmp_path: Path, waits_in: str) -> None:
     port = free_port()
     environment = {
         **os.environ,
@@ -45,7 +48,7 @@ def test_a_rank_that_stands_still_is_named_by_all_others(tmp_path: Path) -> None
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(tmp_path)],
+            [sys.executable, str(WORKER), str(tmp_path), waits_in],
             env={**environment, "RANK": str(rank), "GROUP_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
