@@ -1,4 +1,4 @@
-"""The Megatron-Core policy. Importing this room prepares the platform, which must happen before ``megatron`` is."""
+"""The Megatron-Core policy. Importing this package prepares the platform, before ``megatron`` is imported."""
 
 from megatron_tlt.platform.device import prepare
 

@@ -1,8 +1,8 @@
-"""Samples as tensors, in micro-batches bounded by tokens: packed one behind another, or padded to one length.
+"""Samples as tensors, in micro-batches bounded by tokens: packed into one row, or padded to equal length.
 
-Shapes: R rows of T tokens go through the model; position t predicts the token behind it. Packed, R is 1 and
-``cu_seqlens`` says where a sample begins and ends (Megatron's ``thd``); padded, a row is a sample and causal attention
-never looks at the padding, so no mask is needed. Losses see B samples of W label positions in both cases.
+Shapes: the model processes R rows of T tokens; position t predicts token t + 1. Packed, R is 1 and ``cu_seqlens``
+holds the boundaries of the samples (Megatron's ``thd``). Padded, a row is a sample, and causal attention never reads
+the padding, so no mask is needed. Losses get B samples of W label positions in both cases.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from megatron_tlt.data.rollout_batch import RolloutBatch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: tokens and labels for the model, loss columns of the samples named by ``indices``."""
+    """Inputs of one forward pass: tokens and labels for the model, loss columns of the samples in ``indices``."""
 
     indices: tuple[int, ...]
     tokens_RT: torch.Tensor
     labels_RT: torch.Tensor
     positions_RT: torch.Tensor
     cu_seqlens: tuple[int, ...]
-    """Ends of the sequences in a row, from 0; padded, the one row is one sequence."""
+    """Boundaries of the sequences in a row, starting with 0; padded, a row is one sequence."""
     loss_inputs: LossInputs
     response_spans: tuple[tuple[int, int], ...]
     gather_BW: torch.Tensor | None
-    """Packed: where in the row a sample's label position is; 0 behind its end, where the loss mask is 0."""
+    """Packed: index in the row of each label position of a sample; 0 after its end, where the loss mask is 0."""
 
     @property
     def packed(self) -> bool:
         return self.gather_BW is not None
 
     def by_sample(self, values_RT: torch.Tensor) -> torch.Tensor:
-        """One value per token of the rows, as (B, W)."""
-        # without samples there is still a row, so that the pass happens
+        """Rearranges one value per token of the rows to (B, W)."""
+        # a micro-batch without samples still has a row, so that the forward pass runs
         return values_RT[: len(self.indices)] if self.gather_BW is None else values_RT[0][self.gather_BW]
 
     def on_context_rank(self, rank: int, size: int) -> MicroBatch:
-        """The tokens and labels that a context-parallel rank holds, (R, T/size); everything else as it was."""
+        """The micro-batch with only the tokens and labels that a context-parallel rank holds, (R, T/size)."""
         if size == 1:
             return self
         index = torch.tensor(context_positions(self.cu_seqlens, rank, size), device=self.tokens_RT.device)
@@ -53,7 +53,7 @@ class MicroBatch:
         return replace(self, tokens_RT=tokens, labels_RT=labels, positions_RT=positions)
 
     def response_values(self, values_BW: torch.Tensor) -> torch.Tensor:
-        """The entries of ``values_BW`` that belong to response tokens, one sample's behind another's, (G) float32."""
+        """The entries of ``values_BW`` that belong to response tokens, concatenated over samples, (G) float32."""
         rows = [values_BW[i, start:stop] for i, (start, stop) in enumerate(self.response_spans)]
         return torch.cat([values_BW.new_empty(0), *rows]).float()
 
@@ -81,7 +81,7 @@ def _columns(batch: RolloutBatch, indices: Sequence[int], width: int, device: to
 
 
 def _spans(batch: RolloutBatch, indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The label positions of each sample's response."""
+    """Start and end of each sample's response among its label positions."""
     return tuple((batch.prompt_lengths[i] - 1, batch.lengths[i] - 1) for i in indices)
 
 
@@ -113,10 +113,10 @@ def pack(
     device: torch.device,
     pad_each_to: int = 1,
 ) -> MicroBatch:
-    """Lays the samples ``indices`` one behind another in one row, a multiple of ``pad_to_multiple`` long.
+    """Concatenates the samples ``indices`` into one row, whose length is a multiple of ``pad_to_multiple``.
 
-    A sample's last token predicts nothing and is left out. Each sequence is padded to a multiple of ``pad_each_to``;
-    what fills up the row is a sequence of its own.
+    A sample's last token has no label and is left out. Each sequence is padded to a multiple of ``pad_each_to``; the
+    padding at the end of the row is a separate sequence.
     """
     lengths = [batch.lengths[i] - 1 for i in indices]
     spans = [-(-length // pad_each_to) * pad_each_to for length in lengths]
@@ -143,12 +143,12 @@ def pack(
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What micro-batches must be like.
+    """Constraints on micro-batches.
 
-    ``max_tokens`` bounds their tokens, padding of single sequences not counted; ``attention_share`` is that of
-    ``data.packing.sequence_cost``. There are a multiple of ``count_multiple_of``, and with ``equal_counts`` as many on
-    every data-parallel rank: where experts are spread over these ranks, a pass of one needs all. Tensor parallelism
-    with sequence parallelism and context parallelism cut a row in parts of one length.
+    ``max_tokens`` bounds their tokens, without the padding of single sequences; ``attention_share`` is the argument of
+    ``data.packing.sequence_cost``. Their number is a multiple of ``count_multiple_of``. With ``equal_counts`` it is the
+    same on every data-parallel rank: under expert parallelism, a forward pass of one rank needs all of them. Sequence
+    parallelism and context parallelism split a row into parts of equal length.
     """
 
     max_tokens: int
@@ -161,7 +161,7 @@ class BatchShape:
 
 
 def plan_shares(lengths: Sequence[int], shape: BatchShape, ranks: int) -> list[list[list[int]]]:
-    """For each data-parallel rank its micro-batches as lists of indices into ``lengths``: at least one, empty or not.
+    """The micro-batches of each data-parallel rank, as lists of indices into ``lengths``: at least one, maybe empty.
 
     Raises:
         ConfigError: a sequence is longer than ``shape.max_tokens``.
@@ -181,11 +181,11 @@ def plan_shares(lengths: Sequence[int], shape: BatchShape, ranks: int) -> list[l
 
 
 class MicroBatches:
-    """A rank's micro-batches, each formed when it is asked for: only those in flight take memory.
+    """A rank's micro-batches, built lazily so that only those in flight take memory.
 
     Args:
-        groups: the samples of each.
-        form: makes the tensors of one.
+        groups: sample indices of each micro-batch.
+        form: builds a micro-batch from its sample indices.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], form: Callable[[Sequence[int]], MicroBatch]) -> None:
@@ -205,7 +205,7 @@ class MicroBatches:
 def form_micro_batches(
     batch: RolloutBatch, groups: Sequence[Sequence[int]], shape: BatchShape, device: torch.device
 ) -> MicroBatches:
-    """The samples of each group as tensors, whole rows; ``batch`` holds them."""
+    """Builds a micro-batch of complete rows for each group of samples; ``batch`` must hold the samples."""
     context = 2 * shape.context_parallel_size if shape.context_parallel_size > 1 else 1
     multiple = context * shape.sequence_parallel_size
     if shape.packed:

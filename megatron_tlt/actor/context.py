@@ -1,7 +1,7 @@
-"""Context parallelism: which positions of a row a rank holds, and values of all positions put together again.
+"""Context parallelism: the positions of a row that a rank holds, and gathering of values over all positions.
 
-A sequence is cut into 2 C parts for C ranks; rank r holds parts r and 2 C - 1 - r, so that causal attention costs
-every rank the same (as in Megatron-LM). Rows here are micro-batches of R rows and T tokens, T/C of them on a rank.
+A sequence is split into 2 C parts for C ranks; rank r holds parts r and 2 C - 1 - r, so that causal attention costs
+the same on every rank (as in Megatron-LM). A micro-batch has R rows of T tokens; a rank holds T/C positions of each.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch.distributed as dist
 def context_positions(cu_seqlens: Sequence[int], rank: int, size: int) -> list[int]:
     """The positions of a row that ``rank`` of ``size`` holds, in the order it holds them.
 
-    ``cu_seqlens`` are the ends of the row's sequences, from 0. Raises ValueError for a sequence whose length is no
-    multiple of twice ``size``.
+    ``cu_seqlens`` are the boundaries of the row's sequences, starting with 0.
+
+    Raises:
+        ValueError: the length of a sequence is not a multiple of ``2 * size``.
     """
     positions: list[int] = []
     for start, stop in pairwise(cu_seqlens):
@@ -31,7 +33,7 @@ def context_positions(cu_seqlens: Sequence[int], rank: int, size: int) -> list[i
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' values, side by side; what a rank's loss says about other ranks' values is theirs to say."""
+    """All-gathers the ranks' values; the backward pass keeps only the gradient of this rank's own values."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -46,10 +48,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_context(values_RT: torch.Tensor, cu_seqlens: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's values, (R, T/C), and the other ranks', as (R, T) in the order of the row; the same on every rank.
+    """Gathers all ranks' values, (R, T/C) each, to (R, T) in the order of the row; the same on every rank.
 
-    Differentiable for a loss that every rank of ``group`` computes alike: a rank's gradient is that of its own values,
-    and a sum over the ranks' parameter gradients is the whole.
+    Differentiable if every rank of ``group`` computes the same loss: a rank gets the gradient of its own values, and
+    the parameter gradients summed over the ranks are the full gradient.
     """
     size = dist.get_world_size(group)
     if size == 1:

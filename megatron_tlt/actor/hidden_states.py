@@ -1,9 +1,9 @@
-"""Hidden states of a pass, from the ranks that saw parts of them to the one rank that gets all of a sample's.
+"""Collects the hidden states of a forward pass: all states of a sample are sent to one rank.
 
-The samples of a data-parallel rank are shared out over its tensor-, pipeline- and context-parallel ranks, each of which
-has seen some positions at some layers. States go from the one to the other rank point to point, micro-batch by
-micro-batch. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k columns (the layers,
-and last the output of the final norm) of H features.
+Each tensor-, pipeline- and context-parallel rank of a data-parallel rank records some positions at some layers. Each
+sample of the data-parallel rank is assigned to one of these ranks, its owner; the states are sent point to point, one
+micro-batch at a time. Shapes: S positions that a rank keeps of each of R rows, N of them of one sample, k columns (the
+layers, then the output of the final norm) of H features.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device
 
 AuxHiddenStates = dict[int, list[torch.Tensor | None]]
-"""By column a rank's states of each micro-batch, (S, R, H) on the host."""
+"""Column -> this rank's states of each micro-batch, (S, R, H) on the host."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank of the world, its places in the parallel dimensions, and which columns lie on it."""
+    """A rank of the world, its indices in the parallel dimensions, and the columns that it records."""
 
     data: int
     context: int
@@ -37,7 +37,7 @@ class Holder:
 
 
 class _Piece(NamedTuple):
-    """What a holder kept of one sample: ``kept_N`` of the row ``row`` are its ``tokens_N``."""
+    """A holder's part of one sample: positions ``kept_N`` of row ``row`` are the sample's tokens ``tokens_N``."""
 
     sample: int
     row: int
@@ -46,12 +46,12 @@ class _Piece(NamedTuple):
 
 
 def part_of(count: int, rank: int, size: int) -> slice:
-    """The part of ``count`` consecutive positions that a tensor-parallel rank keeps; equal ones where they divide."""
+    """The slice of ``count`` consecutive positions that a tensor-parallel rank keeps, as equal as possible."""
     return slice(rank * count // size, (rank + 1) * count // size)
 
 
-def share_out(batches: MicroBatches, ranks: int) -> dict[int, int]:
-    """For each sample of the micro-batches which of ``ranks`` gets its states, so that all get about as many."""
+def assign_owners(batches: MicroBatches, ranks: int) -> dict[int, int]:
+    """Assigns each sample's states to one of ``ranks`` ranks, balanced by tokens; sample index -> owner."""
     rows = {
         index: stop for batch in batches for index, (_, stop) in zip(batch.indices, batch.response_spans, strict=True)
     }
@@ -70,18 +70,18 @@ def _kept_positions(batch: MicroBatch, holder: Holder, context_size: int, tensor
 
 
 class StateExchange:
-    """Puts the states of one pass together.
+    """Collects the states of one forward pass.
 
     Args:
         batches: of this data-parallel rank.
-        aux_states: what this rank kept of them; emptied on the way.
-        holders: the ranks that ``batches`` passed through, this one among them.
+        aux_states: the states that this rank recorded; emptied during the exchange.
+        holders: the ranks that processed ``batches``, including this one.
         num_columns: k.
         hidden_size: H.
         dtype: of the states.
 
     Raises:
-        RunError: a column did not see every micro-batch.
+        RunError: a column was not recorded for every micro-batch.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class StateExchange:
         self._batches, self._aux_states, self._holders = batches, aux_states, holders
         self._features, self._hidden_size, self._dtype = num_columns * hidden_size, hidden_size, dtype
         self._sizes = (1 + max(holder.context for holder in holders), 1 + max(holder.tensor for holder in holders))
-        self._owners = share_out(batches, len(holders))
+        self._owners = assign_owners(batches, len(holders))
         self._own = [holder.rank for holder in holders].index(dist.get_rank())
         self._device = current_device().torch_device
         self._whole: dict[int, torch.Tensor] = {}
 
     def run(self) -> dict[int, torch.Tensor]:
-        """The states of this rank's samples by index, (T, k * H) each; called by all holders together."""
+        """The states of the samples that this rank owns, by index, (T, k * H) each; a collective of all holders."""
         for number, batch in enumerate(self._batches):
             for sample, (_, stop) in zip(batch.indices, batch.response_spans, strict=True):
                 if self._owners[sample] == self._own:
@@ -117,7 +117,7 @@ class StateExchange:
         return self._whole
 
     def _exchange(self, number: int, batch: MicroBatch) -> None:
-        """One micro-batch: a message from each rank to each other one that gets something from it."""
+        """Exchanges one micro-batch: one message per pair of sender and receiver."""
         kept = [_kept_positions(batch, holder, *self._sizes) for holder in self._holders]
         operations, arriving = [], []
         for at, holder in enumerate(self._holders):
@@ -140,7 +140,7 @@ class StateExchange:
             self._unpack(holder, incoming, data.cpu())
 
     def _pieces(self, batch: MicroBatch, at: int, kept_S: torch.Tensor, owner: int) -> list[_Piece]:
-        """What holder ``at`` has for the holder ``owner``."""
+        """The pieces that holder ``at`` sends to holder ``owner``."""
         pieces = []
         for i, (sample, (_, stop)) in enumerate(zip(batch.indices, batch.response_spans, strict=True)):
             if self._owners[sample] == owner and self._holders[at].columns:
@@ -151,7 +151,7 @@ class StateExchange:
         return pieces
 
     def _packed(self, number: int, pieces: Sequence[_Piece]) -> torch.Tensor:
-        """This rank's pieces, column by column in each, (sum of N times columns, H)."""
+        """This rank's pieces as one tensor, column by column within each piece, (sum of N * columns, H)."""
         columns = self._holders[self._own].columns
         rows = []
         for piece in pieces:
@@ -162,7 +162,7 @@ class StateExchange:
         return torch.cat(rows)
 
     def _unpack(self, holder: Holder, pieces: Sequence[_Piece], data: torch.Tensor) -> None:
-        """Writes what ``_packed`` gave on ``holder`` where it belongs."""
+        """Writes the tensor that ``_packed`` returned on ``holder`` into the samples' states."""
         start = 0
         for piece in pieces:
             for column in holder.columns:

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from logits whose vocabulary is split over tensor-parallel ranks.
 
-The vocabulary is never gathered: one MAX and two SUM all-reduces of a number per token. Shapes: N tokens, V the
-vocabulary share of this rank.
+The vocabulary is never gathered: the ranks exchange one MAX and two SUM all-reduces of one number per token. Shapes:
+N tokens; V is this rank's share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) 
 
 
 def _scaled(logits_NV: torch.Tensor, temperature: float, vocab_share: int) -> torch.Tensor:
-    """Float32 logits divided by the temperature. Columns from ``vocab_share`` on, padding, get probability 0."""
+    """Float32 logits divided by the temperature; padding columns, from ``vocab_share`` on, get probability 0."""
     x = logits_NV.float() / temperature
-    # not minus infinity: the entropy multiplies a probability of 0 with it
+    # finite instead of minus infinity, because the entropy multiplies it by a probability of 0
     x[:, vocab_share:] = torch.finfo(x.dtype).min / 2
     return x
 
 
 class _VocabParallelScores(torch.autograd.Function):
-    """Differentiable in the logits; keeps only them and two numbers per token, and recomputes the rest chunk-wise."""
+    """Differentiable in the logits; saves the logits and two numbers per token, and recomputes the rest by chunk."""
 
     @staticmethod
     def forward(
@@ -51,7 +51,7 @@ class _VocabParallelScores(torch.autograd.Function):
             rows = slice(start, start + chunk)
             x = _scaled(logits_NV[rows], temperature, vocab_share)
             peak = _all_reduce(x.max(dim=-1).values, dist.ReduceOp.MAX, group)
-            # Everything relative to the peak: the entropy is a difference of two numbers of this size.
+            # Relative to the peak, because the entropy is a difference of two numbers of this magnitude.
             x = x - peak[:, None]
             exp = torch.exp(x)
             target = x.gather(-1, local_N[rows, None]).squeeze(-1) * inside_N[rows]
@@ -99,9 +99,9 @@ def vocab_parallel_scores(
         temperature: as in sampling; above 0.
         chunk_tokens: bounds the extra memory to a few chunk_tokens x V floats.
         vocab_start: the global id of this rank's first column.
-        vocab_size: tokens of the vocabulary; columns from this global id on are padding, outside the softmax. None: no
-            column is.
-        group: the tensor-parallel group; None when the vocabulary is whole.
+        vocab_size: vocabulary size; columns from this global id on are padding and excluded from the softmax. None: no
+            padding.
+        group: the tensor-parallel group; None if the vocabulary is not split.
 
     Returns:
         Two (N,) float32 tensors, differentiable in the logits, the same on every rank of ``group``.

@@ -1,8 +1,8 @@
-"""Hidden states taken out of Megatron's forward pass by hooks that stand only for that pass.
+"""Records hidden states during one of Megatron's forward passes, with hooks that are removed afterwards.
 
-On a rank of a stage the residual stream is (S, R, H): S positions of R rows, this context-parallel rank's and, under
-sequence parallelism, this tensor-parallel rank's part of them. Without sequence parallelism the tensor-parallel ranks
-see the same positions, and each keeps the part that it would have with it, so that the stage holds every state once.
+The residual stream of a rank is (S, R, H): S positions of R rows, namely this context-parallel rank's positions and,
+under sequence parallelism, this tensor-parallel rank's part of them. Without sequence parallelism all tensor-parallel
+ranks have the same positions; each keeps the part that it would have with it, so that every state is kept once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_tlt.platform.collectives import all_gather_data
 
 
 class _Recorder:
-    """Copies a layer's input states to the host, call by call: a stage runs a chunk's micro-batches in their order."""
+    """Copies a layer's states to the host at each call; a stage runs a chunk's micro-batches in order."""
 
     def __init__(self, sequence_parallel: bool, dtype: torch.dtype) -> None:
         self.calls: list[torch.Tensor | None] = []
@@ -37,19 +37,19 @@ class _Recorder:
                 parallel_state.get_tensor_model_parallel_world_size(),
             )
             states_SRH = states_SRH[part]
-        # Always a copy: a schedule frees and reuses what a stage passes on.
+        # Always a copy: the schedule frees and reuses a stage's output.
         host = torch.empty(states_SRH.shape, dtype=self._dtype, device="cpu")
         self.calls.append(host.copy_(states_SRH.detach().to(self._dtype)))
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._record(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
-    def behind(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def after(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
         self._record(output)
 
 
 def _entered_module(chunk: GPTModel, layer: int, num_layers: int) -> Any:
-    """The module of a chunk that the stream enters at ``layer``, or None."""
+    """The chunk's module whose input is the residual stream at ``layer``, or None."""
     if layer == num_layers:
         return chunk.decoder.final_layernorm
     return next((found for found in chunk.decoder.layers if found.layer_number == layer + 1), None)
@@ -59,17 +59,17 @@ def _entered_module(chunk: GPTModel, layer: int, num_layers: int) -> Any:
 def record_hidden_states(
     model: MegatronModel, aux_layers: Sequence[int], dtype: torch.dtype
 ) -> Iterator[AuxHiddenStates]:
-    """What this rank sees of the states, by column, while the block runs, which is one forward pass.
+    """Records this rank's states by column while the ``with`` block runs, which must be one forward pass.
 
     Args:
-        model: its layers, on whatever ranks.
-        aux_layers: layers whose input, the residual stream before any norm, is taken: transformers'
+        model: its layers may be on any ranks.
+        aux_layers: layers whose input, the residual stream before any norm, is recorded: transformers'
             ``hidden_states[i]`` for i below the number of layers, and for i equal to it the stream before the final
-            norm. The output of the final norm, which the LM head reads, is always taken: it is the last column.
+            norm. The output of the final norm, which the LM head reads, is always recorded as the last column.
         dtype: of the copies on the host.
 
     Raises:
-        ConfigError: a layer that the model lacks.
+        ConfigError: the model has no such layer.
     """
     num_layers = model.config.num_layers
     if wrong := [layer for layer in aux_layers if not 0 <= layer <= num_layers]:
@@ -84,7 +84,7 @@ def record_hidden_states(
                     handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
             if (module := chunk.decoder.final_layernorm) is not None:
                 recorder = recorders[len(aux_layers)] = _Recorder(model.config.sequence_parallel, dtype)
-                handles.append(module.register_forward_hook(recorder.behind))
+                handles.append(module.register_forward_hook(recorder.after))
         yield {column: recorder.calls for column, recorder in recorders.items()}
     finally:
         for handle in handles:
@@ -92,7 +92,7 @@ def record_hidden_states(
 
 
 def holders(aux_states: AuxHiddenStates) -> list[Holder]:
-    """The ranks that this rank's samples pass through, in rank order; every rank of the world calls it."""
+    """The ranks that process this rank's samples, in rank order; a collective over the world."""
     own = Holder(
         data=parallel_state.get_data_parallel_rank(),
         context=parallel_state.get_context_parallel_rank(),

@@ -23,17 +23,17 @@ _TENSORS = "param_state"
 
 
 def _metadata() -> dict[str, Any]:
-    """Asks for the one form of optimizer state that loads under another layout; made anew, as Megatron adds to it."""
+    """Requests the reshardable form of optimizer state; a new dictionary each time, because Megatron modifies it."""
     return {"distrib_optim_sharding_type": _FORM}
 
 
 def _optimizers(policy: Policy) -> list[Any]:
-    """Megatron's optimizers behind the chain (dense and expert parameters have one each)."""
+    """The optimizers of Megatron's chained optimizer (dense and expert parameters have one each)."""
     return list(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]))
 
 
 def _allocate_state(policy: Policy) -> None:
-    """Gives every parameter its optimizer state, something to save, or to load into, before the first step."""
+    """Allocates the optimizer state of every parameter, so that it can be saved or loaded before the first step."""
     for wrapper in _optimizers(policy):
         if wrapper.init_state_fn is not None:
             wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
@@ -43,7 +43,7 @@ def _allocate_state(policy: Policy) -> None:
 
 
 def _separate_steps(policy: Policy) -> None:
-    """Megatron hands one step tensor to all parameters, which torch's Adam would then advance once for each."""
+    """Gives each parameter its own step tensor; torch's Adam would advance Megatron's shared one once per parameter."""
     for wrapper in _optimizers(policy):
         for state in wrapper.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
@@ -51,7 +51,7 @@ def _separate_steps(policy: Policy) -> None:
 
 
 def _model_state(policy: Policy) -> dict[str, Any]:
-    """The sharded state of weights and schedule; optimizers are given their state, to be saved or loaded into."""
+    """The sharded state of weights and schedule; also allocates the optimizers' state for saving or loading."""
     chunks = policy.model.ddp_chunks
     _allocate_state(policy)
     policy.synchronize_parameters()
@@ -64,10 +64,10 @@ def _model_state(policy: Policy) -> dict[str, Any]:
 def _state_to_save(policy: Policy) -> dict[str, Any]:
     state = _model_state(policy)
     shards = [shard for wrapper in _optimizers(policy) for shard in optimizer_shards(wrapper, state)]
-    # How many optimizers there are depends on the layout (experts that are spread have one of their own), so what is
-    # not a tensor is kept apart and matched by parameter group; tensors are found by their parameters' names.
+    # The number of optimizers depends on the layout: distributed experts have a separate one. Non-tensor state is
+    # therefore saved separately and matched by parameter group; tensors are found by their parameters' names.
     state["optimizer_groups"] = [w.state_dict() | {"param_state_sharding_type": _FORM} for w in _optimizers(policy)]
-    if shards:  # an empty list would count as state common to all ranks
+    if shards:  # Megatron would treat an empty list as state common to all ranks
         state["optimizer_shards"] = shards
     return state
 
@@ -77,7 +77,7 @@ def _state_to_load(policy: Policy) -> dict[str, Any]:
     state = dict(model)
     for i, wrapper in enumerate(_optimizers(policy)):
         for buffer in wrapper.buffers:
-            # Megatron would allocate a buffer without padding, but cut parameters out by offsets with padding.
+            # Megatron would allocate a buffer without padding, but slice parameters by offsets that include padding.
             buffer.numel_unpadded = buffer.numel
         tensors = wrapper.sharded_state_dict(model, is_loading=True, metadata=_metadata())[_TENSORS]
         state[f"optimizer{i}"] = {_TENSORS: tensors}
@@ -85,7 +85,7 @@ def _state_to_load(policy: Policy) -> dict[str, Any]:
 
 
 def _own_part(own: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is not a tensor of one optimizer, out of what was saved of any number of them."""
+    """The non-tensor state of one optimizer, selected from the states saved for any number of optimizers."""
     groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
 
     def likeness(group: dict[str, Any], other: dict[str, Any]) -> int:
@@ -106,16 +106,16 @@ def _own_part(own: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any
 def begin_save(policy: Policy, folder: Path) -> BackgroundWrite:
     """Starts to write into ``folder``, which must exist and be empty; a collective over the world.
 
-    Training may go on at once: what is written is the state at the time of this call.
+    Training may continue at once: the state at the time of this call is written.
 
     Raises:
-        RunError: the file system refuses (full, read-only).
+        RunError: a file operation fails, such as on a full or read-only file system.
     """
     return BackgroundWrite(_state_to_save(policy), folder)
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """As ``begin_save``, but returns when all is written."""
+    """As ``begin_save``, but returns after the write."""
     write = begin_save(policy, folder)
     while not write.done():
         time.sleep(POLL_S)
@@ -126,7 +126,7 @@ def load_policy(policy: Policy, folder: Path) -> None:
     """Restores what :func:`save_policy` wrote, under this policy's own layout; a collective over the world.
 
     Raises:
-        RunError: the folder holds no checkpoint that can be read.
+        RunError: the folder contains no readable checkpoint.
     """
     try:
         state = load_sharded(_state_to_load(policy), folder)
@@ -141,6 +141,6 @@ def load_policy(policy: Policy, folder: Path) -> None:
             {**_own_part(wrapper.state_dict(), state["optimizer_groups"]), **state[f"optimizer{i}"]}
         )
     _separate_steps(policy)
-    # Its load adds the saved count to its own, which is one ahead since it was built.
+    # Loading adds the saved count to the current one, which is 1 after construction.
     policy.scheduler.num_steps = 0
     policy.scheduler.load_state_dict(state["scheduler"])

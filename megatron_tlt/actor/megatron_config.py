@@ -30,16 +30,16 @@ _LAYOUT_KEYS = (
 
 
 def initialize_parallel_state(megatron: dict[str, Any], seed: int) -> None:
-    """Makes the process groups that ``actor.megatron`` asks for, once per process.
+    """Creates the process groups of ``actor.megatron``, once per process.
 
     Raises:
-        ConfigError: the layout does not fit the world; every reason.
+        ConfigError: the layout does not fit the world; lists every reason.
     """
     if found := problems(Layout.read(megatron, world_size()), None):
         raise ConfigError("\n".join(found))
     sizes = {key: megatron[key] for key in _LAYOUT_KEYS if key in megatron}
     if not parallel_state.model_parallel_is_initialized():
-        # whole minutes by its annotation, but it makes a timedelta of them
+        # annotated as int minutes, but only converted to a timedelta
         timeout: Any = collective_timeout_s() / 60
         parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=timeout)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -68,14 +68,14 @@ def _model_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
             "num_moe_experts": hf_config.num_local_experts,
             "moe_ffn_hidden_size": getattr(hf_config, family.experts.width),
             "moe_router_topk": hf_config.num_experts_per_tok,
-            # A softmax over the chosen experts' logits alone is one over all, made to sum to 1.
+            # A softmax over the selected experts' logits equals a softmax over all, renormalized to sum to 1.
             "moe_router_pre_softmax": normalize is not None and not getattr(hf_config, normalize),
             "moe_router_dtype": "fp32",
         }
     return fields
 
 
-# What a launch config may change.
+# Defaults that a launch config may override.
 _DEFAULTS: dict[str, Any] = {
     "sequence_parallel": False,
     "attention_dropout": 0.0,
@@ -85,7 +85,7 @@ _DEFAULTS: dict[str, Any] = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
-    # The policy's gradient alone trains the router, unless a balance is asked for.
+    # Only the policy's gradient trains the router, unless load balancing is configured.
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_token_dispatcher_type": "alltoall",
@@ -93,10 +93,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def transformer_config(hf_config: PretrainedConfig, actor: ActorConfig) -> TransformerConfig:
-    """The model's own fields, then this project's defaults, then what ``actor.megatron`` says.
+    """Combines the model's own fields, this project's defaults and ``actor.megatron``.
 
     Raises:
-        ConfigError: Megatron-Core refuses the combination; carries its reason.
+        ConfigError: Megatron-Core refuses the combination; includes its reason.
     """
     given = actor.megatron
     bf16 = bool(given.get("bf16", False))
@@ -108,11 +108,11 @@ def transformer_config(hf_config: PretrainedConfig, actor: ActorConfig) -> Trans
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": bf16,
-        # Losses come as a sum and a count: Megatron divides by the count over all micro-batches and ranks.
+        # Losses return a sum and a count: Megatron divides by the count over all micro-batches and ranks.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        # Two stages of an interleaved pipeline send to each other twice at once, which a batch would mix up; on gloo
-        # a batch returns before its data has arrived.
+        # Two stages of an interleaved pipeline exchange two messages at once, which a batched call would mix up; on
+        # gloo a batched call returns before its data has arrived.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": current_device().is_cuda and not interleaved,
         "moe_grouped_gemm": actor.transformer_impl == "transformer_engine",
@@ -125,10 +125,10 @@ def transformer_config(hf_config: PretrainedConfig, actor: ActorConfig) -> Trans
 
 
 def scale_rotary(hf_config: PretrainedConfig, chunk: GPTModel) -> None:
-    """Gives a chunk the rotary frequencies that transformers computes, where the model scales them.
+    """Sets a chunk's rotary frequencies to those that transformers computes, if the model scales them.
 
     Raises:
-        ConfigError: a scaling that Megatron-Core's rotary positions cannot express.
+        ConfigError: Megatron-Core's rotary embedding cannot express the scaling.
     """
     rope_type = rope_parameters(hf_config)["rope_type"]
     if rope_type == "default":

@@ -1,4 +1,4 @@
-"""Converts Hugging Face folders to Megatron distributed checkpoints and back, one parameter in memory at a time.
+"""Converts Hugging Face folders to Megatron distributed checkpoints and back, with one parameter in memory at a time.
 
 A Megatron checkpoint is a folder with ``actor/`` (read by Megatron-Core's ``dist_checkpointing``), ``hf/`` (config,
 tokenizer and generation config) and a manifest; a run's checkpoints have the same form.
@@ -50,7 +50,7 @@ _SAVED_NORMS = {
 
 
 def checkpoint_box(weights: WeightMap, parameter: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Location of a parameter in Megatron-Core's checkpoint: key, axes before its own, its position on them.
+    """Location of a parameter in Megatron-Core's checkpoint: key, sizes of prepended axes, its position on them.
 
     All layers (and experts) of one kind form one tensor; norms are saved under Transformer Engine's names.
     """
@@ -76,7 +76,7 @@ def _shares(weights: WeightMap, count: int) -> list[list[str]]:
     return shares
 
 
-def _assembled(source: SafetensorsFolder, shape: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor:
+def _assemble(source: SafetensorsFolder, shape: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor:
     if len(pieces) == 1:
         return source.read(pieces[0].name)
     whole = torch.empty(tuple(shape), dtype=source.dtype(pieces[0].name))
@@ -97,7 +97,7 @@ def _chunk(weights: WeightMap, source: SafetensorsFolder, parameter: str) -> Chu
         place + (0,) * len(shape),
         lead + shape,
         source.dtype(pieces[0].name),
-        lambda: _assembled(source, shape, pieces).view(lead + shape),
+        lambda: _assemble(source, shape, pieces).view(lead + shape),
     )
 
 
@@ -126,7 +126,7 @@ def hf_to_megatron(source: Path, target: Path, done: Progress = _silent) -> None
             torch.save({}, temporary / MEGATRON_PART / "common.pt")
             copy_side_files(source, temporary / SIDE_FILES)
 
-    _into(target, write)
+    _write_folder(target, write)
 
 
 def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, done: Progress = _silent) -> None:
@@ -159,7 +159,7 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
         for name, parameters in own:
             tensors: dict[str, torch.Tensor] = {}
             for parameter in parameters:
-                tensors |= _taken_apart(weights, reader, parameter)
+                tensors |= _split_parameter(weights, reader, parameter)
                 done(sizes[parameter], total)
             save_file(tensors, temporary / name, metadata={"format": "pt"})
         if rank() == 0:
@@ -167,10 +167,10 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
             if len(files) > 1:
                 _write_index(temporary / INDEX, weights, names, files, sum(sizes.values()))
 
-    _into(target, write)
+    _write_folder(target, write)
 
 
-def _taken_apart(weights: WeightMap, reader: ChunkReader, parameter: str) -> dict[str, torch.Tensor]:
+def _split_parameter(weights: WeightMap, reader: ChunkReader, parameter: str) -> dict[str, torch.Tensor]:
     """Splits a parameter into its Hugging Face tensors."""
     key, axes, place = checkpoint_box(weights, parameter)
     pieces = weights.pieces(parameter, 0, 1)
@@ -218,7 +218,7 @@ def _write_index(
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _into(target: Path, write: Callable[[Path], None]) -> None:
+def _write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """All ranks write into one temporary folder, which becomes ``target`` at the end, with a manifest."""
     if target.exists():
         raise ConfigError(f"{target}: exists already; allowed: a folder that does not exist")

@@ -1,4 +1,4 @@
-"""Megatron-Core layers for ``transformer_impl: local``: what the library has only for Transformer Engine.
+"""Megatron-Core layers for ``transformer_impl: local`` that the library provides only for Transformer Engine.
 
 Shapes follow Megatron: (sequence, batch, heads, head_dim).
 """
@@ -29,10 +29,10 @@ from megatron_tlt.platform.device import current_device
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under the constructor Megatron calls, with the mark that sequence parallelism needs.
+    """torch's RMSNorm with the constructor that Megatron calls and the attribute that sequence parallelism needs.
 
-    Under sequence parallelism each rank sees a part of the tokens, so Megatron must all-reduce the gradient of the
-    weights it finds marked (the library's own wrapper refuses sequence parallelism instead).
+    Under sequence parallelism each rank processes a part of the tokens, so Megatron must all-reduce the gradient of
+    weights with this attribute (the library's own wrapper refuses sequence parallelism instead).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -42,13 +42,13 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed row, with the lengths at hand on the host."""
+    """Megatron's description of a packed row, with the sequence lengths also on the host."""
 
     lengths: tuple[int, ...] = ()
 
 
 def packed_seq_params(cu_seqlens: Sequence[int]) -> PackedSequences:
-    """For the ends of the sequences in a packed row, from 0, before context parallelism cuts it."""
+    """From the boundaries of a packed row's sequences, starting with 0, before context parallelism splits the row."""
     ends = torch.tensor(cu_seqlens, dtype=torch.int32, device=current_device().torch_device)
     lengths = tuple(stop - start for start, stop in pairwise(cu_seqlens))
     return PackedSequences(
@@ -90,10 +90,11 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """(s, b, heads, d) queries and (s, b, groups, d) keys and values to (s, b, heads * d).
+        """Maps (s, b, heads, d) queries and (s, b, groups, d) keys and values to (s, b, heads * d).
 
-        Packed, without b: (t, heads, d) and (t, groups, d) to (t, heads * d), each sequence by itself. Under context
-        parallelism this rank holds s (or t) of them, those of :func:`~megatron_tlt.actor.context.context_positions`.
+        Packed rows have no b: (t, heads, d) and (t, groups, d) to (t, heads * d), with attention within a sequence.
+        Under context parallelism, s (or t) counts this rank's positions, those of
+        :func:`~megatron_tlt.actor.context.context_positions`.
         """
         ranks = self._context_group.size()
         if packed_seq_params is None:
@@ -103,7 +104,7 @@ class SdpaCoreAttention(MegatronModule):
         return torch.cat([self._attend_in_context(q, k, v) for q, k, v in zip(*parts, strict=True)]).squeeze(1)
 
     def _attend_in_context(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """One sequence, or several of one length side by side; the other ranks' keys and values are gathered."""
+        """Attention over one sequence, or several of equal length as a batch; gathers other ranks' keys and values."""
         ranks = self._context_group.size()
         if ranks == 1:
             return self._attend(query, key, value)
@@ -116,13 +117,13 @@ class SdpaCoreAttention(MegatronModule):
         return torch.cat(out)
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """All positions of a sequence in their order; in the backward pass each rank gets its own, summed."""
+        """Gathers all positions of a sequence in order; the backward pass sums each rank's own gradients over ranks."""
         parts = gather_from_sequence_parallel_region(part.contiguous(), group=self._context_group)
         halves = [held.chunk(2) for held in parts.chunk(self._context_group.size())]
         return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)])
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Causal attention of the last positions of a sequence, ``query``, to all of it."""
+        """Causal attention of ``query``, the last positions of a sequence, to the whole sequence."""
         length, batch = query.shape[:2]
         mask = None
         if length < key.shape[0]:
@@ -145,7 +146,7 @@ def block_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int |
     """The decoder block's specification for the chosen implementation.
 
     Raises:
-        ConfigError: ``transformer_engine`` is asked for and not installed.
+        ConfigError: ``transformer_engine`` is selected but not installed.
     """
     if transformer_impl == "transformer_engine":
         try:
@@ -166,7 +167,7 @@ def block_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int |
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
-        # As Transformer Engine's layers have it, so that either reads the other's checkpoint.
+        # Same keys as Transformer Engine's layers, so that each implementation reads the other's checkpoints.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SdpaCoreAttention

@@ -25,7 +25,7 @@ from megatron_tlt.platform.device import current_device
 
 @dataclass
 class MegatronModel:
-    """The policy's chunks on this rank (one, or several under interleaved pipeline) and what belongs to them."""
+    """The policy's chunks on this rank (several under an interleaved pipeline), with their configuration."""
 
     hf_config: PretrainedConfig
     config: TransformerConfig
@@ -35,7 +35,7 @@ class MegatronModel:
 
     @property
     def attention_share(self) -> float:
-        """Causal attention's operations per pair of tokens over the other operations per token."""
+        """Operations of causal attention per pair of tokens, divided by the other operations per token."""
         config, hf = self.config, self.hf_config
         width = config.num_attention_heads * config.kv_channels
         layer = 2 * config.hidden_size * (width + config.num_query_groups * config.kv_channels)
@@ -82,7 +82,7 @@ def build_model(
         verify: compare the weights with the folder's manifest first.
 
     Raises:
-        ConfigError: unsupported architecture, or a layout that does not fit.
+        ConfigError: the architecture is not supported, or the layout does not fit.
         RunError: the weights are damaged.
     """
     hf_config = read_hf_config(side_files_of(model_folder))
@@ -110,7 +110,7 @@ def build_model(
         ]
         config.finalize_model_grads_func = finalize_model_grads
         if ddp_config.overlap_grad_reduce:
-            # Gradients are reduced in the last micro-batch's backward pass, not in every one.
+            # Reduce gradients in the last micro-batch's backward pass only.
             waits = [chunk.no_sync for chunk in ddp_chunks]
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
     else:

@@ -1,4 +1,4 @@
-"""The actor's memory leaves the device while engines decode, and comes back for its own phases."""
+"""Offloads the actor's tensors while engines decode, and reloads them for the actor's phases."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_tlt.platform.offload import StorageOffload
 
 
 class PhaseOffload:
-    """Parameters, gradients and optimizer state of one policy.
+    """Offloads parameters, gradients and optimizer state of one policy.
 
-    On a device without a memory of its own every call does nothing, unless ``enabled`` says otherwise.
+    On a device without separate memory every call does nothing, unless ``enabled`` is True.
     """
 
     def __init__(self, model: MegatronModel, optimizer: Any, *, enabled: bool | None = None) -> None:
@@ -26,17 +26,17 @@ class PhaseOffload:
         self._storages = StorageOffload()
 
     def offload(self) -> int:
-        """Gives up everything; the policy must not be used until :meth:`reload`. Returns the bytes freed."""
+        """Frees the policy's device memory; returns the bytes freed. Call :meth:`reload` before using the policy."""
         if not self._enabled:
             return 0
-        # Gradients are zeroed before the next are added up: what is in them now is of no use.
+        # Gradients are zeroed before the next accumulation, so their values need not be kept.
         freed = self._storages.offload(self._gradients(), keep=False)
         freed += self._storages.offload(self._kept())
         current_device().empty_cache()
         return freed
 
     def reload(self) -> None:
-        """Brings everything back; harmless where nothing was given up."""
+        """Restores all tensors; does nothing if they are not offloaded."""
         self._storages.reload()
 
     def _gradients(self) -> Iterator[torch.Tensor]:

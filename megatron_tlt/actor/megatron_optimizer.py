@@ -23,10 +23,10 @@ _DEFAULTS = {"optimizer": "adam", "lr": 1e-6, "clip_grad": 1.0, "weight_decay": 
 
 
 def chosen_optimizer(actor: ActorConfig) -> OptimizerChoice | None:
-    """The class that ``actor.optimizer.optimizer`` names; None for Megatron's Adam. Cheap: no model is needed.
+    """The class that ``actor.optimizer.optimizer`` names; None for Megatron's Adam. Needs no model.
 
     Raises:
-        ConfigError: no such class, arguments that it does not take, or it is not element-wise.
+        ConfigError: the class does not exist, does not take the arguments, or is not element-wise.
     """
     given = {**_DEFAULTS, **actor.optimizer}
     path, arguments = given["optimizer"], actor.optimizer_arguments
@@ -47,7 +47,7 @@ def build_optimizer(
     lr_decay_style: str,
     min_lr_fraction: float,
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """The optimizer over the model's gradient buffers, and its schedule, both at the coming step's rate."""
+    """The optimizer over the model's gradient buffers, and its schedule; both have the next step's learning rate."""
     config = model.config
     given = {**_DEFAULTS, **actor.optimizer, "optimizer": "adam"}
     given.setdefault("min_lr", float(given["lr"]) * min_lr_fraction)
@@ -83,7 +83,7 @@ def build_optimizer(
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    # The scheduler sets the rate of step 0 when built: the rate for the coming step is one ahead of it.
+    # The constructor sets the rate of step 0; the next step's rate is one step ahead.
     scheduler.step(1)
     return optimizer, scheduler
 
@@ -91,9 +91,9 @@ def build_optimizer(
 class ElementWiseDistributedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer around any element-wise class.
 
-    Megatron 0.16.1 takes Adam only, "due to checkpointing requirements": it saves two tensors by their names, and a
-    step count. This one takes over an optimizer that Megatron built, shards, ranges and groups, and saves what the
-    class keeps: tensors in the same reshardable form, numbers once for all parameters.
+    Megatron 0.16.1 takes Adam only, "due to checkpointing requirements": it saves two tensors by name and a step
+    count. This class reuses the shards, ranges and groups of an optimizer that Megatron built, and saves the state of
+    the chosen class: tensors in the same reshardable form, numbers once for all parameters.
     """
 
     def __init__(self, built: DistributedOptimizer, choice: OptimizerChoice) -> None:
@@ -106,12 +106,12 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
         for group in groups:
             for shard in group["params"]:
                 if not shard.is_leaf:
-                    # torch's optimizers refuse a slice of a parameter, unless it keeps a gradient of its own.
+                    # torch's optimizers refuse a slice of a parameter unless it retains its gradient.
                     shard.retain_grad()
         self.optimizer = choice.build(groups, self.config.lr, self.config.weight_decay)
 
     def _numbers(self) -> dict[str, Number] | None:
-        """What the class keeps once for all parameters; None before the first step. A collective over the world.
+        """The numbers that the class keeps for all parameters; None before the first step. A collective over the world.
 
         Raises:
             RunError: the numbers differ between parameters.
@@ -131,7 +131,7 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
         return everyone[0] if everyone else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but tensors of parameters' shapes: the same on every rank. A collective over the world."""
+        """The state without tensors of parameter shape, the same on every rank. A collective over the world."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state: dict[str, Any] = {"optimizer": {"param_groups": groups, "numbers": self._numbers()}}
         if self.grad_scaler:
@@ -139,7 +139,7 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what ``sharded_state_dict`` gave; without its ``param_state``, groups and scaler only."""
+        """Restores the result of ``sharded_state_dict``; without ``param_state``, only groups and scaler."""
 
         def key(group: dict[str, Any]) -> tuple[Any, ...]:
             return tuple(group[name] for name in param_group_identifier_keys)
@@ -162,7 +162,7 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
         shard.data.copy_(tensors["param"])
         self.optimizer.state.pop(shard, None)
         if self._loaded_numbers is None:
-            return  # saved before the first step, which is to find nothing
+            return  # saved before the first step, so there is no state
         state: dict[str, Any] = {
             name: tensors[name].to(shard.device, dtype, copy=True) for name, dtype in self._layout.tensors.items()
         }
@@ -173,7 +173,7 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
         shard = self._main_shard(model_param)
         kept = self.optimizer.state.get(shard, {})
-        # What was never stepped keeps nothing yet; a checkpoint holds zeros.
+        # A parameter that was never stepped has no state yet; the checkpoint contains zeros.
         return {"param": shard} | {
             name: kept[name] if name in kept else torch.zeros_like(shard) for name in self._layout.tensors
         }
@@ -181,12 +181,9 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = False, empty_data: bool = True, return_on_all_ranks: bool = True
     ) -> dict[Any, Any]:
-        """Main parameters and state tensors of every buffer, whole, in float32, to be loaded into.
+        """Full main parameters and state tensors of every buffer, zeros in float32, as the target of a load.
 
-        Args:
-            use_gloo_comm: not used.
-            empty_data: not used; zeros.
-            return_on_all_ranks: not used; every rank gets them.
+        All arguments are ignored; every rank gets the tensors.
         """
         names = ("param", *self._layout.tensors)
         return {

@@ -1,7 +1,7 @@
-"""Reads Megatron distributed checkpoints without running code that they might contain.
+"""Reads Megatron distributed checkpoints without executing code that they might contain.
 
 Three of their parts are pickles. Megatron loads ``common.pt`` with torch's restricted unpickler, but ``.metadata`` and
-non-tensor entries (Transformer Engine's extra state) without restrictions. This module checks both first.
+non-tensor entries (Transformer Engine's extra state) without restrictions. This module checks the latter two first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The states of every random generator that training draws from, as a part of a checkpoint."""
+"""The states of all random generators that training uses, as a part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 class RngState:
-    """Python's, NumPy's and torch's generators, the device's, and those that Megatron keeps per parallel group.
+    """The generators of Python, NumPy, torch and the device, and Megatron's per parallel group.
 
-    Dropout differs between ranks as the layout asks for, so the states are only restored under the same one.
+    Dropout differs between ranks depending on the layout, so the states are restored only under the same layout.
     """
 
     name = "rng"
@@ -53,8 +53,8 @@ class RngState:
         states = json.loads((folders[min(rank(), len(folders) - 1)] / _FILE).read_text(encoding="utf-8"))
         if states["layout"] != self._layout:
             warn(
-                f"{folders[0].parent}: random states of layout {states['layout']}, this run has "
-                f"{self._layout}: they start afresh, so dropout differs from that of an uninterrupted run"
+                f"{folders[0].parent}: random states of layout {states['layout']}, but this run has "
+                f"{self._layout}: they are initialized anew, so dropout differs from that of an uninterrupted run"
             )
             return
         version, internal, gauss = states["python"]

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face folders and Megatron's shards: each rank reads only what it holds."""
+"""Transfers weights between Hugging Face folders and Megatron's shards; each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.weight_map import Piece, WeightMap
 from megatron_tlt.reshard.spans import Span
 
-# Transformer Engine fuses a norm with the linear layer behind it; grouped experts are numbered at the end.
+# Transformer Engine fuses a norm with the linear layer after it; grouped experts are numbered at the end.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -31,17 +31,17 @@ _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d\.weig
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter of this rank: its name in the whole model, and what it consists of."""
+    """One parameter of this rank: its name in the full model, and its slices of Hugging Face tensors."""
 
     name: str
     parameter: torch.nn.Parameter
     pieces: tuple[Piece, ...]
     exported: bool
-    """Whether this rank is the one of the replicas that exports it."""
+    """Whether this rank is the replica that exports it."""
 
 
 def whole_model_name(local: str, first_layer: int, first_expert: int) -> str:
-    """The name of a chunk's parameter in the whole model, as ``models.weight_map`` has it."""
+    """The name of a chunk's parameter in the full model, as in ``models.weight_map``."""
     layer = _LAYER.fullmatch(local)
     if layer is None:
         return local
@@ -67,17 +67,17 @@ def shards(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[Shard]:
                 size = parallel_state.get_expert_tensor_parallel_world_size()
             pieces = weights.pieces(name, rank, size)
             replicated = pieces == weights.pieces(name, 0, 1) and size > 1
-            # The last pipeline stage's copy of a tied embedding has the first stage's for its original.
+            # The last pipeline stage's tied embedding is a copy of the first stage's.
             copy = weights.tied and name == "output_layer.weight"
             yield Shard(name, parameter, pieces, exported=not copy and not (replicated and rank))
 
 
 @torch.no_grad()
 def load_weights(weights: WeightMap, chunks: Sequence[GPTModel], folder: Path) -> None:
-    """Fills this rank's shards from a Hugging Face folder; rows that pad the vocabulary become 0.
+    """Loads this rank's shards from a Hugging Face folder; rows that pad the vocabulary become 0.
 
     Raises:
-        ConfigError: a tensor is missing, or has another shape than ``config.json`` says.
+        ConfigError: a tensor is missing, or its shape differs from that in ``config.json``.
     """
     source = SafetensorsFolder(folder)
     source.check(weights)
@@ -93,13 +93,13 @@ def load_weights(weights: WeightMap, chunks: Sequence[GPTModel], folder: Path) -
 
 @torch.no_grad()
 def load_checkpoint_weights(chunks: Sequence[GPTModel], folder: Path) -> None:
-    """Fills this rank's shards from a Megatron distributed checkpoint of any layout; a collective over the world.
+    """Loads this rank's shards from a Megatron distributed checkpoint of any layout; a collective over the world.
 
     Raises:
-        ConfigError: the checkpoint is not of this model, or cannot be read.
+        ConfigError: the checkpoint belongs to another model, or cannot be read.
     """
     for chunk in chunks:
-        # Extra state is Transformer Engine's, and says nothing about weights.
+        # Transformer Engine's extra state contains no weights.
         state = {name: part for name, part in chunk.sharded_state_dict().items() if not name.endswith("_extra_state")}
         try:
             loaded = load_sharded(state, folder)
@@ -110,7 +110,7 @@ def load_checkpoint_weights(chunks: Sequence[GPTModel], folder: Path) -> None:
 
 
 def held_spans(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[tuple[Span, torch.Tensor]]:
-    """What this rank holds of each Hugging Face tensor, with a view of it; replicas and tied copies included."""
+    """This rank's spans of each Hugging Face tensor, with views of the data; includes replicas and tied copies."""
     for shard in shards(weights, chunks):
         for piece in shard.pieces:
             view = shard.parameter.detach().narrow(piece.dim, piece.offset, piece.length)
@@ -118,7 +118,7 @@ def held_spans(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[tuple
 
 
 def _sum_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Adds over a group tensors of which only one is not 0 at each entry: as integers, so that -0.0 survives too."""
+    """Sums tensors over a group; at each entry only one may be nonzero. Sums integers, so that -0.0 is preserved."""
     flat = tensor.view(-1)
     words = flat.view(torch.int32) if flat.numel() * flat.element_size() % 4 == 0 else flat.view(torch.uint8)
     dist.all_reduce(words, group=group)
@@ -128,9 +128,9 @@ def _sum_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 def export_weights(
     weights: WeightMap, chunks: Sequence[GPTModel], names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight (or those of ``names``) under its Hugging Face name, whole, on every rank.
+    """Yields every full weight (or those of ``names``) under its Hugging Face name, on every rank.
 
-    A collective over the model-parallel groups. A name that the model lacks, as a tied head is, is passed over.
+    A collective over the model-parallel groups. Names that the model lacks, such as a tied head, are skipped.
     """
     held: dict[str, list[tuple[torch.Tensor, Piece]]] = {}
     for shard in shards(weights, chunks):

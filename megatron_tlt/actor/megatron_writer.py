@@ -1,9 +1,9 @@
 """Writes a sharded state in the background, with Megatron's asynchronous writer.
 
-The writer is forked, so it sees the state as it is at that moment while training goes on; device tensors are copied to
-the host first. Upstream leaves three things open that are closed here: a write that fails on rank 0 alone leaves the
-other ranks in a collective, a writing process that is killed is waited for without end, and helper processes outlive
-this one or die of a signal that it is meant to survive.
+The writer is forked, so it keeps the state of that moment while training continues; device tensors are copied to the
+host first. This module fixes three defects of Megatron's writer: a write that fails on rank 0 only leaves the other
+ranks in a collective; a killed writer process is waited for forever; and helper processes outlive this process, or die
+of a signal that it survives.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BACKEND, _VERSION = "torch_dist", 1
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What went wrong on a rank, out of torch's collection of all ranks' failures (which is no Exception)."""
+    """The failure of one rank, from torch's collection of all ranks' failures (which is not an Exception)."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
@@ -58,19 +58,19 @@ def _write_problems(folder: Path) -> Iterator[None]:
         cause = cause_of(error)
         if is_disk_full(cause, folder):
             raise disk_full_error(folder / "*.distcp", None) from cause
-        if isinstance(error, RuntimeError):  # a collective that broke off, for instance
+        if isinstance(error, RuntimeError):  # such as a failed collective
             raise
         raise RunError(f"{folder}: the checkpoint was not written: {first_line(cause)}") from cause
 
 
 class _Results:
-    """What a forked writer reports, through a nameless file that it shares with this process.
+    """A forked writer's results, passed through an unnamed file that it shares with this process.
 
-    Stands for upstream's queue, whose server is a process that imports all of the program anew and dies of SIGTERM.
+    Replaces Megatron's queue, whose server process imports the whole program again and dies of SIGTERM.
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the save goes on
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until the save ends
 
     def put(self, results: Any) -> None:
         pickle.dump(results, self._file)
@@ -92,16 +92,16 @@ def _end_if_a_child_failed(signum: int, frame: FrameType | None) -> None:
 
 
 def _write(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """The life of a forked writer, which forks a process per file in turn."""
+    """The main function of a forked writer, which in turn forks one process per file."""
     stay_with_parent()
     os.register_at_fork(after_in_child=stay_with_parent)
     signal.signal(signal.SIGCHLD, _end_if_a_child_failed)
-    torch.set_num_threads(1)  # a pool's threads are not there after a fork
+    torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     function(*args, **kwargs)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's own, but a failure of what rank 0 writes at the end is kept in ``problem``."""
+    """Megatron's strategy; an error of rank 0's final write is stored in ``problem``."""
 
     problem: OSError | None = None
 
@@ -120,9 +120,9 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def _narrow_storages(sharded: dict[str, Any]) -> None:
-    """Gives each tensor in host memory a storage that is no larger than itself, over the same memory.
+    """Gives each host tensor a storage of exactly its own size, over the same memory.
 
-    The writer copies all others, since it writes storages whole; the fork makes the copy needless.
+    The writer writes whole storages, so it would copy all other tensors; the fork makes that copy unnecessary.
     """
     for shard in nested_values(sharded):
         if isinstance(shard, ShardedTensor) and shard.data.device.type == "cpu":
@@ -130,14 +130,14 @@ def _narrow_storages(sharded: dict[str, Any]) -> None:
 
 
 class BackgroundWrite:
-    """A state on its way into ``folder``, which must exist and be empty; every call is a collective over the world.
+    """Writes a state into ``folder``, which must exist and be empty; every call is a collective over the world.
 
     Args:
-        state: Megatron's sharded state; free to change when the constructor returns.
+        state: Megatron's sharded state; it may change after the constructor returns.
         folder: the same on every rank.
 
     Raises:
-        RunError: the file system refuses (full, read-only); on every rank, and so do all methods.
+        RunError: a file operation fails on any rank; the constructor and all methods raise it on every rank.
     """
 
     def __init__(self, state: dict[str, Any], folder: Path) -> None:
@@ -155,7 +155,7 @@ class BackgroundWrite:
         self._calls.schedule_async_request(request)
 
     def done(self) -> bool:
-        """Whether everything is written on all ranks; does not wait."""
+        """Whether all ranks have finished writing; does not wait."""
         with failing_together(), _write_problems(self._folder):
             finished = bool(self._calls.maybe_finalize_async_calls())
             if self._strategy.problem is not None:

@@ -22,7 +22,7 @@ from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
-from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, put_together
+from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
@@ -33,11 +33,11 @@ from megatron_tlt.reshard.spans import Span
 
 AfterForward = Callable[..., Any]
 RESERVED_METRICS = ("tokens", "grad_norm", "lr")
-"""Names of what an update reports itself; a loss may not use them."""
+"""Metric names that an update reports itself; a loss must not use them."""
 
 
 def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
-    """What this rank passes through the model of a micro-batch."""
+    """The part of a micro-batch that this context-parallel rank processes."""
     return batch.on_context_rank(
         parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     )
@@ -50,13 +50,14 @@ class Policy:
         model_folder: Hugging Face folder with the initial weights.
         actor: layout, pass-through options, micro-batch bounds.
         seed: of Megatron's RNG trackers.
-        total_steps: the horizon of a decaying learning rate.
-        lr_decay_style: ``constant`` or ``cosine``; ``min_lr_fraction`` is where a cosine ends.
+        total_steps: number of steps of the learning-rate decay.
+        lr_decay_style: ``constant`` or ``cosine``.
+        min_lr_fraction: final learning rate of a cosine decay, as a fraction of the initial one.
         trainable: False builds a frozen reference without gradients or optimizer.
         verify: compare the weights with the folder's manifest first.
 
     Raises:
-        ConfigError: a model, layout or optimizer that cannot be had.
+        ConfigError: invalid model, layout or optimizer.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Policy:
                 min_lr_fraction=min_lr_fraction,
             )
         self.memory = PhaseOffload(self.model, self.optimizer)
-        """Gives up the device's memory between this policy's phases."""
+        """Offloads this policy between its phases."""
 
     @property
     def layout(self) -> dict[str, int]:
@@ -119,9 +120,9 @@ class Policy:
         return shares[parallel_state.get_data_parallel_rank()]
 
     def share(self, lengths: Sequence[int]) -> list[int]:
-        """Which samples of a batch this rank computes on, ascending; all ranks of a data-parallel rank have the same.
+        """The samples of a batch that this rank computes on, ascending; equal on all ranks of a data-parallel rank.
 
-        ``lengths`` are the tokens of all of them, prompt and response. Pure but for the layout.
+        ``lengths`` are the numbers of tokens of all samples, prompt and response. Depends on nothing but the layout.
 
         Raises:
             ConfigError: a sample is longer than a micro-batch may be.
@@ -129,7 +130,7 @@ class Policy:
         return sorted(i for group in self._groups(lengths) for i in group)
 
     def micro_batches(self, batch: RolloutBatch) -> MicroBatches:
-        """This data-parallel rank's part of ``batch``, which holds at least :meth:`share`."""
+        """The micro-batches of this data-parallel rank; ``batch`` must hold at least :meth:`share`."""
         return form_micro_batches(batch, self._groups(batch.lengths), self._batch_shape, self._device)
 
     def _scores(
@@ -153,9 +154,9 @@ class Policy:
         return batch.by_sample(whole[0]), batch.by_sample(whole[1])
 
     def run_schedule(self, batches: MicroBatches, after_forward: AfterForward, *, forward_only: bool) -> list[Any]:
-        """Sends micro-batches through Megatron's schedule; returns what the last pipeline stage collected.
+        """Runs micro-batches through Megatron's schedule; returns the results of ``after_forward`` on the last stage.
 
-        ``after_forward`` gets a micro-batch and this rank's share of its logits, (R, T/C, V/TP).
+        ``after_forward`` receives a micro-batch and this rank's share of its logits, (R, T/C, V/TP).
         """
 
         # Megatron would widen all logits of a micro-batch at once; the scores widen them chunk by chunk
@@ -182,14 +183,14 @@ class Policy:
         )
 
     def synchronize_parameters(self) -> None:
-        """Gathers what an optimizer step left for the next one's forward pass (``ddp.overlap_param_gather``)."""
+        """Gathers updated parameters that Megatron defers to the next forward pass (``ddp.overlap_param_gather``)."""
         if self.optimizer is not None and self.model.ddp_chunks[0].ddp_config.overlap_param_gather:
             for chunk in self.model.ddp_chunks:
                 chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def log_probs(self, batch: RolloutBatch, temperature: float = 1.0) -> PolicyScores:
-        """Scores every response token of this rank's :meth:`share` of ``batch``, which it holds; all ranks together."""
+        """Scores every response token of this rank's :meth:`share` of ``batch``; a collective over the world."""
         return self._score(batch, self.micro_batches(batch), temperature)
 
     @torch.no_grad()
@@ -201,25 +202,24 @@ class Policy:
         aux_layers: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[PolicyScores, dict[int, torch.Tensor]]:
-        """What :meth:`log_probs` gives, to the bit, and the hidden states of the same pass, as a drafter learns from.
+        """The result of :meth:`log_probs`, bit for bit, and the hidden states of the same pass for drafter training.
 
         Args:
-            batch: it holds this rank's share.
+            batch: must hold this rank's share.
             temperature: of the log-probs.
-            aux_layers: layers i whose input is taken, before any norm: transformers' ``hidden_states[i]`` for i below
-                the number of layers, the stream before the final norm for i equal to it. EAGLE has none.
+            aux_layers: layers i whose input is recorded, before any norm: transformers' ``hidden_states[i]`` for i
+                below the number of layers, the stream before the final norm for i equal to it. EAGLE has none.
             dtype: of the states.
 
         Returns:
-            The scores of the share, and the states of some of its samples, by their number: (T, (k + 1) * H) for a
-            sample of T tokens and k auxiliary layers, these in the order given and then the output of the final norm,
-            which the LM head makes the target's distribution of; on the host. Each sample's are on exactly one rank
-            of the world: those of a data-parallel rank are shared out over its model-parallel ranks by tokens. The last
-            row is zeros: the last token predicts nothing, so the pass leaves it out, and nothing that trains or
-            evaluates drafters reads it.
+            The scores of the share, and the states of some of its samples, by index, on the host. A sample of T tokens
+            has (T, (k + 1) * H) states: k auxiliary layers in the order given, then the output of the final norm,
+            which is the LM head's input. Exactly one rank of the world has the states of a sample; the samples of a
+            data-parallel rank are divided over its model-parallel ranks by tokens. The last row is zeros: the last
+            token has no label, so the pass leaves it out, and drafter training and evaluation do not read it.
 
         Raises:
-            ConfigError: a layer that the model lacks.
+            ConfigError: the model has no such layer.
         """
         batches = self.micro_batches(batch)
         with record_hidden_states(self.model, aux_layers, dtype) as aux_states:
@@ -247,19 +247,19 @@ class Policy:
         collected = self.run_schedule(batches, collect, forward_only=True)
         for chunk in self.model.ddp_chunks:
             chunk.train()
-        return put_together(samples, (i for group in batches.groups for i in group), collected or [])
+        return assemble_scores(samples, (i for group in batches.groups for i in group), collected or [])
 
     def _held_tokens(self, batch: MicroBatch) -> int:
-        """Tokens of a micro-batch that one rank passes through its layers, padding included."""
+        """Tokens of a micro-batch that one rank's layers process, padding included."""
         sequence = self._batch_shape.sequence_parallel_size
         return batch.tokens_RT.numel() // (sequence * parallel_state.get_context_parallel_world_size())
 
     def _loss_scale(self, batches: MicroBatches, loss: Loss) -> torch.Tensor:
-        """The factor for the loss's sum. Megatron divides the whole gradient by the number of tokens in the layers.
+        """The factor for the sum of the loss; Megatron divides the whole gradient by the tokens in the layers.
 
-        A router adds the gradient of its auxiliary losses, which are means over a micro-batch, times the tokens that
-        this rank holds. Divided by all of these, it is a mean over tokens under every layout and number of
-        micro-batches, and does not depend on the loss's own denominator.
+        A router adds the gradient of its auxiliary losses, which are means over a micro-batch, times this rank's
+        tokens. Divided by all tokens, the result is a mean over tokens for every layout and number of micro-batches,
+        and does not depend on the denominator of the loss.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for batch in batches:
@@ -273,11 +273,11 @@ class Policy:
         """One optimizer step on all ``samples``, of which every rank holds its :meth:`share`.
 
         Returns:
-            Means over response tokens of the loss's metrics, whatever their names; ``tokens``, their number;
-            ``grad_norm`` before clipping and ``lr``. The same on every rank.
+            Means over response tokens of the loss's metrics; the number of ``tokens``; ``grad_norm`` before clipping;
+            and ``lr``. The same on every rank.
 
         Raises:
-            RunError: the gradient is not finite, or a metric is no number; the policy must not be used further.
+            RunError: the gradient is not finite, or a metric is not a number; the policy must not be used any more.
         """
         batches = self.micro_batches(samples)
         sums = {"tokens": torch.zeros((), dtype=torch.float64, device=self._device)}
@@ -290,7 +290,7 @@ class Policy:
             sums["tokens"] += batch.loss_inputs.mask_BT.sum().double()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + self._metric(name, value)
-            # Context-parallel ranks compute the same loss of the same samples: one of them counts.
+            # Context-parallel ranks compute the same loss on the same samples, so only one of them counts.
             tokens = torch.tensor(self._held_tokens(batch), dtype=torch.int, device=self._device)
             return total * scale, tokens * (context_rank == 0), {}
 
@@ -301,7 +301,7 @@ class Policy:
         lr = self.optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
-            raise RunError(f"gradient norm {grad_norm}; a finite one is needed; the last checkpoint is whole")
+            raise RunError(f"gradient norm {grad_norm}; it must be finite; the last checkpoint is unaffected")
         self.scheduler.step(1)
         counts = not (parallel_state.get_tensor_model_parallel_rank() or context_rank)
         named = self._sums_of_all_ranks(sums if counts else {})
@@ -310,7 +310,7 @@ class Policy:
         return {**means, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
 
     def _metric(self, name: str, value: Any) -> torch.Tensor:
-        """A micro-batch's sum, as the loss returned it, in float64."""
+        """A metric that the loss returned for a micro-batch, checked and converted to float64."""
         found = torch.as_tensor(value).detach()
         if found.numel() != 1 or name in RESERVED_METRICS:
             raise RunError(
@@ -320,7 +320,7 @@ class Policy:
         return found.reshape(()).to(self._device, torch.float64)
 
     def _sums_of_all_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Each name that any rank has with its sum over all ranks: a loss is not computed on each of them."""
+        """Sums each metric over all ranks; the names are collected first, as not every rank computes the loss."""
         names = list(dict.fromkeys(name for found in all_gather_data(list(sums), list[str]) for name in found))
         absent = torch.zeros((), dtype=torch.float64, device=self._device)
         values = torch.stack([sums.get(name, absent) for name in names])
@@ -328,14 +328,14 @@ class Policy:
         return dict(zip(names, values.tolist(), strict=True))
 
     def held_spans(self) -> Iterator[tuple[Span, torch.Tensor]]:
-        """What this rank holds of every Hugging Face tensor, with views of it; called by all ranks together."""
+        """This rank's spans of every Hugging Face tensor, with views of the data; a collective."""
         self.synchronize_parameters()
         return held_spans(self.model.weights, self.model.chunks)
 
     def export_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight (or those of ``names``) under its Hugging Face name, whole, on every rank.
+        """Yields every full weight (or those of ``names``) under its Hugging Face name, on every rank.
 
-        To be exhausted by all ranks together.
+        A collective: all ranks must exhaust the iterator.
         """
         self.synchronize_parameters()
         return export_weights(self.model.weights, self.model.chunks, names)

@@ -1,4 +1,4 @@
-"""What a policy says of responses: put together sample by sample, and on every stage of the pipeline."""
+"""A policy's scores of responses, assembled by sample and broadcast to every pipeline stage."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PolicyScores(NamedTuple):
     """Log-probs and entropies of the H samples that this data-parallel rank computed, on the host.
 
     Args:
-        samples: ascending.
-        log_probs_G: of their response tokens, one sample's behind another's, float32.
-        entropy_sums_H: the sum of the entropies (nats) at a response's tokens, float64.
+        samples: indices, ascending.
+        log_probs_G: of the response tokens, concatenated over samples, float32.
+        entropy_sums_H: sum of the entropies (nats) over a response's tokens, float64.
     """
 
     samples: tuple[int, ...]
@@ -30,8 +30,8 @@ class PolicyScores(NamedTuple):
     entropy_sums_H: torch.Tensor
 
 
-def put_together(batch: RolloutBatch, samples: Iterable[int], collected: Iterable[ScoredTokens]) -> PolicyScores:
-    """The scores of ``samples`` from what the last stage ``collected``; all ranks of a pipeline call it together."""
+def assemble_scores(batch: RolloutBatch, samples: Iterable[int], collected: Iterable[ScoredTokens]) -> PolicyScores:
+    """The scores of ``samples``, from those that the last stage ``collected``; a collective of a pipeline's ranks."""
     order = tuple(sorted(samples))
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for indices, log_probs_G, entropies_G in collected:
@@ -58,15 +58,15 @@ def _from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def of_all_samples(values_HK: torch.Tensor, samples: Sequence[int], count: int) -> torch.Tensor:
-    """A row of numbers for each of ``count`` samples, (N, K) float64, the same bits on every rank.
+    """Gathers K numbers for each of ``count`` samples, (N, K) float64, bitwise equal on every rank.
 
     Args:
-        values_HK: this data-parallel rank's rows, K of them per sample.
-        samples: whose they are; each sample of the batch is one data-parallel rank's.
+        values_HK: K numbers for each of this data-parallel rank's samples.
+        samples: the indices of these samples; each sample belongs to exactly one data-parallel rank.
         count: N.
     """
     rows_NK = torch.zeros(count, values_HK.shape[1], dtype=torch.float64)
     rows_NK[list(samples)] = values_HK.double()
     rows_NK = rows_NK.to(current_device().torch_device)
-    dist.all_reduce(rows_NK, group=parallel_state.get_data_parallel_group())  # every row but one is zeros
+    dist.all_reduce(rows_NK, group=parallel_state.get_data_parallel_group())  # only one rank's row is nonzero
     return rows_NK.cpu()

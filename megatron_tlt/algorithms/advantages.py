@@ -14,9 +14,9 @@ def group_relative_advantages(
 ) -> list[float]:
     """Group-relative advantages (GRPO, DeepSeekMath 2402.03300, section 4.1.2).
 
-    ``rewards`` holds ``group_size`` consecutive entries per prompt. Each response is compared with the mean of its
-    group; ``normalize_by_std`` divides by the group's standard deviation (Dr. GRPO leaves this out). A group whose
-    rewards are all equal gets zeros.
+    ``rewards`` has ``group_size`` consecutive entries per prompt. The advantage is the reward minus the mean of its
+    group; ``normalize_by_std`` divides by the group's standard deviation, which Dr. GRPO omits. A group with equal
+    rewards gets zeros.
 
     Raises:
         ValueError: the number of rewards is not a multiple of ``group_size``.
@@ -27,8 +27,8 @@ def group_relative_advantages(
     groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
     if not np.isfinite(groups).all():
         index = int(np.flatnonzero(~np.isfinite(groups))[0])
-        raise RunError(f"response {index}: reward {rewards[index]}; a finite one is needed")
-    # equal rewards may differ from their mean by rounding
+        raise RunError(f"response {index}: reward {rewards[index]}; it must be finite")
+    # due to rounding, equal rewards may differ from their mean
     equal = np.ptp(groups, axis=1, keepdims=True) == 0
     centred = np.where(equal, 0.0, groups - groups.mean(axis=1, keepdims=True))
     if normalize_by_std:
@@ -37,5 +37,8 @@ def group_relative_advantages(
 
 
 def mixed_groups(rewards: Sequence[float], group_size: int) -> float:
-    """Share of groups whose rewards differ: only these have a gradient. Equal rewards may have a standard deviation."""
+    """Fraction of groups whose rewards differ; only these contribute a gradient.
+
+    Compares rewards exactly: due to rounding, the standard deviation of equal rewards may be nonzero.
+    """
     return float(np.mean(np.ptp(np.asarray(rewards, dtype=np.float64).reshape(-1, group_size), axis=1) > 0))

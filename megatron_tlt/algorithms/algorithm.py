@@ -1,4 +1,4 @@
-"""What an algorithm decides: credit for each response, and the loss of an update."""
+"""Interface of an algorithm: the credit of each response, and the loss of an update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_tlt.errors import RunError
 
 
 class Algorithm(ABC):
-    """Base of the algorithms, one file each; ``algorithm.name`` selects one by name or by import path.
+    """Base class of the algorithms, one per file; ``algorithm.name`` selects one by name or import path.
 
-    A subclass may take arguments after ``config``: those of ``algorithm.arguments``.
+    The constructor of a subclass may take further arguments after ``config``, from ``algorithm.arguments``.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -26,19 +26,19 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(self) -> Loss:
-        """What the updates of a run minimize. Its metrics reach ``metrics.jsonl`` as ``actor/<name>``."""
+        """The loss that a run's updates minimize. ``metrics.jsonl`` has its metrics as ``actor/<name>``."""
 
     def assign_credit(self, rewards: Sequence[float]) -> list[float]:
         """:meth:`advantages`, checked.
 
         Raises:
-            RunError: a reward or an advantage is not finite, or there is not one advantage per response.
+            RunError: a reward or an advantage is not finite, or the number of advantages is wrong.
         """
         _check_finite("reward", rewards)
         advantages = [float(value) for value in self.advantages(rewards)]
         if len(advantages) != len(rewards):
             found = f"{len(advantages)} advantages for {len(rewards)} responses"
-            raise RunError(f"algorithm.name: {self.config.name} gave {found}; allowed: one each")
+            raise RunError(f"algorithm.name: {self.config.name} returned {found}; allowed: one each")
         _check_finite("advantage", advantages)
         return advantages
 
@@ -46,4 +46,4 @@ class Algorithm(ABC):
 def _check_finite(what: str, values: Sequence[float]) -> None:
     for index, value in enumerate(values):
         if not math.isfinite(value):
-            raise RunError(f"response {index}: {what} {value}; a finite one is needed")
+            raise RunError(f"response {index}: {what} {value}; it must be finite")

@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO without its two biases, towards easy and hard problems and towards long wrong responses."""
+"""Dr. GRPO: GRPO without its biases towards very easy or hard problems and towards long wrong responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_tlt.algorithms.grpo import Grpo
 class DrGrpo(Grpo):
     """Dr. GRPO (2503.20783, section 3.2).
 
-    Credit: the reward minus the group's mean, never divided by the standard deviation. Loss: GRPO's, where every token
-    weighs alike whatever its response's length (``loss_aggregation: token_mean``); the sum is divided by the tokens of
-    the mini-batch, not by the paper's constant.
+    Credit: the reward minus the group's mean, never divided by the standard deviation. Loss: GRPO's loss with equal
+    weight for every token (``loss_aggregation: token_mean``). The sum is divided by the tokens of the mini-batch, not
+    by the paper's constant.
     """
 
     def advantages(self, rewards: Sequence[float]) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""GRPO: a response's advantage is its reward relative to the group that answered the same problem."""
+"""GRPO: a response's advantage is its reward relative to the other responses to the same problem."""
 
 from __future__ import annotations
 

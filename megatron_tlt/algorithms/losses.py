@@ -1,8 +1,8 @@
-"""Losses on per-token log-probabilities; no process group, no model.
+"""Losses on per-token log-probabilities; they need no process group and no model.
 
 Shapes: B sequences padded to T label positions. ``mask_BT`` is 1 at the positions whose label is a response token.
-Every loss returns a *sum*, and its denominator apart, so that micro-batches and data-parallel ranks add up exactly.
-Positions outside the mask enter neither a value nor a gradient, whatever stands there.
+Every loss returns a *sum* and a separate denominator, so that micro-batches and data-parallel ranks add up exactly.
+Values at masked positions affect neither the loss nor the gradient.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class LossInputs:
         return self.mask_BT > 0
 
     def zero_outside(self) -> LossInputs:
-        """The same columns with 0 at masked positions: infinity times a mask of 0 would be NaN."""
+        """The same columns with 0 at masked positions, because infinity times a mask of 0 is NaN."""
         columns = (getattr(self, column.name) for column in fields(self))
         return LossInputs(*(torch.where(self.inside_BT, column, 0.0) for column in columns))
 
 
 class Loss(Protocol):
-    """What an update minimizes: the sum over micro-batches and ranks, divided by the sum of the denominators."""
+    """The objective of an update: its sum over micro-batches and ranks, divided by the sum of the denominators."""
 
     def denominator(self, inputs: LossInputs) -> torch.Tensor:
-        """The micro-batch's part of what the sum is divided by, a scalar; known without a pass of the model."""
+        """The micro-batch's part of the denominator, a scalar; computed without a forward pass."""
         ...
 
     def __call__(
         self, log_probs_BT: torch.Tensor, entropy_BT: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, Metrics]:
-        """The sum, a scalar, and what is to be logged: numbers by any name, each a sum over the response tokens.
+        """The sum, a scalar, and the metrics to log: any names, each value a sum over the response tokens.
 
-        ``log_probs_BT`` and ``entropy_BT`` (nats) are those of the policy that is trained. An update logs each number
-        divided by the response tokens of all micro-batches and ranks.
+        ``log_probs_BT`` and ``entropy_BT`` (nats) belong to the trained policy. An update logs each metric divided by
+        the number of response tokens in all micro-batches and ranks.
         """
         ...
 
@@ -73,7 +73,7 @@ negative_log_likelihood = NegativeLogLikelihood()
 
 
 def k3_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3: an unbiased, non-negative estimate of KL(p || q) at samples of p, r - 1 - log r with r = q / p."""
+    """Schulman's k3 estimate r - 1 - log r of KL(p || q), with r = q / p at samples of p; unbiased, non-negative."""
     log_ratio = other_log_probs - log_probs
     return torch.expm1(log_ratio) - log_ratio
 
@@ -81,7 +81,7 @@ def k3_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch
 class ClippedPolicyLoss:
     """The clipped surrogate of PPO/GRPO (2402.03300, eq. 3; asymmetric clip as in DAPO 2503.14476, eq. 10).
 
-    ``token_mean`` weighs every response token of the mini-batch equally, ``sequence_mean`` every response.
+    ``token_mean`` weights every response token of the mini-batch equally, ``sequence_mean`` every response.
     ``kl_coefficient`` adds the k3 estimate against the reference policy, ``entropy_coefficient`` subtracts the entropy.
     """
 

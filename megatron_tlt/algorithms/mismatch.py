@@ -24,17 +24,17 @@ class Mismatch:
 
     @staticmethod
     def of(rows_N4: torch.Tensor) -> Mismatch:
-        """Over all samples, from a row of :func:`mismatch_per_sample` for each."""
+        """Aggregates the rows of :func:`mismatch_per_sample` over all samples."""
         sums = rows_N4.sum(dim=0)
         tokens = sums[3].clamp(min=1)
         return Mismatch(float(sums[0] / tokens), float(rows_N4[:, 1].max()), float(sums[2] / tokens))
 
 
 def mismatch_per_sample(batch: RolloutBatch) -> torch.Tensor:
-    """The old log-probs against the rollout's, for each of the H held samples, (H, 4) float64.
+    """Compares the old log-probs with the rollout's for each of the H held samples, (H, 4) float64.
 
-    Columns: sum and maximum of the absolute differences (nats), sum of the k3 estimates, tokens. What the loss mask
-    leaves out does not count.
+    Columns: sum and maximum of the absolute differences (nats), sum of the k3 estimates, number of tokens. Tokens
+    outside the loss mask are not counted.
     """
     rows_H4 = torch.zeros(len(batch.held), 4, dtype=torch.float64)
     for row, sample in zip(rows_H4, batch.held, strict=True):
@@ -58,13 +58,13 @@ def truncated_importance_weights(rollout_G: torch.Tensor, actor_G: torch.Tensor,
     chunks = (values.split(_CHUNK_TOKENS) for values in (rollout_G, actor_G, weights_G))
     for rollout, actor, weights in zip(*chunks, strict=True):
         log_ratio = actor.double().numpy() - rollout.double().numpy()
-        # bounded before exp, which overflows
+        # bounded before exp, which could overflow
         weights.copy_(torch.from_numpy(np.exp(np.minimum(log_ratio, np.log(truncation)))))
     return weights_G
 
 
 def enforce(mismatch: Mismatch, config: MismatchConfig, step: int) -> None:
-    """Stops the run where the configuration asks for it.
+    """Stops the run if ``action`` is ``fail`` and the mismatch is too large.
 
     Raises:
         RunError: ``action`` is ``fail`` and the mean absolute difference is above ``threshold`` (or not a number).

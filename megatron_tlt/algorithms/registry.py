@@ -1,4 +1,4 @@
-"""The algorithms by name, and any other by import path. Importing this is cheap: classes are imported when loaded."""
+"""Registry of algorithms by name; others load by import path. Classes are imported when loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_tlt.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_tlt.algorithms.algorithm import Algorithm
 
-#: The name that ``algorithm.name`` gives -> the class.
+#: ``algorithm.name`` -> import path of the class.
 ALGORITHMS = {
     "grpo": "megatron_tlt.algorithms.grpo.Grpo",
     "dr_grpo": "megatron_tlt.algorithms.dr_grpo.DrGrpo",
@@ -24,20 +24,20 @@ def build_algorithm(config: AlgorithmConfig) -> Algorithm:
     """The algorithm of a run.
 
     Raises:
-        ConfigError: an unknown name, a wrong import path, or arguments that the class does not take or refuses.
+        ConfigError: unknown name, wrong import path, or arguments that the class does not accept.
     """
     cls = _algorithm_class(config.name)
     check_arguments(cls, config.arguments, 1, "algorithm.arguments", config.name)
     try:
         return cls(config, **config.arguments)
-    except Exception as error:  # a constructor raises what it likes
+    except Exception as error:  # a user's constructor may raise anything
         raise ConfigError(
             f"algorithm.arguments: found {config.arguments}; {config.name} refuses them: {one_line(error)}"
         ) from error
 
 
 def algorithm_problems(config: AlgorithmConfig) -> list[str]:
-    """One line per reason why ``build_algorithm`` would fail; torch is imported only for what users bring."""
+    """One line per reason why ``build_algorithm`` would fail; imports torch only for users' classes."""
     if config.name in ALGORITHMS and not config.arguments:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Rules between keys: layouts that fit the world, batches that divide, a model that exists and is long enough."""
+"""Rules between keys: layouts that fit the world, batch sizes that divide, and a suitable model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
 
 # vLLM's CPU attention has no kernel for smaller heads.
-_SMALLEST_HEAD = 32
-# A layout that does not fit is answered with so many that do.
+_MIN_HEAD_DIM = 32
+# Number of fitting layouts that the message for an unfitting one suggests.
 _SUGGESTIONS = 3
 _MEGATRON_OPTIMIZERS = ("adam", "sgd")
-# Of a value that earlier releases took and that no mended value stands for.
-_GO_ON_AS_ANOTHER = "a run that has it goes on as another one, with model.path: its newest checkpoint"
+# For a value that earlier releases accepted and that cannot be migrated.
+_CONTINUE_AS_NEW_RUN = "to continue a run that has it, start a new run with model.path: its newest checkpoint"
 
 
 def _layout(config: TltConfig, shape: ModelShape | None) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _batches(config: TltConfig, layout: Layout) -> Iterator[str]:
         )
     elif responses // parts < layout.dp:
         yield (
-            f"trainer.mini_batches: found {parts}, which leaves {responses // parts} responses to a mini-batch; "
+            f"trainer.mini_batches: found {parts}, which gives {responses // parts} responses per mini-batch; "
             f"allowed: at least one for each of the {layout.dp} data-parallel ranks"
         )
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
@@ -109,9 +109,9 @@ def _recipe(config: TltConfig, model: dict[str, Any]) -> Iterator[str]:
         return
     architecture, longest = recipe.architecture, recipe.supervised.max_sequence_tokens
     head = architecture.hidden_size // architecture.num_attention_heads
-    if recipe.base is None and head < _SMALLEST_HEAD:
+    if recipe.base is None and head < _MIN_HEAD_DIM:
         yield (
-            f"{RECIPE_ARCHITECTURE}: hidden_size / num_attention_heads = {head}; allowed: at least {_SMALLEST_HEAD} "
+            f"{RECIPE_ARCHITECTURE}: hidden_size / num_attention_heads = {head}; allowed: at least {_MIN_HEAD_DIM} "
             "(vLLM's CPU attention takes no smaller head)"
         )
     positions = positive(model, "max_position_embeddings")
@@ -123,7 +123,7 @@ def _recipe(config: TltConfig, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _micro_batches(config: TltConfig) -> Iterator[str]:
-    """A sequence is never cut: the longest one must fit a micro-batch alone (``data.packing``)."""
+    """A sequence is never split, so the longest one must fit into a micro-batch (``data.packing``)."""
     actor, rollout, recipe = config.actor, config.rollout, config.model.recipe
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if actor.max_tokens_per_micro_batch < longest:
@@ -155,7 +155,7 @@ def _precision(config: TltConfig) -> Iterator[str]:
 
 
 def drafter_problems(speculation: SpeculationConfig) -> list[str]:
-    """Every rule within ``speculation`` that does not hold, one line each."""
+    """The violated rules within ``speculation``, one line each."""
     lines, ngram, path = [], speculation.ngram, speculation.path
     if ngram.prompt_lookup_min > ngram.prompt_lookup_max:
         lines.append(
@@ -174,7 +174,7 @@ def drafter_problems(speculation: SpeculationConfig) -> list[str]:
                 f"speculation.path: found {path}, but drafter {speculation.drafter} has no model; "
                 f"allowed: with {models}"
             )
-    elif speculation.enabled:  # else no engine loads the head
+    elif speculation.enabled:  # otherwise no engine loads the head
         if path is None:
             lines.append(f"speculation.path: not given; drafter {speculation.drafter} needs the folder of its head")
         elif not (path / "config.json").is_file():
@@ -228,8 +228,8 @@ def _adaptive(config: TltConfig) -> Iterator[str]:
     adaptive = config.speculation.adaptive
     if adaptive is not None and config.run.deterministic and adaptive.tuner != "static":
         yield (
-            f"run.deterministic: found true; tuner {adaptive.tuner} of speculation.adaptive goes by measured times, "
-            "and with other drafts other responses are sampled; allowed: false, or tuner static"
+            f"run.deterministic: found true; tuner {adaptive.tuner} of speculation.adaptive uses measured times, and "
+            "other drafts lead to other sampled responses; allowed: false, or tuner static"
         )
 
 
@@ -238,30 +238,30 @@ def _spot(config: TltConfig) -> Iterator[str]:
     if spot is None:
         return
     if config.drafter is None:
-        yield "spot: there is no drafter section, so nothing to train while engines wait; allowed: with drafter"
+        yield "spot: there is no drafter section, so there is no drafter to train; allowed: with drafter"
     if config.run.deterministic:
         yield (
-            "run.deterministic: found true; how long spot trains the drafter goes by measured times, and with another "
-            "drafter other responses are sampled; allowed: false, or no spot section"
+            "run.deterministic: found true; how long spot trains the drafter depends on measured times, and another "
+            "drafter leads to other sampled responses; allowed: false, or no spot section"
         )
     if config.drafter is not None and config.drafter.loss.reward_weighting and spot.states_bytes:
         yield (
-            f"drafter.loss.reward_weighting: found true with spot.states_bytes = {spot.states_bytes}; responses that "
-            "the drafter learns from while others decode have no reward yet; allowed: false, or spot.states_bytes = 0"
+            f"drafter.loss.reward_weighting: found true with spot.states_bytes = {spot.states_bytes}; spot trains on "
+            "responses that have no reward yet; allowed: false, or spot.states_bytes = 0"
         )
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
     if config.drafter is not None and spot.min_entries is not None and engines > 1:
-        # the last engine never waits; which one that is does not depend on how many responses it holds
+        # the last engine never waits; it may be any engine, whatever the number of its responses
         responses, steps, waiting = _responses(config), config.drafter.buffer.max_age + 1, engines - 1
         most = steps * responses * waiting // engines
         if spot.min_entries > most:
             yield (
-                f"spot.min_entries: found {spot.min_entries}; allowed: at most {most}, what {waiting} of {engines} "
-                f"engines hold on average of drafter.buffer.max_age + 1 = {steps} step(s) "
+                f"spot.min_entries: found {spot.min_entries}; allowed: at most {most}, the average of {waiting} of "
+                f"{engines} engines over drafter.buffer.max_age + 1 = {steps} step(s) "
                 f"(trainer.prompts_per_step x algorithm.group_size = {responses} responses in each)"
             )
     if engines < 2:
-        yield "spot: there is one engine, which never waits for another; allowed: two engines and more"
+        yield "spot: there is one engine, which never waits for another; allowed: at least two engines"
     elif spot.min_replicas is not None and spot.min_replicas >= engines:
         yield (
             f"spot.min_replicas: found {spot.min_replicas}; allowed: at most {engines - 1}, as the last of the "
@@ -288,7 +288,7 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
                 "actor.optimizer; allowed: none, or an optimizer class by import path"
             )
         elif key in ("lr", "weight_decay"):
-            yield f"actor.optimizer_arguments.{key}: not to be set here; it comes from actor.optimizer.{key}"
+            yield f"actor.optimizer_arguments.{key}: cannot be set here; managed by actor.optimizer.{key}"
     yield from _unused_by(name, actor.optimizer, "actor.optimizer")
     if config.model.recipe is not None:
         own = config.model.recipe.supervised.optimizer
@@ -301,7 +301,7 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
 
 
 def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
-    """Options of Adam or SGD that another optimizer would not see."""
+    """Options of Adam or SGD that have no effect on the chosen optimizer."""
     for key in options:
         owner = "adam" if key.startswith("adam_") else "sgd" if key.startswith("sgd_") else name
         if owner != name:
@@ -309,7 +309,7 @@ def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _adam_only(config: TltConfig) -> Iterator[str]:
-    """Parts of Megatron that know Adam's state; its plain optimizer, whose state is not saved, is for none."""
+    """Megatron options that support only Adam's state; its non-distributed optimizer is refused, as it is not saved."""
     if config.actor.ddp.get("use_distributed_optimizer", True) is False:
         yield "actor.ddp.use_distributed_optimizer: found false; checkpoints hold its shards; allowed: true"
     recipe = config.model.recipe
@@ -320,9 +320,9 @@ def _adam_only(config: TltConfig) -> Iterator[str]:
     name = others[0]["optimizer"]
     for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if any(options.get(key) for options in others):
-            yield f"actor.optimizer.{key}: found true; optimizer {name!r} has no such form; allowed: false"
+            yield f"actor.optimizer.{key}: found true; optimizer {name!r} does not support it; allowed: false"
     if config.actor.ddp.get("use_megatron_fsdp"):
-        yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} is not sharded by it; allowed: false"
+        yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} does not support it; allowed: false"
 
 
 def _temperatures(config: TltConfig) -> Iterator[str]:
@@ -330,7 +330,7 @@ def _temperatures(config: TltConfig) -> Iterator[str]:
     for section, found in values.items():
         if 0 < found < LOWEST_TEMPERATURE:
             allowed = f"at least {LOWEST_TEMPERATURE}" + (", or 0" if section != "evaluation" else "")
-            yield f"{section}.temperature: found {found:g}; allowed: {allowed} (vLLM samples at no lower one)"
+            yield f"{section}.temperature: found {found:g}; allowed: {allowed} (vLLM's minimum)"
 
 
 def _dr_grpo(config: TltConfig) -> Iterator[str]:
@@ -341,28 +341,29 @@ def _dr_grpo(config: TltConfig) -> Iterator[str]:
         yield "algorithm.normalize_by_std: found true; dr_grpo never divides by it; allowed: false, or absent"
     if algorithm.loss_aggregation != "token_mean":
         found = algorithm.loss_aggregation
-        yield f"algorithm.loss_aggregation: found {found}; dr_grpo weighs tokens alike; allowed: token_mean"
+        yield f"algorithm.loss_aggregation: found {found}; dr_grpo weights tokens equally; allowed: token_mean"
 
 
 def _router(config: TltConfig) -> Iterator[str]:
-    """Auxiliary losses of a mixture of experts whose batches Megatron-Core would take for others than they are."""
+    """Auxiliary losses of a mixture of experts that Megatron-Core would compute over the wrong batches."""
     where, given = "actor.megatron.moe_router_load_balancing_type", config.actor.megatron
     found = given.get("moe_router_load_balancing_type")
     kinds = found if isinstance(found, list) else [found]
     if "global_aux_loss" in kinds:
         yield (
-            f"{where}: found {found!r}; a global loss needs micro-batches of one size and number on all data-parallel "
-            f"ranks, which responses do not give; allowed: none, aux_loss, seq_aux_loss, sinkhorn; {_GO_ON_AS_ANOTHER}"
+            f"{where}: found {found!r}; a global loss needs micro-batches of equal size and number on all "
+            "data-parallel ranks, but responses vary in length; allowed: none, aux_loss, seq_aux_loss, sinkhorn; "
+            f"{_CONTINUE_AS_NEW_RUN}"
         )
     if "seq_aux_loss" in kinds and config.actor.packing:
         yield (
             f"{where}: found {found!r} with actor.packing true, where a row of several responses would count as one "
-            f"sequence; allowed: aux_loss, or actor.packing false; {_GO_ON_AS_ANOTHER}"
+            f"sequence; allowed: aux_loss, or actor.packing false; {_CONTINUE_AS_NEW_RUN}"
         )
 
 
 def check_fields_together(config: TltConfig) -> list[str]:
-    """Every rule between keys that does not hold, one line each."""
+    """The violated rules between keys, one line each."""
     lines = []
     try:
         model, where = read_model(config)

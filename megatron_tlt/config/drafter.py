@@ -12,12 +12,13 @@ from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeI
 
 
 class DrafterLossConfig(Section):
-    """What the drafter learns from.
+    """The training loss of the drafter.
 
-    ``name`` compares its distribution with the target's: ``eagle`` by cross entropy, ``kl`` by KL divergence, ``tv``
-    by total variation, times ``distribution_weight``. ``regression_weight`` times SmoothL1 of EAGLE's hidden states
-    comes on top (0.5 with ``eagle``, else 0, unless given; EAGLE-3 has none). ``reward_weighting`` multiplies a
-    response's loss by its reward, scaled from ``reward_low .. reward_high`` to 0..1 and at least ``reward_floor``.
+    ``name`` selects the loss between the drafter's and the target's distribution, weighted by ``distribution_weight``:
+    ``eagle`` is cross entropy, ``kl`` KL divergence, ``tv`` total variation. EAGLE adds ``regression_weight`` times the
+    SmoothL1 loss of its hidden states (default 0.5 with ``eagle``, else 0; EAGLE-3 has none). ``reward_weighting``
+    multiplies a response's loss by its reward, scaled from ``reward_low .. reward_high`` to 0..1 and clipped below at
+    ``reward_floor``.
     """
 
     name: Literal["eagle", "kl", "tv"] = "eagle"
@@ -35,18 +36,18 @@ class DrafterLossConfig(Section):
         return self
 
 
-# What a response takes in the buffer beside its tensors.
+# Bytes of a response in the buffer in addition to its tensors.
 ENTRY_OVERHEAD_BYTES = 4096
 
 
 class DrafterBufferConfig(Section):
     """The online data buffer of one rank.
 
-    What it holds takes at most ``disk_bytes`` in files, of which up to ``memory_bytes`` is in memory too; 0 means
-    memory alone, which does not survive the process. Responses that the newest two checkpoints refer to stay on disk
-    after the buffer drops them, in at most twice as much again. Responses are dropped once they are more than
-    ``max_age`` steps old. ``earlier_fraction`` of a batch is drawn from earlier steps, the newest of them first, with
-    weight proportional to length.
+    Its files take at most ``disk_bytes``, of which up to ``memory_bytes`` are also kept in memory. With ``disk_bytes``
+    0, data is in memory only and is lost when the process ends. Responses referenced by the newest two checkpoints
+    stay on disk after the buffer drops them, in at most twice ``disk_bytes`` more. Responses are dropped when they are
+    more than ``max_age`` steps old. ``earlier_fraction`` of a batch is drawn from earlier steps, newest steps first,
+    with probability proportional to length.
     """
 
     memory_bytes: PositiveInt = 1 << 30
@@ -56,25 +57,26 @@ class DrafterBufferConfig(Section):
 
 
 class DrafterConfig(Section):
-    """The learned drafter and its training: steps on ``entries_per_step`` responses per rank.
+    """The learned drafter and its training on ``entries_per_step`` responses per rank and step.
 
-    Every RL step has ``session_steps`` of them after its update. With a ``spot`` section these have no effect: idle
-    ranks train as long as the rollout lasts, and ``spot.min_steps`` sets the minimum.
+    Every RL step runs ``session_steps`` drafter steps after its update. With a ``spot`` section ``session_steps`` has
+    no effect: idle ranks train as long as the rollout lasts, and ``spot.min_steps`` sets the minimum.
 
-    On a real model EAGLE-3 learns more per second than EAGLE, the more so with a ``draft_vocab_size`` (`tlt bench
-    drafter-grid`). Its default ``lr`` of 3e-4 is the safe one there: with three drafts in a row 1e-3 learns faster.
-    EAGLE's is 1e-4, as larger ones diverge.
+    On a real model EAGLE-3 learns more per second than EAGLE, in particular with a ``draft_vocab_size`` (`tlt bench
+    drafter-grid`). The default ``lr`` of 3e-4 is a safe choice for EAGLE-3: with three unrolled drafts 1e-3 learns
+    faster. EAGLE's default is 1e-4, as larger rates diverge.
 
-    ``path`` starts it from a folder, else from the target's last layer. ``unroll_steps`` drafts are trained behind one
-    another (3 for EAGLE and 4 for EAGLE-3 unless given), the loss of each further one times ``unroll_decay``.
-    ``feature_noise`` is the half-width of uniform noise on the features it reads.
+    ``path`` is the folder of the initial drafter; without it, training starts from the target's last layer.
+    ``unroll_steps`` consecutive drafts are trained (default: 3 for EAGLE, 4 for EAGLE-3); the loss of each further one
+    is multiplied by ``unroll_decay``. ``feature_noise`` is the half-width of uniform noise on the input features.
 
-    ``draft_vocab_size`` tokens can be drafted, all unless given; the first training step chooses those that the policy
-    is likeliest to say. EAGLE-3 alone can have fewer than all: an EAGLE head drafts with the target's own LM head.
+    ``draft_vocab_size`` is the number of tokens that can be drafted (default: all); the first training step chooses the
+    tokens that are most likely under the policy. Only EAGLE-3 supports it: an EAGLE head drafts with the target's own
+    LM head.
 
-    ``dtype`` is what its matrix products are computed in while it trains (weights stay in float32): bfloat16 on a GPU
-    and float32 on a CPU unless given; the policy's LM head has the policy's. CPUs with AMX or AVX-512 BF16 are faster
-    in bfloat16, others far slower.
+    ``dtype`` is the type of matrix products in training (weights stay in float32; the policy's LM head has the
+    policy's type). The default is bfloat16 on a GPU and float32 on a CPU. CPUs with AMX or AVX-512 BF16 are faster in
+    bfloat16, others far slower.
     """
 
     kind: KindName = "eagle3"
@@ -100,16 +102,16 @@ class DrafterConfig(Section):
 
     @property
     def steps(self) -> int:
-        """Drafts trained behind one another."""
+        """Number of consecutive drafts that are trained."""
         return self.unroll_steps or kind_of(self.kind).unroll_steps
 
     def entry_bytes(self, tokens: int, hidden_size: int) -> int:
-        """What a response takes in the buffer, of so many tokens with its prompt."""
+        """Bytes of a response in the buffer; ``tokens`` counts prompt and response."""
         return tokens * (2 * kind_of(self.kind).states_per_token * hidden_size + 4) + ENTRY_OVERHEAD_BYTES
 
     @property
     def regression_weight(self) -> float:
-        """The weight of the regression that is in force."""
+        """The effective weight of the regression loss."""
         default = (kind_of(self.kind).regression_weight or 0.0) if self.loss.name == "eagle" else 0.0
         return default if self.loss.regression_weight is None else self.loss.regression_weight
 

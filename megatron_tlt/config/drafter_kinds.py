@@ -1,8 +1,8 @@
-"""The kinds of drafter models: the one place that names them. Plain data; importing this imports no torch.
+"""The registry of drafter model kinds; plain data, imports no torch.
 
-A kind is a model class that trains here and the form in which vLLM loads it. ``drafter.kind`` and
-``speculation.drafter`` take a name of :data:`KINDS` or the import path of a :class:`DrafterKind` of a user's package.
-Strategies and metrics call a kind by what the config calls it: ``eagle3-5``, ``mypackage.heads.KIND-5``.
+A kind combines a model class that is trained here with the format in which vLLM loads it. ``drafter.kind`` and
+``speculation.drafter`` take a name of :data:`KINDS` or the import path of a :class:`DrafterKind` in a user's package.
+Strategies and metrics use the name in the config: ``eagle3-5``, ``mypackage.heads.KIND-5``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_tlt.config.import_path import is_import_path, load_object
 from megatron_tlt.errors import ConfigError
 
 MODEL_FREE = ("ngram", "suffix")
-"""Drafters without a model."""
+"""Model-free drafters."""
 PATH_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
-"""The import paths of kinds, as a part of a strategy's name."""
+"""Pattern of a kind's import path within a strategy name."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,20 @@ class DrafterKind:
     """One kind of drafter model. Each response keeps ``num_aux_layers + 1`` hidden states of the target per token.
 
     Attributes:
-        title: in messages.
+        title: name in messages.
         model: import path of its class, a subclass of ``drafter.model.DraftModel`` whose ``kind`` is this kind's name.
-        method: vLLM's name of the method that drafts with it.
-        architecture: in its folder's ``config.json``; vLLM builds the model class that it registers under this name.
-        num_aux_layers: hidden states of the target's layers that it reads: 3, or 0 where it reads the last one alone.
-        own_head: it has an LM head of its own, and can draft a part of the vocabulary (``drafter.draft_vocab_size``).
-        lr: ``drafter.lr`` unless given.
-        unroll_steps: ``drafter.unroll_steps`` unless given.
-        regression_weight: ``drafter.loss.regression_weight`` with loss ``eagle`` unless given; None: its feature is not
-            the target's hidden state, so there is no such loss.
+        method: vLLM's name of the speculative method.
+        architecture: in its folder's ``config.json``; selects the model class in vLLM's registry.
+        num_aux_layers: number of target layers whose hidden states it reads: 3, or 0 if it reads only the last state.
+        own_head: whether it has its own LM head, and so can draft a part of the vocabulary
+            (``drafter.draft_vocab_size``).
+        lr: default of ``drafter.lr``.
+        unroll_steps: default of ``drafter.unroll_steps``.
+        regression_weight: default of ``drafter.loss.regression_weight`` with loss ``eagle``; None: there is no such
+            loss, because its feature is not the target's hidden state.
 
     Raises:
-        ValueError: another number of num_aux_layers.
+        ValueError: num_aux_layers is neither 0 nor 3.
     """
 
     title: str
@@ -57,11 +58,11 @@ class DrafterKind:
 
     @property
     def states_per_token(self) -> int:
-        """Hidden states of the target that a response keeps per token: the auxiliary layers' and the last one."""
+        """Hidden states of the target stored per token of a response: the auxiliary layers' and the last one."""
         return self.num_aux_layers + 1
 
 
-#: The name that a config gives -> the kind.
+#: Name in a config -> kind.
 KINDS = {
     "eagle": DrafterKind(
         title="EAGLE",
@@ -87,10 +88,10 @@ _loaded: dict[str, DrafterKind] = {}
 
 
 def kind_of(name: str) -> DrafterKind:
-    """The kind that a config calls ``name``.
+    """The kind with this name or import path.
 
     Raises:
-        ConfigError: no kind has this name, or there is none at this import path; the message begins with ``found``.
+        ConfigError: there is no such kind; the message begins with ``found``.
     """
     if name in KINDS:
         return KINDS[name]
@@ -109,7 +110,7 @@ def kind_of(name: str) -> DrafterKind:
 
 
 def model_drafters() -> tuple[str, ...]:
-    """The names of all kinds that there are in this process: those of ``KINDS``, and of users' that a config names."""
+    """The names of all kinds known in this process: those of ``KINDS``, and users' kinds that a config named."""
     return (*KINDS, *_loaded)
 
 
@@ -129,13 +130,13 @@ def _known_drafter(name: str) -> str:
 
 
 KindName = Annotated[str, AfterValidator(_known_kind)]
-"""In a config: a drafter model."""
+"""Type of a config value that names a drafter model."""
 DrafterName = Annotated[str, AfterValidator(_known_drafter)]
-"""In a config: a drafter, with a model or without."""
+"""Type of a config value that names a drafter, with or without a model."""
 
 
 def kind_default(values: Any, default: str) -> DrafterKind | None:
-    """The kind that a raw ``drafter`` section names; None where it is wrong, which its own validation reports."""
+    """The kind that a raw ``drafter`` section names; None if it is invalid, which the field's validation reports."""
     name = values.get("kind", default) if isinstance(values, dict) else None
     try:
         return kind_of(name) if isinstance(name, str) else None

@@ -1,6 +1,6 @@
-"""Which keys say what a run is, and which ones may change while it stays the same run.
+"""The keys that identify a run, and the keys that may change when it is resumed.
 
-A run is named by its config and the overrides that identify it. A resume compares the same keys: the others may change.
+A run is named by its config and its identifying overrides. A resume compares the identifying keys only.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAY_CHANGE = (
-    # where it lies
+    # location
     "run.name",
     "run.dir",
-    # how long, how often
+    # duration and intervals
     "trainer.steps",
     "trainer.save_every",
     "trainer.async_save",
     "trainer.keep_checkpoints",
-    # what is measured and shown
+    # measurements and output
     "evaluation",
     "observe",
-    # These decide when idle ranks train the drafter, which changes no distribution: speculation is lossless.
+    # Start of drafter training on idle ranks. Speculation is lossless, so no distribution changes.
     "spot.min_replicas",
     "spot.min_entries",
-    # what the drafter learns from, for the same reason
+    # training data of the drafter, for the same reason
     "drafter.buffer",
-    # limits of time and memory, which change no result
+    # time and memory limits, which change no result
     "launcher.collective_timeout_s",
     "launcher.max_restarts",
     "rewards.workers",
@@ -39,14 +39,14 @@ MAY_CHANGE = (
     "actor.optimizer.fp16",
     "model.recipe.supervised.optimizer.fp16",
 )
-"""Keys, and sections with all that is in them."""
+"""Keys, and sections including all their keys."""
 
 
 def identifies_run(key: str) -> bool:
-    """Whether another value of ``key`` (``section.key``) makes another run."""
+    """Whether a different value of ``key`` (``section.key``) makes a different run."""
     return not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
 
 
 def identifying(overrides: Sequence[str]) -> list[str]:
-    """Those of ``key.path=value`` whose key identifies the run, in their order."""
+    """The overrides ``key.path=value`` whose key identifies the run, in order."""
     return [override for override in overrides if identifies_run(override.partition("=")[0].strip())]

@@ -1,4 +1,4 @@
-"""Users' code by import path: what ``package.module.Name`` in a config stands for."""
+"""Loads users' code by an import path ``package.module.Name`` in a config."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ def is_import_path(name: str) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception of users' code for a message: its type and the first line of its text."""
+    """Formats an exception of users' code for a message: its type and the first line of its text."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def load_object(path: str, key: str, is_kind: Callable[[Any], bool], noun: str, kind: str) -> Any:
-    """What stands at ``package.module.Name``. Its package must be installed or on PYTHONPATH.
+    """Loads the object at ``package.module.Name``. Its package must be installed or on PYTHONPATH.
 
     Args:
         path: the import path.
-        key: where the config names it, for errors.
-        is_kind: whether an object is what ``key`` takes.
-        noun: one word for that: class, function.
-        kind: what ``key`` takes, in words.
+        key: the config key that names it, for errors.
+        is_kind: whether an object is valid for ``key``.
+        noun: one word for a valid object, such as class or function.
+        kind: description of a valid object.
 
     Raises:
-        ConfigError: the module cannot be imported, has no such name, or another kind of object has it.
+        ConfigError: the module cannot be imported, has no such name, or the object is not valid.
     """
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module raises what it likes
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key}: found {path!r}; {module_name!r} cannot be imported: {one_line(error)}; "
             f"allowed: {kind} of a package that is installed or on PYTHONPATH"
@@ -57,12 +57,12 @@ def check_arguments(cls: Callable[..., Any], arguments: Mapping[str, Any], given
     Args:
         cls: the class, or another callable.
         arguments: from the config, by name.
-        given: how many positional ones it gets besides.
-        key: where the config has them, for errors.
-        name: what the config calls the class.
+        given: number of positional arguments in addition to them.
+        key: the config key of the arguments, for errors.
+        name: the class's name in the config.
 
     Raises:
-        ConfigError: one line per argument that it does not take; else the first one that is missing.
+        ConfigError: one line per argument that it does not take, otherwise the first missing argument.
     """
     signature = inspect.signature(cls)
     taken = signature.parameters.values()

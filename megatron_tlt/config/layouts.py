@@ -1,6 +1,6 @@
-"""Which parallel layouts fit a model and a number of processes, and the nearest that do; pure.
+"""Checks parallel layouts against a model and a number of processes, and finds the nearest that fit; pure.
 
-The rules are Megatron-Core 0.16's own, read from ``parallel_state.initialize_model_parallel``, ``__post_init__`` of
+The rules are those of Megatron-Core 0.16: ``parallel_state.initialize_model_parallel``, ``__post_init__`` of
 ``ModelParallelConfig`` and ``TransformerConfig``, ``tensor_parallel.layers`` and ``transformer.moe``.
 """
 
@@ -19,14 +19,14 @@ _EXPERT, _EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _BY_HAND = "pipeline_model_parallel_layout"
-# More than any sum of ratios: what was not asked for is suggested only where nothing else fits.
-_NOT_ASKED = 1000.0
-# Sums of logarithms in another order differ in their last bits.
+# Larger than any sum of ratios: dimensions that were not requested are suggested only if nothing else fits.
+_NOT_REQUESTED = 1000.0
+# The last bits of a sum of logarithms depend on the order of summation.
 _ROUNDING = 1e-9
 
 
 def positive(values: dict[str, Any], *keys: str) -> int | None:
-    """The number at the first of ``keys`` that holds a whole one above 0."""
+    """The value of the first of ``keys`` that has a positive integer; None if none has."""
     found = (values.get(key) for key in keys)
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
 
@@ -41,7 +41,7 @@ def listed_divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that its layout divides; widths are None where the model has no such part."""
+    """The sizes of a model that a layout divides; a width is None if the model has no such part."""
 
     layers: int
     heads: int
@@ -53,13 +53,13 @@ class ModelShape:
     moe_ffn: int | None = None
     """Width of one expert."""
     shared_ffn: int | None = None
-    """Width of the shared expert, which is split like a dense layer."""
+    """Width of the shared expert, which is sharded like a dense layer."""
     where: str = "config.json"
     """The file or key that it was read from."""
 
     @classmethod
     def read(cls, model: dict[str, Any], where: str) -> ModelShape | None:
-        """From the contents of a Hugging Face ``config.json``; None where it lacks a size that every model has."""
+        """From the contents of a Hugging Face ``config.json``; None if it lacks a size that every model has."""
         layers, heads = positive(model, "num_hidden_layers"), positive(model, "num_attention_heads")
         hidden, width = positive(model, "hidden_size"), positive(model, "intermediate_size")
         if layers is None or heads is None or hidden is None or width is None:
@@ -81,7 +81,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions of ``world`` processes; what tensor, pipeline and context leave is data."""
+    """Sizes of the parallel dimensions of ``world`` processes; data parallelism is world / (TP x PP x CP)."""
 
     world: int
     tp: int = 1
@@ -94,18 +94,18 @@ class Layout:
     """Tensor parallelism of the experts; None: ``tp``."""
     sp: bool = False
     first: int | None = None
-    """Layers of the first stage, where the config says so."""
+    """Layers of the first stage, if configured."""
     last: int | None = None
     counts_embedding: bool = False
-    """Whether the embedding stands for a layer of the first stage."""
+    """Whether the embedding counts as a layer of the first stage."""
     counts_loss: bool = False
-    """Whether the loss stands for a layer of the last stage."""
+    """Whether the loss counts as a layer of the last stage."""
     by_hand: bool = False
-    """``pipeline_model_parallel_layout`` places every layer: Megatron itself checks that."""
+    """Whether ``pipeline_model_parallel_layout`` places every layer; Megatron itself checks it."""
 
     @classmethod
     def read(cls, megatron: dict[str, Any], world: int) -> Layout:
-        """From ``actor.megatron``; what is no size is reported elsewhere and taken as the default here."""
+        """From ``actor.megatron``; invalid sizes are reported elsewhere and treated as the default here."""
         return cls(
             world,
             tp=positive(megatron, _TENSOR) or 1,
@@ -128,7 +128,7 @@ class Layout:
 
     @property
     def extra(self) -> int:
-        """Embedding and loss, where they are counted as layers."""
+        """Number of embedding and loss layers that are counted as layers."""
         return self.counts_embedding + self.counts_loss
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Layout:
 
 
 def wrong_values(megatron: dict[str, Any]) -> Iterator[str]:
-    """One line per size in ``actor.megatron`` below 1, and one where uneven stages are set in several ways."""
+    """One line per size in ``actor.megatron`` below 1, and one if several options set uneven stages."""
     for key in (_TENSOR, _PIPELINE, _VIRTUAL, _CONTEXT, _EXPERT, _EXPERT_TENSOR, _FIRST, _LAST):
         value = megatron.get(key)
         # A wrong type is reported by the pass-through check.
@@ -155,7 +155,7 @@ def wrong_values(megatron: dict[str, Any]) -> Iterator[str]:
 
 
 def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
-    """Why ``size`` ranks cannot share a layer, whether Megatron or vLLM splits it."""
+    """Why a layer cannot be sharded over ``size`` ranks; the rules are the same for Megatron and vLLM."""
     if shape.heads % size:
         yield f"{key}: found {size}; allowed: a divisor of the model's {shape.heads} attention heads ({shape.where})"
     elif shape.kv_groups % size and size % shape.kv_groups:
@@ -189,7 +189,7 @@ def _interleaving(layout: Layout) -> Iterator[str]:
 
 def _layers(layout: Layout, shape: ModelShape) -> Iterator[str]:
     chunks, given = layout.vpp or 1, [n for n in (layout.first, layout.last) if n is not None]
-    # What the config says of the first and last stage aside, every stage and every chunk of it takes as many layers.
+    # Except for a configured first or last stage, all stages and all their chunks have the same number of layers.
     stages, layers = layout.pp - len(given), shape.layers + layout.extra - sum(given)
     fits = layers == 0 if stages == 0 else min(stages, layers) > 0 and layers % (stages * chunks) == 0
     if layout.by_hand or (fits and not any(n % chunks for n in given)):
@@ -198,8 +198,8 @@ def _layers(layout: Layout, shape: ModelShape) -> Iterator[str]:
         ends = " and ".join(f"{key} {n}" for key, n in ((_FIRST, layout.first), (_LAST, layout.last)) if n is not None)
         yield (
             f"actor.megatron: found {ends}, which leaves {max(0, layers)} of the model's {shape.layers} layers for "
-            f"{max(0, stages)} more stages; allowed: as many for each of these, and on every stage a multiple of its "
-            f"{chunks} chunks ({shape.where})"
+            f"{max(0, stages)} more stages; allowed: the same number for each of these, and on every stage a multiple "
+            f"of its {chunks} chunks ({shape.where})"
         )
     else:
         counted = f"{shape.layers} layers" + (f" and the {layout.extra} counted with them" if layout.extra else "")
@@ -213,7 +213,7 @@ def _tensor(layout: Layout, shape: ModelShape) -> Iterator[str]:
     key = f"actor.megatron.{_TENSOR}"
     found = list(tensor_problems(key, layout.tp, shape))
     yield from found
-    # Megatron splits the three projections as one, through a head where there are fewer key-value heads than ranks.
+    # Megatron splits the three projections as one tensor, within a head if there are fewer key-value heads than ranks.
     projections = (shape.heads + 2 * shape.kv_groups) * shape.head_dim
     if not found and projections % layout.tp:
         yield (
@@ -226,10 +226,10 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
     expert_tensor, where = layout.etp or layout.tp, shape.where
     if not shape.experts:
         if layout.ep > 1:
-            yield f"actor.megatron.{_EXPERT}: found {layout.ep}; allowed: 1, for the model has no experts ({where})"
+            yield f"actor.megatron.{_EXPERT}: found {layout.ep}; allowed: 1, as the model has no experts ({where})"
         if layout.etp is not None:
             yield (
-                f"actor.megatron.{_EXPERT_TENSOR}: found {layout.etp}; allowed: null, for the model has no experts "
+                f"actor.megatron.{_EXPERT_TENSOR}: found {layout.etp}; allowed: null, as the model has no experts "
                 f"({where})"
             )
         return
@@ -239,7 +239,7 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
             f"{listed_divisors(shape.experts)} ({where})"
         )
     if shape.moe_ffn and shape.moe_ffn % expert_tensor:
-        unset = f" ({_TENSOR}, for it is not set)" if layout.etp is None else ""
+        unset = f" ({_TENSOR}, as it is not set)" if layout.etp is None else ""
         yield (
             f"actor.megatron.{_EXPERT_TENSOR}: found {expert_tensor}{unset}; allowed: a divisor of the width of the "
             f"model's experts, {shape.moe_ffn} ({where})"
@@ -252,7 +252,7 @@ def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
 
 
 def problems(layout: Layout, shape: ModelShape | None) -> list[str]:
-    """Every reason why a layout does not fit, one line each; without a shape only those of the layout itself."""
+    """Every reason why a layout does not fit, one line each; without a shape only rules of the layout are checked."""
     lines = [*_world(layout), *_interleaving(layout)]
     if layout.sp and layout.tp == 1:
         lines.append(f"actor.megatron.sequence_parallel: found true; allowed: false where {_TENSOR} is 1")
@@ -266,12 +266,12 @@ def _ratio(asked: int, size: int) -> float:
 
 
 def _added(asked: int, size: int) -> float:
-    return _ratio(asked, size) + (_NOT_ASKED if asked == 1 < size else 0.0)
+    return _ratio(asked, size) + (_NOT_REQUESTED if asked == 1 < size else 0.0)
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """What each dimension may be by itself, with its distance from what was asked for; the nearest first."""
+    """The valid sizes of each dimension, with their distance from the requested size; nearest first."""
 
     tps: list[tuple[float, int]]
     stages: list[tuple[float, int, int | None]]
@@ -317,9 +317,9 @@ class _Choices:
         )
 
     def nearest(self, layout: Layout, sequences: int, count: int) -> list[tuple[float, Layout]]:
-        """The ``count`` nearest combinations that divide the world and leave every data-parallel rank a sequence.
+        """The ``count`` nearest combinations that divide the world and give every data-parallel rank a sequence.
 
-        Unsorted, with all that are as near as the last of them and others met on the way.
+        Unsorted; includes all combinations as near as the last one, and possibly others.
         """
         world, bare, asked = layout.world, _bare(layout), layout.tp * layout.pp * layout.cp
         found: list[tuple[float, Layout]] = []
@@ -344,18 +344,18 @@ def _bare(layout: Layout) -> Layout:
 
 
 def nearest(layout: Layout, shape: ModelShape | None, count: int, sequences: int | None = None) -> list[Layout]:
-    """Up to ``count`` layouts of as many processes that fit, the nearest first; one that fits is nearest to itself.
+    """Up to ``count`` fitting layouts of the same number of processes, nearest first; includes ``layout`` if it fits.
 
-    The distance is the sum of ``|log2(suggested / asked)|`` over TP, PP, VP, CP, EP, ETP and DP; what uses VP, CP or
-    EP though they were not asked for comes last. Of like distance, that whose TP x PP x EP, and so memory per device,
-    changes least; then the smaller sizes, in that order. ETP follows TP where it is not set, and SP is kept where it
-    can be.
+    The distance is the sum of ``|log2(suggested / requested)|`` over TP, PP, VP, CP, EP, ETP and DP. Layouts that use
+    VP, CP or EP although it was not requested come last. Ties are broken by the smallest change of TP x PP x EP, and so
+    of memory per device, then by smaller sizes in the above order. ETP follows TP if it is not set; SP is kept if
+    possible.
 
     Args:
-        layout: what was asked for.
-        shape: of the model; None leaves its rules out.
-        count: how many.
-        sequences: of an optimizer step, where that limits data parallelism.
+        layout: the requested layout.
+        shape: of the model; None skips its rules.
+        count: maximum number of layouts.
+        sequences: per optimizer step, if they limit data parallelism.
     """
     choices = _Choices.of(layout, shape)
     most = layout.world * layout.world if sequences is None else sequences

@@ -1,7 +1,7 @@
 """The fields of an installed library's dataclass, read from its source without importing it.
 
-Importing vLLM takes 10 to 50 s on a busy machine, and Megatron must not be imported before the CPU adapter: a mistyped
-key should not cost that. Only types that can be read off are checked; a field of any other type takes any value.
+Importing vLLM takes 10 to 50 s on a busy machine, and Megatron must not be imported before the CPU adapter. Detecting
+a mistyped key needs neither. Only types that can be parsed are checked; a field of any other type accepts any value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "
 
 @dataclass(frozen=True)
 class FieldType:
-    """What a field takes: scalar type names, literal choices, None; ``open`` where it cannot be read off."""
+    """The values that a field accepts: scalar types, literal choices, None; ``open`` if the type cannot be parsed."""
 
     scalars: frozenset[str] = frozenset()
     choices: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ class FieldType:
             return self.none
         if any(value == choice and type(value) is type(choice) for choice in self.choices):
             return True
-        # bool is an int to Python, not to a reader of a config
+        # in Python a bool is an int; in a config it is not
         return any(
             isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
             for name in self.scalars
@@ -57,7 +57,7 @@ OPEN = FieldType(open=True)
 
 @cache
 def _module_file(module: str) -> Path | None:
-    """The source of a module; only its top-level package is looked up, so nothing of it is imported."""
+    """The source file of a module; finds only the top-level package's spec, so nothing is imported."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for root in (spec.submodule_search_locations or []) if spec else []:
@@ -85,7 +85,7 @@ def _imported_from(module: str, node: ast.ImportFrom) -> str:
 
 @cache
 def _definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.expr] | None:
-    """Where a name of a module is defined: (module, class or assigned expression), imports followed."""
+    """The definition of a module's name, as (module, class or assigned expression); follows imports."""
     tree = _module_tree(module)
     for node in tree.body if tree else []:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -144,7 +144,7 @@ def _field_type(module: str, node: ast.expr) -> FieldType:
 
 @cache
 def library_fields(module: str, class_name: str) -> dict[str, FieldType]:
-    """Public fields of a dataclass, its bases' included; empty where the library is not installed."""
+    """Public fields of a dataclass, including its bases'; empty if the library is not installed."""
     found = _definition(module, class_name)
     if found is None:
         return {}
@@ -158,7 +158,7 @@ def library_fields(module: str, class_name: str) -> dict[str, FieldType]:
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
             kind = _field_type(home, item.annotation)
-            # `x: int = None` is common in both libraries and means that None is fine
+            # `x: int = None` is common in both libraries and means that None is accepted
             if isinstance(item.value, ast.Constant) and item.value.value is None:
                 kind = kind | FieldType(none=True)
             fields[item.target.id] = kind

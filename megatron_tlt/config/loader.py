@@ -1,6 +1,6 @@
-"""Config files and overrides to a validated ``TltConfig``, and back to YAML.
+"""Loads config files and overrides into a validated ``TltConfig``, and writes it back as YAML.
 
-Paths in a config are relative to the working directory; only ``defaults:`` is relative to the file it stands in.
+Paths in a config are relative to the working directory; only ``defaults:`` is relative to its own file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_tlt.errors import ConfigError
 
 _LONGEST_NAME = 80
 RESOLVED = "config.resolved.yaml"
-"""The whole config of a run, in its folder."""
+"""File with a run's complete config, in its folder."""
 
 
 def _run_name(name: str, overrides: Sequence[str]) -> str:
-    """``name`` plus its overrides, in characters safe for a folder; hashed where that gets long or ambiguous."""
+    """``name`` plus its overrides, in characters safe for a folder; hashed if it would be long or ambiguous."""
     if not overrides:
         return name
     plain = "+".join([name, *overrides])
@@ -43,10 +43,10 @@ def _run_name(name: str, overrides: Sequence[str]) -> str:
 
 
 def _place_run(values: dict[str, Any], path: Path, overrides: Sequence[str]) -> str | None:
-    """Gives run.name and run.dir: the same run always finds the same folder, another run another folder.
+    """Sets run.name and run.dir, so that the same run always gets the same folder and other runs other folders.
 
     Returns:
-        The name without overrides where the folder follows from it; None where the caller chose name or folder.
+        The name without overrides if the folder follows from it; None if the caller chose name or folder.
     """
     run = values.setdefault("run", {})
     if not isinstance(run, dict):
@@ -65,10 +65,10 @@ def _place_run(values: dict[str, Any], path: Path, overrides: Sequence[str]) -> 
 
 
 def _in_former_folder(config: TltConfig, plain: str, overrides: Sequence[str]) -> TltConfig:
-    """The config with the folder that its run is in, where an earlier release named the folder.
+    """The config with the existing folder of its run, if an earlier release named that folder.
 
-    Earlier releases put every override into the name, in the order they were given. The folder of this very command
-    comes first, then today's, then one of another command.
+    Earlier releases put every override into the name, in the given order. The order of preference is the folder that
+    they would name for this command, then the current name, then a folder of another command.
 
     Raises:
         ConfigError: several folders hold such a run.
@@ -87,7 +87,7 @@ def _in_former_folder(config: TltConfig, plain: str, overrides: Sequence[str]) -
 
 
 def _holds(folder: Path, config: TltConfig) -> bool:
-    """Whether the folder holds a run that differs from the config in nothing that identifies it."""
+    """Whether the folder contains a run with the same identifying keys as the config."""
     with contextlib.suppress(ConfigError):
         return (folder / RESOLVED).is_file() and not compare_resolved(folder / RESOLVED, config)
     return False
@@ -131,8 +131,8 @@ def load_config(
     Args:
         path: the YAML file; its ``defaults:`` are read first.
         overrides: ``key.path=value`` strings, applied in order; a list takes an index, ``tasks.0.weight=2``.
-        check_libraries: hold the pass-through dictionaries against the installed Megatron-Core and vLLM.
-        further: checks of more than the config; each line that it returns is a violation.
+        check_libraries: check the pass-through dictionaries against the installed Megatron-Core and vLLM.
+        further: additional checks; each line that it returns is a violation.
 
     Raises:
         ConfigError: with one line per violation, each naming file, key, what was found and what is allowed.
@@ -148,7 +148,7 @@ def load_config(
 
 
 def load_resolved(path: Path | str) -> TltConfig:
-    """Loads a file that ``dump_resolved`` wrote: as it stands, checked by the schema and the rules between keys.
+    """Loads a file that ``dump_resolved`` wrote; checks it against the schema and the rules between keys only.
 
     Raises:
         ConfigError: with one line per violation.
@@ -157,7 +157,7 @@ def load_resolved(path: Path | str) -> TltConfig:
 
 
 def dump_resolved(config: TltConfig) -> str:
-    """The whole config as YAML, defaults included; ``load_resolved`` gives an equal config back."""
+    """The complete config as YAML, including defaults; ``load_resolved`` returns an equal config."""
     values = {VERSION_KEY: len(MIGRATIONS), **config.model_dump(mode="json")}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
 
@@ -176,9 +176,9 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def compare_resolved(path: Path, config: TltConfig) -> list[str]:
-    """One line, ``key: old -> new``, per identifying key that ``config`` has another value of than the file.
+    """One line, ``key: old -> new``, per identifying key whose value in ``config`` differs from that in the file.
 
-    A key that the file does not have is one that a later release added: its default held.
+    A key that the file lacks was added by a later release; its default applies.
 
     Raises:
         ConfigError: the file is not a resolved config of this or an earlier release.

@@ -1,7 +1,7 @@
 """Reads ``config.resolved.yaml`` of earlier releases.
 
-A key that a release adds needs nothing here: where it is absent, its default holds. A release that renames or removes a
-key, or gives it another meaning, appends a migration to ``MIGRATIONS``; the length of that list is the file's version.
+An added key needs no migration: if it is absent, its default applies. A release that renames or removes a key, or
+changes its meaning, appends a migration to ``MIGRATIONS``; the length of that list is the file's version.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from megatron_tlt.errors import ConfigError
 
 VERSION_KEY = "config_version"
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this; the actor would score responses at another temperature than they were sampled at."""
+"""vLLM raises lower temperatures to this value; the actor would then score at a different temperature."""
 
 Migration = Callable[[dict[str, Any]], None]
-"""Changes the values of one version to those of the next, in place."""
+"""Converts the values of one version to the next, in place."""
 
 
 def _section(values: Any, path: str) -> dict[str, Any]:
-    """The section at ``path``, or an empty one where there is none."""
+    """The section at ``path``, or an empty one if it is absent."""
     for name in path.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     return values if isinstance(values, dict) else {}
 
 
 def _drop_ignored(values: dict[str, Any]) -> None:
-    """Values that had no effect, or another one, and that later releases refuse.
+    """Replaces values that had no effect, or a different one, and that later releases refuse.
 
-    ``fp16`` was ignored. vLLM sampled at 0.01 where a temperature below it was asked for.
+    ``fp16`` was ignored. vLLM sampled at 0.01 for any temperature between 0 and 0.01.
     """
     for path in ("actor.megatron", "actor.optimizer", "model.recipe.supervised.optimizer"):
         _section(values, path).pop("fp16", None)
@@ -41,7 +41,7 @@ def _drop_ignored(values: dict[str, Any]) -> None:
 
 
 def _move_chat(values: dict[str, Any]) -> None:
-    """``tasks[].params.chat`` of prompt files became ``tasks[].chat``, for every kind of task."""
+    """Moves ``tasks[].params.chat`` of prompt files to ``tasks[].chat``, which every kind of task has."""
     tasks = values.get("tasks")
     for task in tasks if isinstance(tasks, list) else []:
         params = _section(task, "params")
@@ -50,7 +50,7 @@ def _move_chat(values: dict[str, Any]) -> None:
 
 
 def _drop_unread_verifier(values: dict[str, Any]) -> None:
-    """``tasks[].verifier`` was read for prompt files only; a generated task's own verifier judged, whatever it said."""
+    """Drops ``tasks[].verifier`` of generated tasks, which was ignored in favor of the task's own verifier."""
     tasks = values.get("tasks")
     for task in tasks if isinstance(tasks, list) else []:
         if isinstance(task, dict) and task.get("kind") != "file":
@@ -58,7 +58,7 @@ def _drop_unread_verifier(values: dict[str, Any]) -> None:
 
 
 def _drop_reshard_method(values: dict[str, Any]) -> None:
-    """``reshard.method: export`` brought the same weights into the engines by a slower way."""
+    """Drops ``reshard.method: export``, a slower transfer of the same weights."""
     _section(values, "reshard").pop("method", None)
 
 
@@ -67,7 +67,7 @@ RENAMED = {"spot.least_steps": "spot.min_steps", "drafter.taps": "drafter.aux_hi
 
 
 def _renamed(old: str) -> Migration:
-    """The migration that moves ``old`` to its new key; each rename has one of its own."""
+    """The migration that moves ``old`` to its new key; one per rename."""
     section, _, name = old.rpartition(".")
     new = RENAMED[old].rpartition(".")[2]
 
@@ -90,10 +90,10 @@ MIGRATIONS: tuple[Migration, ...] = (
 
 
 def migrate(values: dict[str, Any], where: str, migrations: Sequence[Migration] = MIGRATIONS) -> dict[str, Any]:
-    """The values of a resolved config of any earlier version (0 where it names none) as those of today's.
+    """Converts the values of a resolved config of any earlier version (0 if it has none) to the current version.
 
     Raises:
-        ConfigError: ``where`` has a version that is no number, or one that a newer release wrote.
+        ConfigError: the version in ``where`` is not a number, or is newer than this release.
     """
     values = dict(values)
     version = values.pop(VERSION_KEY, 0)

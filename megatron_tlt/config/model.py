@@ -1,4 +1,4 @@
-"""What a launch config says of its model's architecture, and from where."""
+"""The model architecture of a launch config, and the file that describes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 
 RECIPE_ARCHITECTURE = "model.recipe.architecture"
-# Where the model's folder and model.architecture both have one of these, they must agree.
+# If both the model's folder and model.architecture have one of these keys, the values must agree.
 _COMPARED = (
     "model_type",
     "hidden_size",
@@ -36,7 +36,7 @@ def architecture_file(config: TltConfig) -> Path | None:
     None for a recipe without ``base``.
 
     Raises:
-        ConfigError: neither is there, or the two disagree.
+        ConfigError: neither exists, or the two disagree.
     """
     model = config.model
     if model.recipe is not None:
@@ -52,10 +52,10 @@ def architecture_file(config: TltConfig) -> Path | None:
 
 
 def read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
-    """The architecture as a config.json holds it, and the file or key where it stands.
+    """The architecture in the form of a config.json, and the file or key that defines it.
 
     Raises:
-        ConfigError: as ``architecture_file``; a file that cannot be read.
+        ConfigError: as ``architecture_file``; or a file cannot be read.
     """
     file, recipe = architecture_file(config), config.model.recipe
     if file is None:
@@ -67,10 +67,10 @@ def read_model(config: TltConfig) -> tuple[dict[str, Any], str]:
 
 
 def require_model_folder(config: TltConfig) -> None:
-    """Training and evaluation need weights and a tokenizer, which ``model.architecture`` does not have.
+    """Checks for the model folder, whose weights and tokenizer training and evaluation need.
 
     Raises:
-        ConfigError: the config names no model folder, or one that is not there.
+        ConfigError: the config names no model folder, or the folder does not exist.
     """
     if config.model.recipe is not None or (config.model.path is not None and config.model.path.is_dir()):
         return
@@ -100,7 +100,7 @@ def _read(file: Path, key: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {file} cannot be read: {error}") from error
     if not isinstance(model, dict):
-        raise ConfigError(f"{key}: {file} holds no JSON object")
+        raise ConfigError(f"{key}: {file} is not a JSON object")
     return model
 
 

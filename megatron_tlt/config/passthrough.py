@@ -1,4 +1,4 @@
-"""The pass-through dictionaries (``actor.megatron``, ``rollout.vllm``, ...) against the installed dataclasses."""
+"""Checks the pass-through dictionaries (``actor.megatron``, ``rollout.vllm``, ...) against the installed libraries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MODEL_FOLDER = "config.json of the model folder (model.path or model.recipe.arc
 
 @dataclass(frozen=True)
 class PassThrough:
-    """One dictionary of the config and the dataclass it goes to.
+    """One dictionary of the config and the dataclass that it is passed to.
 
-    ``owned`` maps a field that this project sets itself to where it is set.
+    ``owned`` maps each field that this project sets itself to the key or component that determines it.
     """
 
     path: str
@@ -91,12 +91,12 @@ def _at(config: TltConfig, path: str) -> dict[str, Any]:
 
 
 def check_values(target: PassThrough, values: dict[str, Any], fields: dict[str, FieldType]) -> list[str]:
-    """One line per key that the dataclass does not know, that is not the user's to set, or of a wrong type."""
+    """One line per key that is unknown to the dataclass, managed by this project, or of a wrong type."""
     problems = []
     for key, value in values.items():
         path = f"{target.path}.{key}"
         if key in target.owned:
-            problems.append(f"{path}: not to be set here; it comes from {target.owned[key]}")
+            problems.append(f"{path}: cannot be set here; managed by {target.owned[key]}")
         elif key not in fields:
             near = closest(key, [name for name in fields if name not in target.owned])
             problems.append(f"{path}: unknown to the installed {target.class_name}; {near}")
@@ -106,7 +106,7 @@ def check_values(target: PassThrough, values: dict[str, Any], fields: dict[str, 
 
 
 def check_passthrough(config: TltConfig) -> list[str]:
-    """Every violation of every pass-through dictionary that holds something."""
+    """The violations in all pass-through dictionaries that are not empty."""
     problems: list[str] = []
     for target in TARGETS:
         values = _at(config, target.path)

@@ -1,4 +1,4 @@
-"""The typed form of a launch config: every key, its default, its bounds.
+"""The schema of a launch config: every key with its default and bounds.
 
 ``actor.megatron``, ``actor.ddp``, ``actor.optimizer`` and ``rollout.vllm`` are passed through to the libraries'
 own dataclasses and validated against the installed release in ``config.passthrough``.
@@ -18,7 +18,7 @@ from megatron_tlt.config.spot import SpotConfig
 
 
 class RunConfig(Section):
-    """Where the run lives and what makes it reproducible."""
+    """Location and reproducibility of the run."""
 
     name: str = Field(default="run", min_length=1, max_length=200)
     dir: Path = Path("runs/run")
@@ -27,11 +27,11 @@ class RunConfig(Section):
 
 
 class LauncherConfig(Section):
-    """How many processes: one per device. ``tlt train`` starts torchrun itself where it is not under it yet.
+    """Number of processes, one per device. ``tlt train`` starts torchrun itself if it does not run under it.
 
-    Where a signal that nobody sends to stop a run (SIGKILL, SIGSEGV, the kernel's OOM killer) ends a rank, ``tlt
-    train`` starts all ranks again from the newest checkpoint, ``max_restarts`` times at most, and not where the same
-    step ended so twice in a row. An error with a message, SIGTERM and Ctrl-C never start anything again.
+    If a rank is killed by a signal other than a request to stop (SIGKILL, SIGSEGV, the kernel's OOM killer), ``tlt
+    train`` restarts all ranks from the newest checkpoint, at most ``max_restarts`` times. It does not restart if the
+    same step failed twice in a row, or after an error with a message, SIGTERM or Ctrl-C.
     """
 
     nnodes: PositiveInt = 1
@@ -46,7 +46,7 @@ class LauncherConfig(Section):
 
 
 class ArchitectureConfig(Section):
-    """A Qwen2 model built from nothing; names follow Hugging Face's Qwen2Config."""
+    """A randomly initialized Qwen2 model; names follow Hugging Face's Qwen2Config."""
 
     hidden_size: PositiveInt = 128
     intermediate_size: PositiveInt = 384
@@ -61,7 +61,7 @@ class ArchitectureConfig(Section):
 
 
 class TokenizerRecipe(Section):
-    """A SentencePiece tokenizer trained on the tasks' own prompts and worked solutions."""
+    """A SentencePiece tokenizer trained on the tasks' prompts and worked solutions."""
 
     vocab_size: PositiveInt = 256
     num_problems: PositiveInt = 4000
@@ -70,8 +70,8 @@ class TokenizerRecipe(Section):
 class SupervisedRecipe(Section):
     """Supervised warm-up on worked solutions.
 
-    ``careless_fraction`` of the problems are shown with a careless guess instead: text that a model learns from is of
-    mixed quality, and which kind pays is for reinforcement learning to find out.
+    A fraction ``careless_fraction`` of the problems has a careless guess instead of a solution. This imitates training
+    text of mixed quality; reinforcement learning then discovers which kind is rewarded.
     """
 
     num_steps: PositiveInt = 400
@@ -85,10 +85,10 @@ class SupervisedRecipe(Section):
 
 
 class RecipeConfig(Section):
-    """How to build the model that the run starts from; the result is cached under a hash of all of this.
+    """How to build the initial model of a run; the result is cached under a hash of this section.
 
-    ``supervised`` trains on the tasks' worked solutions: the Hugging Face folder ``base`` with its own tokenizer or,
-    without ``base``, a new model of ``architecture`` with a ``tokenizer`` trained on the tasks.
+    ``supervised`` trains on the tasks' worked solutions. It starts from the Hugging Face folder ``base`` with its own
+    tokenizer or, without ``base``, from a new model of ``architecture`` with a ``tokenizer`` trained on the tasks.
     """
 
     cache_dir: Path = Path("runs/models")
@@ -108,10 +108,10 @@ class RecipeConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy to start from: a Hugging Face folder (``path``) or a recipe that builds one.
+    """The initial policy: a Hugging Face folder (``path``) or a recipe that builds one.
 
-    ``architecture`` is a Hugging Face ``config.json`` for checks and plans where the folder is not at hand.
-    ``verify`` compares the weights with their folder's ``manifest.json`` before they are used.
+    ``architecture`` is a Hugging Face ``config.json`` for checks and plans without the model folder. ``verify``
+    compares the weights with their folder's ``manifest.json`` before they are used.
     """
 
     path: Path | None = None
@@ -127,7 +127,7 @@ class ModelConfig(Section):
 
 
 _OWN_VERIFIER = {"file": "math", "python": "math"}
-"""Of the kinds of tasks whose problems are not reasoning-gym's."""
+"""Default verifier of tasks whose problems do not come from reasoning-gym."""
 
 
 class TaskConfig(Section):
@@ -142,9 +142,9 @@ class TaskConfig(Section):
     ``kind: python`` takes as ``name`` the import path of a function or class that draws problems, and its ``params``
     (``tasks/python_task.py``).
 
-    ``chat`` puts plain prompts through the model's chat template, after ``system_prompt``. ``answer_format`` says where
-    the verifier looks for the answer (the last ``<answer>`` tag, the last box, the last line) and adds a sentence that
-    asks for it, in whose place ``instruction`` stands where it is given.
+    ``chat`` applies the model's chat template to plain prompts, after ``system_prompt``. ``answer_format`` selects the
+    place of the answer for the verifier (the last ``<answer>`` tag, the last box, the last line) and adds a sentence
+    that requests this format; ``instruction`` replaces that sentence.
     """
 
     kind: Literal["generated", "reasoning_gym", "file", "python"] = "generated"
@@ -169,24 +169,24 @@ class TaskConfig(Section):
         if self.kind == "reasoning_gym" and self.answer_format is None:
             raise ValueError("a task of kind 'reasoning_gym' needs 'answer_format': answer_tag, boxed or last_line")
         if self.kind == "generated" and (self.answer_format or self.instruction):
-            raise ValueError("a task of kind 'generated' asks for its answer itself; no answer_format or instruction")
+            raise ValueError("a task of kind 'generated' has its own answer format; no answer_format or instruction")
         if self.kind != "file" and self.system_prompt is not None and not self.chat:
             raise ValueError("system_prompt is a chat message; it needs 'chat: true'")
         return self
 
 
 class RewardConfig(Section):
-    """The process pool that verifies responses while decoding goes on."""
+    """The process pool that verifies responses during decoding."""
 
     workers: PositiveInt = 1
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
 
 
 class ActorConfig(Section):
-    """The Megatron-Core policy. ``megatron``, ``ddp`` and ``optimizer`` go to the library as they are.
+    """The Megatron-Core policy. ``megatron``, ``ddp`` and ``optimizer`` are passed to the library unchanged.
 
     ``optimizer.optimizer`` is ``adam``, ``sgd`` or the import path of an element-wise ``torch.optim.Optimizer`` class,
-    which takes ``optimizer_arguments``. ``packing`` lays sequences one behind another; false pads them to one length.
+    which takes ``optimizer_arguments``. ``packing`` concatenates sequences; false pads them to equal length.
     """
 
     transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
@@ -201,7 +201,7 @@ class ActorConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How training rollouts are sampled."""
+    """Sampling parameters of training rollouts."""
 
     temperature: NonNegativeFloat = 1.0
     top_p: Fraction = 1.0
@@ -209,11 +209,11 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The engines that generate; ``vllm`` goes to vLLM's EngineArgs as it is.
+    """The rollout engines; ``vllm`` is passed to vLLM's EngineArgs unchanged.
 
     ``engine`` is one of ``rollout.engines.ENGINES`` or the import path of a subclass of ``rollout.interface``'s
-    ``RolloutEngine``, which takes ``engine_arguments``. A prompt above ``max_prompt_tokens`` is an error, or left out
-    and counted where ``filter_overlong_prompts`` is true.
+    ``RolloutEngine``, which takes ``engine_arguments``. A prompt longer than ``max_prompt_tokens`` is an error; with
+    ``filter_overlong_prompts`` it is skipped and counted instead.
     """
 
     engine: str = "vllm"
@@ -223,33 +223,33 @@ class RolloutConfig(Section):
     filter_overlong_prompts: bool = False
     max_response_tokens: PositiveInt = 4096
     sampling: SamplingConfig = SamplingConfig()
-    # null takes back what a parent file gives
+    # null resets the value of a parent file
     vllm: Annotated[dict[str, Any], BeforeValidator(lambda found: {} if found is None else found)] = Field(
         default_factory=dict
     )
 
     @property
     def max_num_seqs(self) -> int | None:
-        """Requests that an engine decodes at once at most; None where the config leaves it to the engine."""
+        """Maximum number of concurrent requests of an engine; None if the config leaves it to the engine."""
         found = self.vllm.get("max_num_seqs")
         return None if found is None else int(found)
 
     @property
     def dtype(self) -> str | None:
-        """The engine's dtype by its name; None where the config leaves it to the engine."""
+        """The name of the engine's dtype; None if the config leaves it to the engine."""
         found = self.vllm.get("dtype")
         return None if found is None else str(found)
 
     @property
     def expert_parallel(self) -> bool:
-        """Whether an engine's ranks hold whole experts, and not a part of each."""
+        """Whether each expert is on one rank of an engine, instead of sharded over its ranks."""
         return bool(self.vllm.get("enable_expert_parallel"))
 
 
 class MismatchConfig(Section):
-    """What to do about the difference between the rollout's log-probs and the actor's.
+    """Handling of the difference between the rollout's and the actor's log-probs.
 
-    ``fail`` stops the run where the step's mean absolute difference is above ``threshold``; ``correct`` multiplies each
+    ``fail`` stops the run if a step's mean absolute difference exceeds ``threshold``; ``correct`` multiplies each
     token's loss by min(exp(actor - rollout), ``truncation``); ``log`` only records it.
     """
 
@@ -259,10 +259,10 @@ class MismatchConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How responses are rewarded and what an update minimizes.
+    """Credit assignment and loss.
 
     ``name`` is one of ``algorithms.registry.ALGORITHMS`` or the import path of a subclass of ``algorithms.algorithm``'s
-    ``Algorithm``, which takes ``arguments``. ``normalize_by_std`` is true, but for ``dr_grpo``.
+    ``Algorithm``, which takes ``arguments``. ``normalize_by_std`` defaults to true, except for ``dr_grpo``.
     """
 
     name: str = "grpo"
@@ -278,9 +278,9 @@ class AlgorithmConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation: one greedy response and ``samples`` sampled ones per problem.
+    """Held-out evaluation: one greedy response and ``samples`` sampled responses per problem.
 
-    ``top_p`` and ``top_k`` of the sampled ones are ``rollout.sampling``'s where they are not given.
+    ``top_p`` and ``top_k`` of the sampled responses default to those of ``rollout.sampling``.
     """
 
     problems: PositiveInt = 200
@@ -293,9 +293,9 @@ class EvaluationConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How long, how much a step, how often a checkpoint. ``save_every`` 0 saves only at the end and when stopped.
+    """Number of steps, step size and checkpoint interval. ``save_every`` 0 saves only at the end and when stopped.
 
-    ``async_save`` goes on training while a checkpoint is written.
+    ``async_save`` writes checkpoints in the background while training continues.
     """
 
     steps: PositiveInt = 100
@@ -307,10 +307,10 @@ class TrainerConfig(Section):
 
 
 class ReshardConfig(Section):
-    """How weights go from the actor to the engines; ``verify_every`` 0 switches the checksums off.
+    """Transfer of weights from the actor to the engines; ``verify_every`` 0 disables the checksums.
 
-    ``direct`` moves to each engine rank the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers.
-    ``none`` moves and verifies nothing; it is for engines that take no weights.
+    ``direct`` sends to each engine rank the slices that it lacks; ``staging_mb`` (MiB) bounds a rank's buffers.
+    ``none`` transfers and verifies nothing; it is for engines that take no weights.
     """
 
     method: Literal["direct", "none"] = "direct"
@@ -319,7 +319,7 @@ class ReshardConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases, when asked for."""
+    """Weights & Biases logging (optional)."""
 
     project: str
     entity: str | None = None
@@ -327,10 +327,10 @@ class WandbConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What is written besides metrics.jsonl, timeline.json, report.html and summary.json.
+    """Output in addition to metrics.jsonl, timeline.json, report.html and summary.json.
 
-    ``samples_per_task`` responses of each task, step and evaluation at most go into samples.jsonl as text (0: none); a
-    text that is longer than ``sample_characters`` loses its middle.
+    At most ``samples_per_task`` responses per task, step and evaluation are written to samples.jsonl as text (0: none);
+    the middle of a text longer than ``sample_characters`` is cut out.
     """
 
     tensorboard: bool = True
@@ -341,7 +341,7 @@ class ObserveConfig(Section):
 
 
 class TltConfig(Section):
-    """A whole launch config."""
+    """A complete launch config."""
 
     run: RunConfig = RunConfig()
     launcher: LauncherConfig = LauncherConfig()

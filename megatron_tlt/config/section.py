@@ -1,4 +1,4 @@
-"""What every section of a launch config is made of."""
+"""Base class of the sections of a launch config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From YAML files and command-line overrides to one plain dictionary; nothing here knows the schema."""
+"""Merges YAML files and command-line overrides into one plain dictionary; independent of the schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.errors import ConfigError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice: plain YAML keeps the last one silently."""
+    """Safe YAML loader that refuses duplicate keys; PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -27,7 +27,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# YAML 1.1 reads 1e-3 as a string (it wants 1.0e-3): learning rates are written without the dot everywhere else.
+# YAML 1.1 reads 1e-3 as a string and only 1.0e-3 as a number; learning rates are usually written without the dot.
 _UniqueKeyLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
@@ -36,7 +36,7 @@ _UniqueKeyLoader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads one file; ConfigError names the file, and the line where YAML gives one."""
+    """Reads one file; a ConfigError names the file, and the line if the YAML error has one."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def deep_merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """``top`` over ``base``: mappings merge key by key, everything else, lists included, is replaced."""
+    """Merges ``top`` over ``base``: mappings merge key by key; all other values, including lists, are replaced."""
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
@@ -66,11 +66,11 @@ def deep_merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_inherited(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads a config and, below it, the files of its ``defaults:`` list, whose paths are relative to the file."""
+    """Reads a config and merges it over the files of its ``defaults:`` list, whose paths are relative to the file."""
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"{path}: 'defaults' goes round in a circle: {names}")
+        raise ConfigError(f"{path}: 'defaults' forms a cycle: {names}")
     own = read_yaml(path)
     parents = own.pop("defaults", [])
     parents = [parents] if isinstance(parents, str) else parents
@@ -83,7 +83,7 @@ def read_inherited(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Applies ``key.path=value`` in place; a part of the path that meets a list is an index; the value is YAML."""
+    """Applies ``key.path=value`` in place; path components index into lists; the value is YAML."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

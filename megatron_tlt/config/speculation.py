@@ -13,25 +13,25 @@ from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeI
 _NUMBER = r"-[1-9]\d*(-by-length)?"
 _MODEL = "|".join((*KINDS, PATH_PATTERN))
 _PATTERN = rf"^(off|ngram{_NUMBER}|(suffix|(suffix\+)?({_MODEL})){_NUMBER}(-p[1-9]\d?)?)$"
-# YAML reads an unquoted off as false
+# YAML reads unquoted off as false
 StrategyName = Annotated[str, BeforeValidator(lambda name: "off" if name is False else name), Field(pattern=_PATTERN)]
 
 
 class NgramConfig(Section):
-    """The n-gram drafter: the shortest and longest n-gram it matches."""
+    """The n-gram drafter: minimum and maximum length of matched n-grams."""
 
     prompt_lookup_min: PositiveInt = 2
     prompt_lookup_max: PositiveInt = 4
 
 
 class SuffixConfig(Section):
-    """The suffix-tree drafter: what it keeps of earlier responses to a problem, and for how long.
+    """The suffix-tree drafter, which keeps earlier responses to a problem.
 
-    A tree per problem, or one of all (``scope``), and with ``own_tree`` one of each request's own prompt and response.
-    The last ``window`` steps that had the problem count besides the running one, each ``epoch_decay`` of the one after
-    it. Every engine keeps the responses of all engines. ``max_bytes`` bounds these and the trees of one engine; past
-    responses take at most half of it. A match of m tokens is drafted from for up to ``factor * m + offset``, as
-    long as a token's probability is at least ``min_probability``.
+    There is one tree per problem or one for all (``scope``), and with ``own_tree`` one for each request's own prompt
+    and response. Trees contain the current step and the last ``window`` steps that had the problem; the weight of a
+    step is ``epoch_decay`` times that of the next one. Every engine stores the responses of all engines. ``max_bytes``
+    bounds the stored responses and the trees of one engine; the responses take at most half of it. A match of m tokens
+    gives up to ``factor * m + offset`` drafts, while a token's probability is at least ``min_probability``.
     """
 
     scope: Literal["problem", "global"] = "problem"
@@ -48,17 +48,17 @@ class SuffixConfig(Section):
     def _drafts_something(self) -> SuffixConfig:
         if self.factor + self.offset < 1.0:
             raise ValueError(
-                f"factor is {self.factor} and offset {self.offset}; allowed: a sum of 1 and more, or a match of one "
-                "token is never drafted from"
+                f"factor is {self.factor} and offset {self.offset}; allowed: a sum of at least 1, as otherwise a match "
+                "of one token gives no draft"
             )
         return self
 
 
 class SkippedConfig(Section):
-    """What an engine keeps of steps that its head took no part in, so that the head can go on behind them.
+    """Storage for the hidden states of steps that the head skipped, so that it can continue after them.
 
-    Hidden states of at most the last ``window`` tokens of a request, ``max_bytes`` in all; the oldest go first. Behind
-    a longer gap the head drafts with less to look back to.
+    An engine keeps the states of the last ``window`` tokens of a request, ``max_bytes`` in all, and drops the oldest
+    first. After a longer gap the head drafts with a shorter context.
     """
 
     window: NonNegativeInt = 1024
@@ -66,17 +66,17 @@ class SkippedConfig(Section):
 
 
 class AdaptiveConfig(Section):
-    """Which strategy is in force, chosen while decoding goes on.
+    """Choice of the strategy during decoding.
 
-    Speculation begins once ``patience`` engine steps in a row had at most ``threshold`` requests, and ends above
-    ``threshold + hysteresis``: the tuner learns about batches up to that, or up to ``rollout.vllm.max_num_seqs`` where
-    that is less. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names like off, ngram-3 and
-    eagle-5; without any, some of each drafter that the engine has. ``suffix+eagle3-5`` drafts with the head where the
-    suffix tree has no likely match; ``eagle3-5-p50`` leaves out drafts that the drafter gives a chance below 50 % of
-    being accepted, by its likeliest tokens also where it draws others. ``options`` are the tuner's own.
-    ``lengths`` gives requests drafts by the length that their responses are expected to have, under all strategies:
-    the long ones all, medium ones half and short ones none (``classes``), or those that end the batch soonest
-    (``optimal``, for which the most of each drafter is strategy enough).
+    Speculation starts after ``patience`` consecutive engine steps with at most ``threshold`` requests, and stops above
+    ``threshold + hysteresis``. The tuner learns about batches up to that size, or up to ``rollout.vllm.max_num_seqs``
+    if that is smaller. A choice is held for ``hold_steps`` engine steps. ``strategies`` are names such as off, ngram-3
+    and eagle-5; the default is a selection for each of the engine's drafters. ``suffix+eagle3-5`` drafts with the head
+    where the suffix tree has no likely match. ``eagle3-5-p50`` omits drafts whose estimated acceptance probability is
+    below 50 %, judged by the drafter's most likely tokens even if it samples others. ``options`` are tuner-specific.
+    ``lengths`` sets each request's draft budget by its expected response length, for all strategies. ``classes`` gives
+    long responses all drafts, medium ones half and short ones none. ``optimal`` gives the budgets that finish the batch
+    soonest; it needs only the longest strategy of each drafter.
     """
 
     tuner: Literal["static", "beg_mab", "solver"] = "beg_mab"
@@ -93,11 +93,11 @@ class SpeculationConfig(Section):
     """Speculative decoding in rollout; never changes the distribution of the responses.
 
     ``drafter`` is ``ngram``, ``suffix``, or a kind of drafter model (``config/drafter_kinds.py``), by name or import
-    path. ``path`` is the folder of such a model; embedding and output head that it lacks are the policy's.
-    A head drafts its likeliest token (``draft_sample_method`` greedy) or one drawn from its distribution
-    (probabilistic), which pays where that is close to the policy's. The names are vLLM's.
-    Without ``adaptive`` every step drafts ``num_speculative_tokens`` by ``drafter``; with it, at most that many, by
-    that drafter or one without a model, or none.
+    path. ``path`` is the folder of such a model; if it lacks the embedding or LM head, the policy's are used.
+    A head drafts its most likely token (``draft_sample_method`` greedy) or samples from its distribution
+    (probabilistic), which is better if that is close to the policy's. The names are vLLM's.
+    Without ``adaptive`` every step drafts ``num_speculative_tokens`` with ``drafter``. With it, a step drafts at most
+    that many, with that drafter, a model-free one, or none.
     """
 
     enabled: bool = True

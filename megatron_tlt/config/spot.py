@@ -1,4 +1,4 @@
-"""The section of the spot trainer, which trains the drafter on ranks that wait for the rollout's end."""
+"""The section of the spot trainer, which trains the drafter on ranks that wait for the rollout to end."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class SpotConfig(Section):
     """Engines that have finished their share of a rollout train the drafter until the last one has finished.
 
-    ``drafter.entries_per_step`` times all ranks is a step's global batch, whoever trains it. A session starts once
-    ``min_replicas`` engines are idle and hold ``min_entries`` responses among them; further ones join. By default
-    ``min_replicas`` is 2 (1 of two engines), and ``min_entries`` is half of an RL step's responses for so many engines,
-    at most a global batch. Its leader writes a checkpoint every ``checkpoint_every`` steps. Where the bubble gave fewer
-    than ``min_steps`` in an RL step, all ranks train the rest after the update. ``memory_gib`` bounds what training
-    takes of a rank's device. Hidden states that an engine computes in a rollout are kept, in up to ``states_bytes`` of
-    host memory a rank, so that sessions learn from the responses that have just ended too (0: from earlier steps').
+    The global batch of a drafter step is ``drafter.entries_per_step`` times the number of all ranks, whichever ranks
+    train. A session starts when ``min_replicas`` engines are idle and together hold ``min_entries`` responses; further
+    engines join it. The default of ``min_replicas`` is 2 (1 with two engines); that of ``min_entries`` is half of an RL
+    step's responses for that many engines, at most a global batch. The leader writes a checkpoint every
+    ``checkpoint_every`` steps. If sessions gave fewer than ``min_steps`` steps in an RL step, all ranks train the rest
+    after the update. ``memory_gib`` bounds the device memory of training on a rank. Engines keep the hidden states of a
+    rollout in up to ``states_bytes`` of host memory per rank, so that sessions can also train on responses that have
+    just finished (0: only on those of earlier steps).
 
-    ``host`` is where rank 0's coordinator listens; by default 127.0.0.1 on one node, else the launch's master address.
-    Times are seconds. Ranks report every ``heartbeat_s``; one that is not heard for ``lost_after_s`` is lost, and a
-    coordinator for ``silent_after_s`` silent: who trains stops then, so no rollout waits for it longer than that. A
-    session without a step for ``session_timeout_s``, which has to be more than a step takes, is ended. A member that
-    does not stop within ``grace_s`` is no longer waited for by the others, and one that has not within
-    ``preempt_timeout_s`` takes no further part in that RL step.
+    ``host`` is the address of rank 0's coordinator; the default is 127.0.0.1 on one node, else the launch's master
+    address. All times are in seconds. Ranks report every ``heartbeat_s``. A rank without a report for ``lost_after_s``
+    is lost. If the coordinator does not answer for ``silent_after_s``, ranks stop training, so a rollout never waits
+    longer than that. A session without a step for ``session_timeout_s``, which must exceed the time of a step, is
+    ended. After ``grace_s`` the other members stop waiting for a member that does not stop; after
+    ``preempt_timeout_s`` it is excluded for the rest of that RL step.
     """
 
     min_replicas: PositiveInt | None = None
@@ -53,14 +54,14 @@ class SpotConfig(Section):
         for name in ("lost_after_s", "silent_after_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 least = f"twice heartbeat_s, {2 * self.heartbeat_s}"
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {least}, and more")
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
         if self.grace_s >= self.preempt_timeout_s:
             raise ValueError(f"grace_s is {self.grace_s}; allowed: below preempt_timeout_s, {self.preempt_timeout_s}")
         return self
 
 
 def session_start(config: TltConfig) -> tuple[int, int]:
-    """How many idle engines start a session, and how many responses these have to hold, as given or by default."""
+    """The numbers of idle engines and of their responses that start a session, as configured or by default."""
     spot, drafter = config.spot or SpotConfig(), config.drafter or DrafterConfig()
     world = config.launcher.world_size
     engines = max(1, world // config.rollout.tensor_parallel_size)

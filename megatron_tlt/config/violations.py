@@ -1,4 +1,4 @@
-"""Pydantic's errors as lines for the user: path, what was found, what is allowed."""
+"""Formats Pydantic's errors for the user: path, found value, allowed values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 def closest(key: str, known: Iterable[str]) -> str:
-    """What is allowed instead of an unknown key: the nearest names, or all of them where none is near."""
+    """The allowed names instead of an unknown key: the most similar ones, or all if none is similar."""
     names = sorted(known)
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     if near:

@@ -1,1 +1,1 @@
-"""Optimizers by import path: found, built, and shown to be element-wise; knows torch only."""
+"""Loads and builds optimizers by import path and checks that they are element-wise; depends on torch only."""

@@ -17,7 +17,7 @@ from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, closure
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """Where a config names an optimizer, its arguments and its weight decay, for errors."""
+    """Config keys of an optimizer, its arguments and its weight decay, for error messages."""
 
     name: str
     arguments: str
@@ -32,7 +32,7 @@ def load_class(path: str, keys: OptimizerKeys = ACTOR_KEYS) -> type[Optimizer]:
     """The optimizer class at ``package.module.Class``.
 
     Raises:
-        ConfigError: no such module or class, or it is no ``torch.optim.Optimizer``.
+        ConfigError: the module or class does not exist, or is not a ``torch.optim.Optimizer``.
     """
 
     def is_optimizer(item: Any) -> bool:
@@ -43,7 +43,7 @@ def load_class(path: str, keys: OptimizerKeys = ACTOR_KEYS) -> type[Optimizer]:
 
 
 def _constructor(cls: type[Optimizer]) -> tuple[set[str], bool]:
-    """The names that the constructor takes behind the parameters, and whether it takes any other too."""
+    """The constructor's argument names after the parameters, and whether it accepts any other name."""
     parameters = list(inspect.signature(cls).parameters.values())[1:]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}, anything
@@ -51,7 +51,7 @@ def _constructor(cls: type[Optimizer]) -> tuple[set[str], bool]:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An element-wise optimizer class, its arguments, and what it keeps for a parameter."""
+    """An element-wise optimizer class, its arguments, and the layout of its state."""
 
     cls: type[Optimizer]
     arguments: dict[str, Any]
@@ -82,7 +82,7 @@ def _check_arguments(
         if weight_decay and "weight_decay" not in known:
             raise ConfigError(f"{keys.weight_decay}: found {weight_decay}; {path} takes none; allowed: 0")
     try:
-        # One dimension is refused by some classes, a matrix by none.
+        # Some classes refuse a vector, none a matrix.
         _build(cls, arguments, [torch.nn.Parameter(torch.zeros(2, 2))], 0.1, 0.0)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{keys.arguments}: {path} refuses {arguments}: {error}") from error
@@ -96,17 +96,17 @@ def plain_optimizer(
     weight_decay: float,
     keys: OptimizerKeys,
 ) -> Optimizer:
-    """The class at ``path`` over whole parameters, which need not be element-wise.
+    """The optimizer at ``path`` over full parameters; it need not be element-wise.
 
     Raises:
-        ConfigError: no such class; an argument that it does not take, or a value that it refuses; it takes no learning
-            rate, or no weight decay where that is not 0; its step needs a closure.
+        ConfigError: the class does not exist, does not accept an argument or its value, takes no learning rate, takes
+            no weight decay although ``weight_decay`` is not 0, or needs a closure for its step.
     """
     cls = load_class(path, keys)
     _check_arguments(path, cls, arguments, weight_decay, keys)
     if closure_needed(cls):
         raise ConfigError(
-            f"{keys.name}: {path} needs a closure that computes the loss again; allowed: one that does not"
+            f"{keys.name}: {path} needs a closure that recomputes the loss; allowed: an optimizer without one"
         )
     return _build(cls, arguments, parameters, lr, weight_decay)
 
@@ -119,18 +119,18 @@ def choose_optimizer(
     Args:
         path: ``package.module.Class``.
         arguments: for the constructor, without parameters, rate and weight decay.
-        weight_decay: what the schedule will set.
-        device: where it is to run.
+        weight_decay: the value that the schedule will set.
+        device: where it will run.
 
     Raises:
-        ConfigError: no such class; an argument that it does not take, or a value that it refuses; it takes no learning
-            rate, or no weight decay where that is not 0; it is not element-wise, with the reason.
+        ConfigError: the class does not exist, does not accept an argument or its value, takes no learning rate, takes
+            no weight decay although ``weight_decay`` is not 0, or is not element-wise (with the reason).
     """
     cls = load_class(path)
     _check_arguments(path, cls, arguments, weight_decay, ACTOR_KEYS)
     try:
         if closure_needed(cls):
-            raise NotElementWise("its step needs a closure that computes the loss again")
+            raise NotElementWise("its step needs a closure that recomputes the loss")
         layout = probe(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.01), device)
     except NotElementWise as reason:
         raise ConfigError(

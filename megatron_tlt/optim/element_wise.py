@@ -1,7 +1,7 @@
-"""Whether an optimizer treats every element of a parameter for itself, found out by running it.
+"""Determines by running it whether an optimizer is element-wise.
 
-The distributed optimizer gives each rank flat slices of parameters, cut at arbitrary places. A class may run on them
-only if its steps on the slices are its steps on the whole parameter.
+The distributed optimizer gives each rank flat slices of parameters, cut at arbitrary positions. A class may run on
+them only if its steps on the slices equal its step on the full parameter.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Number = int | float | bool
 SHAPE = (96, 90)  # above the size from which quantizing optimizers quantize
 _STEPS = 4
 _CUTS = (1, 3000, 3007)
-# State is kept in float32 by checkpoints: these survive.
+# Checkpoints store state in float32, which represents these types exactly.
 _EXACT = (torch.float32, torch.float16, torch.bfloat16, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 class NotElementWise(Exception):
-    """Why an optimizer cannot run on slices of parameters, or why its state cannot be kept."""
+    """The optimizer cannot run on slices of parameters, or its state cannot be saved; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an element-wise optimizer keeps for a parameter.
+    """The state that an element-wise optimizer keeps for a parameter.
 
     Attributes:
         tensors: entries of the parameter's shape, with their types.
@@ -41,13 +41,13 @@ class StateLayout:
     numbers: dict[str, torch.Tensor | Number]
 
     def number(self, name: str, value: Number) -> torch.Tensor | Number:
-        """``value`` in the form in which the optimizer keeps it."""
+        """``value`` in the type that the optimizer uses."""
         example = self.numbers[name]
         return torch.full_like(example, value) if isinstance(example, torch.Tensor) else type(example)(value)
 
 
 def plain_number(value: torch.Tensor | Number) -> Number:
-    """A state entry that is a number, as Python's own."""
+    """A numeric state entry as a Python number."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -57,7 +57,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Trained:
-    """A parameter after all steps, its state, and the names of what was kept after the first step."""
+    """A parameter after all steps, its state, and the names of the state entries after the first step."""
 
     parameter: torch.Tensor
     state: dict[str, Any]
@@ -104,7 +104,7 @@ def _check_slice(found: _Trained, expected: _Trained, layout: StateLayout, moved
     if odd:
         raise NotElementWise(f"it keeps {', '.join(sorted(odd))} at some steps or for some parameters only")
     if not torch.allclose(found.parameter, expected.parameter, rtol=0.0, atol=1e-3 * moved + 1e-6):
-        raise NotElementWise("its step on a slice of a parameter is another than its step on the whole")
+        raise NotElementWise("its step on a slice of a parameter differs from its step on the full parameter")
     for name in layout.tensors:
         if getattr(found.state[name], "shape", None) != found.parameter.shape:
             raise NotElementWise(f"it keeps {name!r}, whose shape does not follow the slice's")
@@ -114,12 +114,12 @@ def _check_slice(found: _Trained, expected: _Trained, layout: StateLayout, moved
 
 
 def probe(build: Build, device: torch.device | None = None, cuts: Sequence[int] = _CUTS) -> StateLayout:
-    """Steps an optimizer on a matrix whole, and on its flat slices, each in an optimizer of its own as on ranks.
+    """Steps an optimizer on a full matrix and on its flat slices, with one optimizer per slice as on ranks.
 
     Args:
-        build: makes the optimizer over some tensors, with a learning rate near 0.1 so that its steps can be told apart.
-        device: where it is to run.
-        cuts: where the flattened matrix of ``SHAPE`` is cut, in rising order.
+        build: creates the optimizer over some tensors, with a learning rate near 0.1 so that its steps are distinct.
+        device: where it will run.
+        cuts: positions at which the flattened matrix of ``SHAPE`` is cut, ascending.
 
     Raises:
         NotElementWise: with the reason.
@@ -127,7 +127,7 @@ def probe(build: Build, device: torch.device | None = None, cuts: Sequence[int] 
     device = device or torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(SHAPE, generator=generator)
-    # Slices of very different norms show any norm that is taken over more than one element.
+    # Slices of very different norms reveal any norm over more than one element.
     scale = torch.logspace(-3, 1, start.numel()).view(SHAPE)
     gradients = [torch.randn(SHAPE, generator=generator) * scale for _ in range(_STEPS)]
     with torch.random.fork_rng():
@@ -141,15 +141,15 @@ def probe(build: Build, device: torch.device | None = None, cuts: Sequence[int] 
             if not piece.numel():
                 continue
             try:
-                # Another seed: an optimizer that draws random numbers moves elsewhere.
+                # A different seed reveals an optimizer that draws random numbers.
                 found = _train(build, piece, slopes, device, seed=1)
             except Exception as error:
-                raise NotElementWise(f"it takes no flat slice of a parameter: {_first_line(error)}") from error
+                raise NotElementWise(f"it does not accept a flat slice of a parameter: {_first_line(error)}") from error
             _check_slice(found, replace(whole, parameter=end), layout, float((end - piece).abs().max()))
     return layout
 
 
 def closure_needed(cls: type[Optimizer]) -> bool:
-    """Whether ``step`` cannot be called without a closure that computes the loss again."""
+    """Whether ``step`` requires a closure that recomputes the loss."""
     parameters = list(inspect.signature(cls.step).parameters.values())[1:]
     return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

@@ -1,4 +1,4 @@
-"""Verifiers, and the pool of processes that runs them while decoding goes on."""
+"""Verifiers, and the pool of processes that runs them during decoding."""
 
 from megatron_tlt.rewards.pool import PoolCounts, RewardPool
 from megatron_tlt.rewards.types import Reward

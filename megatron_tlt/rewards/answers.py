@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same: math-verify's parser and comparison, read strictly."""
+"""Equality of two mathematical answers: math-verify's parser and comparison, with stricter rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_tlt.rewards.extract import LABEL
 from megatron_tlt.rewards.names import names_quantity
 
-#: A longer text is no final answer. It is compared as text, as parsing takes time that grows faster than its length.
+#: A longer text is not a final answer. It is compared as text, because parsing time grows faster than linearly.
 _PARSED_CHARACTERS = 1000
 
 _UNICODE = str.maketrans(
@@ -39,7 +39,7 @@ _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NOT_UNITS = rf"(?!(?:and|or|to|not|by|dozen|percent\w*|pct|cent|{'|'.join(_SCALES)})\b)"
 _NUMBER = r"[+-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
-#: What math-verify's parser does not read, or reads as a product or a sum, in the order in which it is rewritten.
+#: Notations that math-verify's parser ignores or misreads as a product or sum, in the order of their replacement.
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -60,7 +60,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
             rf"(?<=\d)(?:\s|\\ )*(?:\\text\{{\s*)?({'|'.join(_SCALES)})\b\s*\}}?",
             lambda match: rf"\times10^{{{_SCALES[match[1]]}}}",
         ),
-        # 12 345 and 12\,345; also 1,234 where a comma that separates has a space
+        # 12 345 and 12\,345; also 1,234 if separating commas are followed by a space
         (r"(?<![\d.,])\d{1,3}(?:(?:\\[,;! ]|~| )\d{3})+(?!\d)", lambda match: re.sub(r"\D", "", match[0])),
         (rf"^({_NUMBER})\s+(?:{_NOT_UNITS}[A-Za-z]{{2,}}(?:/[a-z]+|\.)?\s*){{1,3}}$", r"\1"),
         (r"^([^=]*[^=<>!\s])\s*=\s*([A-Za-z])$", r"\2=\1"),
@@ -72,8 +72,8 @@ _CHOICE = re.compile(r"\(([A-J])\)(?:\s.*)?|([A-J])(?:[).:](?:\s.*)?)?")
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s*([ap])\.?\s*m\b\.?)?", re.IGNORECASE)
 _BASED = re.compile(r"([0-9A-Z]+)_\{?(\d+)\}?")
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z' -]*")
-#: What the parser does not read to its end: two numbers side by side, which it adds, a text between numbers, behind
-#: which it ignores everything, and what bounds a number.
+#: Texts that the parser does not read completely: adjacent numbers, which it adds; a text between numbers, after which
+#: it ignores everything; and bounds of a number.
 _UNCLEAR = re.compile(
     r"(?<![\d_])\d+(?:\s|~|\\[,;:! ]|\\q?quad)+\d"
     r"|\d.*\\(?:text|mbox)\{[^{}]*\}(?!\^\{?\d\}?).*\d"
@@ -85,12 +85,13 @@ _WRAPPED = re.compile(r"((?:\\left\s*)?(?:[(\[]|\\?\{))(.*?)((?:\\right\s*)?(?:[
 
 
 def same_answer(gold: str, given: str) -> bool:
-    """Whether ``given`` says what ``gold`` says. Both are texts that are nothing but an answer.
+    """Whether the answers ``given`` and ``gold`` are equal. Both texts must contain only an answer.
 
-    Equal are equal texts, and equal values: numbers (to six decimals, at least four significant digits), expressions,
-    equations, intervals, tuples (in order), sets and lists (in any order). A set is no tuple. A list without brackets
-    is either. ``x = 4`` is 4, ``2x = 4`` is not; 50% is 50 or 0.5. A comma before three digits separates thousands, any
-    other comma the elements of a list. Units are not compared. Takes as long as it takes.
+    Answers are equal if their texts or their values are: numbers (to six decimals, at least four significant digits),
+    expressions, equations, intervals, tuples (in order), sets and lists (in any order). A set never equals a tuple; a
+    list without brackets may equal either. ``x = 4`` equals 4, ``2x = 4`` does not; 50% equals 50 and 0.5. A comma
+    before three digits separates thousands, any other comma the elements of a list. Units are ignored. There is no time
+    limit.
     """
     if max(len(gold), len(given)) > _PARSED_CHARACTERS:
         return _squeezed(gold) == _squeezed(given)
@@ -111,20 +112,20 @@ def same_answer(gold: str, given: str) -> bool:
 
 
 def parsed_answer(answer: str) -> list[Any]:
-    """math-verify's expressions of a text that is nothing but an answer; empty where it is no mathematics."""
+    """math-verify's expressions for a text that contains only an answer; empty if it is not mathematical."""
     return parsed(_rewritten(answer))
 
 
 @lru_cache(maxsize=256)
 def parsed(latex: str) -> list[Any]:
-    """math-verify's reading of ``latex`` as one answer: an expression and its text; empty for none."""
+    """``latex`` parsed by math-verify as one answer: an expression and its text; empty if it cannot be parsed."""
     from math_verify import LatexExtractionConfig, parse
 
     return list(parse(f"\\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=None))
 
 
 def same_value(gold: list[Any], given: list[Any]) -> bool:
-    """math-verify's comparison of what it parsed."""
+    """math-verify's comparison of two parsed answers."""
     from math_verify import verify
 
     if not gold or not given:
@@ -135,7 +136,7 @@ def same_value(gold: list[Any], given: list[Any]) -> bool:
 
 
 def _decimals(gold: Any) -> int:
-    """math-verify rounds to six decimals, which makes 1e-7 and 2e-7 equal: small numbers keep four digits."""
+    """Decimals to compare: with math-verify's six, 1e-7 equals 2e-7, so small numbers keep four significant digits."""
     if not getattr(gold, "is_number", False) or not gold.is_real:
         return 6
     size = abs(gold.evalf(3))
@@ -152,7 +153,7 @@ def _rewritten(text: str) -> str:
 
 
 def _squeezed(text: str) -> str:
-    """Without spaces, except between words, between numbers, and where a comma without one would separate thousands."""
+    """Removes spaces, except between words, between numbers, and after a comma that would then separate thousands."""
     return _SPACED.sub(lambda match: match[1] or match[2], " ".join(text.split()))
 
 
@@ -161,13 +162,13 @@ def _words(text: str) -> str:
 
 
 def _same_choice(gold: str, given: str) -> bool | None:
-    """``C`` is ``(C)`` and ``C) 12``."""
+    """``C`` equals ``(C)`` and ``C) 12``."""
     wanted, found = re.fullmatch(r"\(?([A-J])\)?", _words(gold)), _CHOICE.fullmatch(_words(given))
     return wanted[1] == (found[1] or found[2]) if wanted and found else None
 
 
 def _same_clock(gold: str, given: str) -> bool | None:
-    """10:30 is a time or a ratio with two digits: not 1/3, and not 10:30 p.m. where that is a.m."""
+    """10:30 is a time, or a ratio with two digits: it equals neither 1/3 nor, if it is a.m., 10:30 p.m."""
     wanted, found = _CLOCK.fullmatch(_words(gold)), _CLOCK.fullmatch(_words(given))
     if not wanted or not found:
         return None
@@ -176,7 +177,7 @@ def _same_clock(gold: str, given: str) -> bool | None:
 
 
 def _same_in_base(gold: str, given: str) -> bool | None:
-    """The parser drops a number's subscript, so that 101_2 would be 101_3. A base that is asked for may be left out."""
+    """The parser drops a number's subscript, so 101_2 would equal 101_3. The base of ``gold`` may be omitted."""
     wanted, found = _BASED.fullmatch(gold), _BASED.fullmatch(given)
     if found and not wanted:
         base = int(found[2])
@@ -190,7 +191,7 @@ def _same_in_base(gold: str, given: str) -> bool | None:
 
 
 def _same_words(gold: str, given: str) -> bool | None:
-    """Words are no product of their letters."""
+    """Compares words as text, because the parser reads them as products of their letters."""
     wanted = _words(gold)
     return _words(given).casefold() == wanted.casefold() if _WORDS.fullmatch(wanted) else None
 
@@ -203,15 +204,15 @@ def _brackets(text: str) -> str | None:
 
 
 def _values_in_order(text: str) -> str:
-    """``x=1, y=2`` as ``(1, 2)``; any other text as it is."""
+    """``x=1, y=2`` as ``(1, 2)``; any other text unchanged."""
     names = _ASSIGNED.findall(text)
     return f"({_ASSIGNED.sub('', text)})" if len(names) > 1 and len(names) == len(set(names)) else text
 
 
 def _assigned_values(text: str) -> str:
-    """The values of the equations in ``text`` whose other sides are names or the same value; empty where one is not.
+    """The values of the equations in ``text``; empty unless all their other sides are names or the same value.
 
-    ``x = 4``, ``f(3) = 4``, ``Area = 4`` and ``x = 2+2 = 4`` are 4. ``2x = 4`` and ``5 = 4`` give none.
+    ``x = 4``, ``f(3) = 4``, ``Area = 4`` and ``x = 2+2 = 4`` give 4. ``2x = 4`` and ``5 = 4`` give none.
     """
     if len(_split(text, "=")) == 1 and (wrapped := _WRAPPED.fullmatch(text)):
         inner = _assigned_values(wrapped[2])
@@ -219,7 +220,7 @@ def _assigned_values(text: str) -> str:
     items: list[str] = []
     for part in _split(text, ","):
         if items and len(_split(part, "=")) == 1:
-            items[-1] += f",{part}"  # of a list: x = 1, 2
+            items[-1] += f",{part}"  # element of a list: x = 1, 2
         else:
             items.append(part)
     values = [_assigned_value(_split(item, "=")) for item in items]
@@ -227,7 +228,7 @@ def _assigned_values(text: str) -> str:
 
 
 def _assigned_value(sides: list[str]) -> str:
-    """The last of an equation's ``sides``; empty where another one neither names it nor has its value."""
+    """The last of an equation's ``sides``; empty if another side is neither a name nor of the same value."""
     if len(sides) == 1:
         return sides[0].strip()
     *others, value = (_rewritten(side) for side in sides)
@@ -242,7 +243,7 @@ def _split(text: str, separator: str) -> list[str]:
     depth, start, parts = 0, 0, []
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
-        # a relation such as >= is no equation
+        # a relation such as >= is not an equation
         if depth == 0 and character == separator and text[max(position - 1, 0)] not in "<>":
             parts.append(text[start:position])
             start = position + 1

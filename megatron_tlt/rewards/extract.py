@@ -7,13 +7,13 @@ import re
 from megatron_tlt.tasks.marker import ANSWER_MARKER
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-#: What may stand between the boxes of one list: commas, spaces, the ends of formulas, "and", "or".
+#: Separators between the boxes of one list: commas, spaces, ends of formulas, "and", "or".
 _LISTED = re.compile(r"(?:[ \t,$~]|\\[,;:! ()]|\\q?quad\b|\\(?:text|mbox)\{[ ,]*(?:and|or)[ ,]*\}|\b(?:and|or)\b)*")
 _MARKED_LINE = re.compile(rf"{ANSWER_MARKER}+[ \t]*([^\n]*)")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
-#: "18 dollars", "5.5 square metres": headings such as "2 Solve for x" or "1. Compute" start in capitals or have a dot.
+#: "18 dollars", "5.5 square metres", but not headings such as "2 Solve for x" or "1. Compute" (capital or dot).
 _NUMBER_WITH_UNIT = re.compile(r"[^\w\s]*-?\d[\d.,]*(?:\s+[a-z]+){1,2}\W*")
 #: "Answer: ", "**The final answer is** " and "\text{Answer is }" before an answer.
 LABEL = re.compile(
@@ -22,16 +22,16 @@ LABEL = re.compile(
 
 
 def marked_answer(response: str) -> str | None:
-    """What follows the last ``####`` on its line; None without a marker or with nothing after it."""
+    """The text after the last ``####`` on its line; None if there is no marker or no text after it."""
     _, marker, tail = response.rpartition(ANSWER_MARKER)
     answer = tail.split("\n", 1)[0].strip()
     return answer if marker and answer else None
 
 
 def formatted_answer(response: str, answer_format: str) -> str | None:
-    """The answer where a task's ``answer_format`` asks for it; None where there is none.
+    """The answer in the place that a task's ``answer_format`` defines; None if there is none.
 
-    ``answer_tag``: in the last ``<answer>`` tag that is closed. ``boxed``: in the last box, and those joined to it.
+    ``answer_tag``: in the last closed ``<answer>`` tag. ``boxed``: in the last box and the boxes joined to it.
     ``last_line``: the last line with text, without a label such as "Answer:".
     """
     if answer_format == "answer_tag":
@@ -47,14 +47,14 @@ def formatted_answer(response: str, answer_format: str) -> str | None:
 
 
 def final_answer(response: str) -> str | None:
-    """The answer that a mathematical response marks: the later of its last box and its last ``####`` answer line.
+    """The marked answer of a mathematical response: the later of its last box and its last ``####`` answer line.
 
-    Boxes on one line with nothing but commas, "and" or "or" between them are one list. A ``####`` line is an answer if
-    nothing but an answer stands on it; a Markdown heading has words. A line of words is one where the response ends
-    with it and has no box.
+    Boxes on one line separated only by commas, "and" or "or" form one list. A ``####`` line is an answer if it contains
+    only an answer; a Markdown heading contains words. A line of words is an answer only if the response ends with it
+    and has no box.
 
     Returns:
-        None where nothing is marked; an empty text where the last box is empty or is not closed, which is no answer.
+        None if nothing is marked; an empty text if the last box is empty or not closed.
     """
     marked, marked_at = None, -1
     for line in _MARKED_LINE.finditer(response):
@@ -71,12 +71,12 @@ def final_answer(response: str) -> str | None:
 
 
 def _is_bare(text: str) -> bool:
-    """Whether ``text`` is an answer without words, a unit excepted."""
+    """Whether ``text`` is an answer without words except a unit."""
     return _NUMBER_WITH_UNIT.fullmatch(text) is not None or not _WORD.search(_COMMAND.sub("", text))
 
 
 def _boxed_answer(response: str, boxes: list[re.Match[str]]) -> str:
-    """The content of the last of ``boxes``, after those that ``_LISTED`` joins to it; empty where it has none."""
+    """The content of the last of ``boxes``, preceded by those that ``_LISTED`` joins to it; empty if it has none."""
     start = boxes[-1].start()
     answer = _content(response, boxes[-1].end(), len(response)).strip()
     answers = [answer] if answer else []
@@ -87,11 +87,11 @@ def _boxed_answer(response: str, boxes: list[re.Match[str]]) -> str:
         start = box.start()
         if content.strip() not in answers:
             answers.insert(0, content.strip())
-    return ", ".join(answers)  # the space tells the list 2, 345 from the number 2,345
+    return ", ".join(answers)  # the space distinguishes the list 2, 345 from the number 2,345
 
 
 def _content(response: str, opened: int, end: int) -> str:
-    """What stands between the brace before ``opened`` and the one that closes it; empty if none does before ``end``."""
+    """The text from ``opened``, after an opening brace, to the closing one; empty if none closes it before ``end``."""
     depth = 1
     for position in range(opened, end):
         depth += (response[position] == "{") - (response[position] == "}")

@@ -1,4 +1,4 @@
-"""A user's function as a verifier, by import path: ``(problem, response_text) -> number, mapping or Reward``."""
+"""Users' functions as verifiers, by import path: ``(problem, response_text) -> number, mapping or Reward``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SHOWN_CHARACTERS = 80
 
 @lru_cache(maxsize=64)
 def load_function(path: str, key: str) -> Verifier:
-    """The function at ``path`` as a verifier; :func:`as_reward` says what it may return.
+    """The function at ``path`` as a verifier; :func:`as_reward` defines its allowed results.
 
-    A coroutine function runs to its end before the next response. All of them share one event loop, so that a client
-    for HTTP can be kept between calls.
+    A coroutine function completes before the next response. All coroutines share one event loop, so that an HTTP client
+    can be reused between calls.
 
     Raises:
         ConfigError: there is no such function, or it does not take a problem and a text.
@@ -38,7 +38,7 @@ def load_function(path: str, key: str) -> Verifier:
         found = f"{path}{inspect.signature(function)}"
         raise ConfigError(f"{key}: found {found}; allowed: a function that takes (problem, response_text)") from error
     except ValueError:
-        pass  # written in C, without a signature
+        pass  # a C function without a signature
 
     def verify(problem: Problem, response: str) -> Reward:
         found = function(problem, response)
@@ -48,11 +48,11 @@ def load_function(path: str, key: str) -> Verifier:
 
 
 def as_reward(found: Any, path: str) -> Reward:
-    """What the function at ``path`` returned, as a reward.
+    """Converts the result of the function at ``path`` to a reward.
 
     A number is the reward's value. A mapping has ``value`` (or ``score``) and optionally ``correct`` (true or false)
-    and ``extracted`` (the judged answer, text or None). Where ``correct`` is not given, a value above 0 is correct: a
-    function with partial rewards says itself which responses are.
+    and ``extracted`` (the judged answer, text or None). Without ``correct``, a value above 0 counts as correct; a
+    function with partial rewards should therefore return it.
 
     Raises:
         TypeError: anything else; names the function, what was found and what is allowed.

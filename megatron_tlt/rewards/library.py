@@ -12,31 +12,31 @@ from megatron_tlt.rewards.types import Reward
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.tasks.wording import ANSWER_IN
 
-#: The library removes commas and underscores wherever they stand in a number: 1,2 would be 12.
+#: The library removes commas and underscores anywhere in a number, so 1,2 would become 12.
 _SEPARATED = re.compile(r"[+-]?\d[\d.]*[,_][\d.,_]*")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 def load() -> None:
-    """Imports the library (seconds), so that the first verification is as quick as the rest."""
+    """Imports the library (takes seconds), so that the first verification is as fast as the others."""
     import reasoning_gym  # noqa: F401
 
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, params: str = "{}") -> Any:
-    """That scores; ``params`` as JSON: some scorers round or compare as their dataset's config says."""
+    """The dataset whose scorer is used; ``params`` is JSON and matters, as some scorers depend on the config."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(params))
 
 
 def verify(problem: Problem, response: str) -> Reward:
-    """The library's verdict on the response's answer.
+    """Verifies the response's answer with the library's scorer.
 
-    ``problem.metadata`` holds ``dataset``, ``entry`` and, as JSON, the dataset's ``params`` if any. A task in the
-    library's own wording (``answer_in`` says where its answer stands) is rewarded with the library's score, which may
-    be partial. One in ours, whose answer follows the marker, gets 1 for the full score and else 0; ``answer_format``
-    and ``exact`` are those of ``tasks.generator``.
+    ``problem.metadata`` has ``dataset``, ``entry`` and, as JSON, the dataset's ``params`` if any. The reward of a task
+    with the library's own prompts (``answer_in`` is its answer format) is the library's score, which may be partial. A
+    generated task of this package, whose answer follows the marker, gets 1 for the full score and 0 otherwise;
+    ``answer_format`` and ``exact`` are those of ``tasks.generator``.
     """
     if ANSWER_IN in problem.metadata:
         return _scored(problem, formatted_answer(response, problem.metadata[ANSWER_IN]))

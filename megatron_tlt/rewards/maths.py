@@ -11,7 +11,7 @@ from megatron_tlt.rewards.types import Reward
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.tasks.wording import ANSWER_IN
 
-_TAIL_CHARACTERS = 500  # without a marker or a box, an answer is looked for at the end only
+_TAIL_CHARACTERS = 500  # without a marker or a box, only the end is searched for an answer
 _HEADING = re.compile(r"^\s*#+\s.*$", re.MULTILINE)
 _NUMBER = r"-?\d[\d.]*"
 _LIST_AT_END = re.compile(
@@ -20,23 +20,22 @@ _LIST_AT_END = re.compile(
 
 
 def load() -> None:
-    """Imports the library and parses once (seconds), so that the first verification is as quick as the rest."""
+    """Imports the library and parses once (takes seconds), so that the first verification is as fast as the others."""
     _quiet()
     parsed(r"\frac{1}{2}")
 
 
 def _quiet() -> None:
-    # It warns that its own timeouts are off. They are SIGALRM in Python: useless while a C call runs and refused
-    # outside the main thread. The pool's time limit, which ends the process, stands in their place.
+    # It warns that its own timeouts are off. They use SIGALRM in Python, which has no effect during a C call and is
+    # refused outside the main thread. The pool's time limit, which ends the process, replaces them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def verify(problem: Problem, response: str) -> Reward:
-    """1 when the final answer equals ``problem.answer`` mathematically (see ``same_answer``), else 0.
+    """1 if the final answer equals ``problem.answer`` mathematically (see ``same_answer``), else 0.
 
-    The answer is what the task's ``answer_format`` asks for; without one what ``final_answer`` finds marked, else the
-    last expression near the end. Takes as long as it takes:
-    run it in a RewardPool.
+    The answer is taken from the place that the task's ``answer_format`` defines. Without a format it is the one that
+    ``final_answer`` finds, else the last expression near the end. There is no time limit: run it in a RewardPool.
     """
     _quiet()
     if ANSWER_IN in problem.metadata:
@@ -55,7 +54,7 @@ def _verify_unmarked(answer: str, end: str) -> Reward:
     from math_verify import parse
 
     end = _HEADING.sub("", end).rstrip()
-    if listed := _LIST_AT_END.search(end):  # math-verify would take the last of "1, 2" alone
+    if listed := _LIST_AT_END.search(end):  # math-verify would take only the last of "1, 2"
         correct = same_answer(answer, listed[1])
         return Reward(float(correct), correct, listed[1])
     given = list(parse(end, parsing_timeout=None))

@@ -1,4 +1,4 @@
-"""Tells the names in equations (``x``, ``f(3)``, ``Area``) from expressions (``2x``, ``x+1``)."""
+"""Distinguishes names in equations (``x``, ``f(3)``, ``Area``) from expressions (``2x``, ``x+1``)."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ _NAME = re.compile(
 
 
 def names_quantity(text: str) -> bool:
-    """Whether ``text`` is a symbol, some symbols in brackets, a function of something, or words."""
+    """Whether ``text`` is a symbol, symbols in brackets, a function call, or words."""
     return _NAME.fullmatch(re.sub(r"\\(?:left|right)(?![a-z])", "", text)) is not None

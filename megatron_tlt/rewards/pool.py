@@ -1,4 +1,4 @@
-"""Verifies responses in processes of their own while decoding goes on."""
+"""Verifies responses in separate processes during decoding."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 1.0
 
-#: How long after its limits a verdict may come: a worker that hangs is killed and waited for.
+#: Additional time for a verdict after its limits, in which a hanging worker is killed and waited for.
 _GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """Since the pool began. ``timeouts``, ``errors`` (the verifier raised) and ``deaths`` are among ``verified``."""
+    """Counts since the pool's start; ``verified`` includes ``timeouts``, ``errors`` (verifier raised), ``deaths``."""
 
     verified: int = 0
     timeouts: int = 0
@@ -36,12 +36,12 @@ class PoolCounts:
 
 
 class RewardPool:
-    """``submit`` any time, ``collect`` all of it later; order never matters.
+    """Verifies submitted responses; ``collect`` returns all their rewards. The order has no influence.
 
-    One thread per process hands it jobs and watches the clock. A process that exceeds ``timeout_s`` is killed and
-    replaced, its response gets 0. ``verifiers`` names those to load (default: all); their libraries' imports take
-    seconds, once per process, and count as part of no verification. Once a thread fails, ``submit`` and ``collect``
-    raise RunError.
+    One thread per process sends it jobs and enforces the time limit. A process that exceeds ``timeout_s`` is killed and
+    replaced, and its response gets 0. ``verifiers`` names the verifiers to load (default: all); the import of their
+    libraries takes seconds, once per process, and does not count towards ``timeout_s``. After a thread fails,
+    ``submit`` and ``collect`` raise RunError.
     """
 
     def __init__(self, workers: int, timeout_s: float, verifiers: Sequence[str] | None = None) -> None:
@@ -72,15 +72,18 @@ class RewardPool:
 
     @property
     def pending(self) -> int:
-        """How many submitted responses have no reward yet."""
+        """Number of submitted responses without a reward."""
         with self._changed:
             return len(self._pending)
 
     def submit(self, key: Hashable, problem: Problem, response_text: str) -> None:
         """Queues one response; returns at once.
 
-        Raises ConfigError for a verifier that is not loaded, ValueError for a key that is not collected yet,
-        RunError when the pool has failed, RuntimeError when it is closed.
+        Raises:
+            ConfigError: the verifier is not loaded.
+            ValueError: the key is not collected yet.
+            RunError: the pool has failed.
+            RuntimeError: the pool is closed.
         """
         if problem.verifier not in self._verifiers:
             raise ConfigError(
@@ -98,10 +101,11 @@ class RewardPool:
         self._jobs.put((key, problem, response_text))
 
     def collect(self) -> dict[Hashable, Reward]:
-        """Waits for everything submitted and gives every reward not collected before.
+        """Waits for all submitted responses and returns the rewards that were not collected before.
 
-        Raises RunError when a worker cannot be started, a serving thread has failed, or no verdict comes for longer
-        than one can take: ``timeout_s`` and the start of a worker.
+        Raises:
+            RunError: a worker cannot be started, a thread has failed, or no verdict arrives within ``timeout_s`` plus
+                the start limit of a worker.
         """
         limit_s = self._timeout_s + process.START_LIMIT_S + _GRACE_S
         with self._changed:
@@ -118,7 +122,7 @@ class RewardPool:
             return done
 
     def close(self) -> None:
-        """Ends the processes; unfinished work is dropped. May be called twice."""
+        """Ends the processes and drops unfinished work. May be called twice."""
         with self._changed:
             if self._closed:
                 return
@@ -127,7 +131,7 @@ class RewardPool:
         for _ in self._threads:
             self._jobs.put(None)
         for worker in list(self._active.values()):
-            worker.end()  # a busy one would otherwise be waited for; its thread clears up
+            worker.end()  # do not wait for a busy worker; its thread closes it
         for thread in self._threads:
             thread.join()
 
@@ -144,7 +148,7 @@ class RewardPool:
             return
         count = f"{len(self._pending)} response{'s' if len(self._pending) > 1 else ''}"
         if not any(thread.is_alive() for thread in self._threads):
-            self._failure = RunError(f"reward pool: {count} without a verdict, and no thread that serves them is alive")
+            self._failure = RunError(f"reward pool: {count} without a verdict, and all its threads have ended")
         elif waited_s > limit_s:
             self._failure = RunError(
                 f"reward pool: no verdict for {waited_s:.0f} s, allowed are {limit_s:g} s; {count} outstanding"
@@ -158,7 +162,7 @@ class RewardPool:
             self._active[index].wait_ready()
             while not self._closed and (job := self._jobs.get()) is not None:
                 self._finish(job[0], self._verify(index, *job))
-        except Exception as error:  # whatever it is, this thread serves no longer and must not be waited for
+        except Exception as error:  # this thread ends, so collect() must not wait for it
             with self._changed:
                 if not self._closed and self._failure is None:
                     self._failure = error if isinstance(error, RunError) else RunError(f"reward pool: {error!r}")

@@ -1,4 +1,4 @@
-"""The parent's end of one verifying process."""
+"""The parent's handle of one verifier process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.tasks.types import Problem
 
-#: Importing the verifiers' libraries takes 12 s from a cold disk and far longer on a busy machine; it is not counted as
-#: verification.
+#: Time limit of a worker's start. Importing the verifiers' libraries takes 12 s from a cold disk and far longer on a
+#: busy machine.
 START_LIMIT_S = 300.0
 
 _MODULE = "megatron_tlt.rewards.worker"
 
 
 class WorkerDied(Exception):
-    """The process ended by itself."""
+    """The process ended unexpectedly."""
 
 
 class WorkerProcess:
-    """Started on construction; ``verify`` one response at a time; ``kill`` or ``close`` in the end."""
+    """A verifier process, started by the constructor; verifies one response at a time, until ``kill`` or ``close``."""
 
     def __init__(self, preload: Sequence[str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -41,7 +41,7 @@ class WorkerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", _MODULE, "--timeout", str(timeout_s), "--preload", *preload]
-        # A session of its own: Ctrl-C is for the trainer, which closes the pool when it has saved.
+        # A separate session, so that only the trainer receives Ctrl-C; it closes the pool after saving.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
@@ -51,18 +51,23 @@ class WorkerProcess:
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Waits until the libraries are loaded. Raises RunError where the process cannot start."""
+        """Waits until the libraries are loaded; raises RunError if the process cannot start."""
         if self._ready:
             return
         try:
             self._read(START_LIMIT_S)
         except (WorkerDied, TimeoutError) as error:
             self.kill()
-            raise RunError(f"reward worker did not start: {error}; its own message stands above") from error
+            raise RunError(f"reward worker did not start: {error}; see its own message above") from error
         self._ready = True
 
     def verify(self, problem: Problem, response: str) -> Reward:
-        """Raises TimeoutError past the limit and WorkerDied when the process ends; it is of no use afterwards."""
+        """Verifies one response.
+
+        Raises:
+            TimeoutError: the limit is exceeded; the process must not be used any more.
+            WorkerDied: the process has ended.
+        """
         self.wait_ready()
         job = json.dumps({"problem": asdict(problem), "response": response}).encode() + b"\n"
         assert self._process.stdin is not None
@@ -78,7 +83,7 @@ class WorkerProcess:
         self._process.kill()
 
     def kill(self) -> None:
-        """Ends the process at once and clears up after it."""
+        """Ends the process at once and releases its resources."""
         self.end()
         self.close()
 
@@ -100,7 +105,7 @@ class WorkerProcess:
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            # wait() polls: select() refuses descriptors above 1,023, which a large engine has.
+            # wait() uses poll(): select() refuses descriptors above 1,023, which occur with a large engine.
             if left <= 0 or not wait([descriptor], left):
                 raise TimeoutError(f"no answer within {limit_s:g} s")
             try:

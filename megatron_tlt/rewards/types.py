@@ -1,4 +1,4 @@
-"""What a verifier gives back."""
+"""The result of a verifier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_tlt.tasks.types import Problem
 class Reward:
     """The verdict on one response.
 
-    ``extracted`` is the answer that was judged (None: none found). ``error`` is set when the verifier itself failed:
-    it raised, took too long, or its process died; ``value`` is then 0.
+    ``extracted`` is the judged answer (None: none found). ``error`` is set if the verifier itself failed: it raised,
+    exceeded its time limit, or its process died; ``value`` is then 0.
     """
 
     value: float
@@ -22,5 +22,5 @@ class Reward:
     error: str | None = None
 
 
-#: Judges a response's text; pure, so that the same problem and text always give the same reward.
+#: Judges a response's text; must be pure, so that the same problem and text always give the same reward.
 Verifier = Callable[[Problem, str], Reward]

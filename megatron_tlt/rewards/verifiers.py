@@ -1,4 +1,4 @@
-"""The verifiers, by name or import path. Importing this is cheap: each is imported when it is loaded or first used."""
+"""The verifiers, by name or import path. Their libraries are imported when a verifier is loaded or first used."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_tlt.rewards import library, maths
 from megatron_tlt.rewards.functions import load_function
 from megatron_tlt.rewards.types import Verifier
 
-#: The name that ``Problem.verifier`` and ``tasks[].verifier`` give -> the function.
+#: Name in ``Problem.verifier`` and ``tasks[].verifier`` -> function.
 VERIFIERS: dict[str, Verifier] = {"reasoning_gym": library.verify, "math": maths.verify}
 
 _GENERATED = "reasoning_gym"
 _OR_PATH = "or a function's import path such as mypackage.rewards.score"
-_SYMBOLS = "\\∅∞π"  # answers may be one of them alone
+_SYMBOLS = "\\∅∞π"  # an answer may consist of one of them
 _SHOWN_CHARACTERS = 60
 
 _LOADERS = {"reasoning_gym": library.load, "math": maths.load}
 
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier, its library or module imported. Raises ConfigError for an unknown name or a wrong import path."""
+    """Loads a verifier with its library or module; raises ConfigError for an unknown name or a wrong import path."""
     check_verifier(name)
     if name not in VERIFIERS:
         return load_function(name, "verifier")
@@ -32,7 +32,7 @@ def load_verifier(name: str) -> Verifier:
 
 
 def check_verifier(name: str) -> None:
-    """Raises ConfigError unless ``name`` is a verifier or the import path of a function that can be one."""
+    """Raises ConfigError unless ``name`` is a verifier or the import path of a valid function."""
     if name in VERIFIERS:
         return
     if not is_import_path(name):
@@ -41,7 +41,7 @@ def check_verifier(name: str) -> None:
 
 
 def verifiers_of(tasks: Iterable[TaskConfig]) -> list[str]:
-    """The verifiers that the tasks need, sorted. Raises ConfigError for wrong ones, with their keys."""
+    """The verifiers that the tasks need, sorted; raises ConfigError with the keys of invalid ones."""
     tasks = list(tasks)
     if lines := verifier_problems(tasks):
         raise ConfigError("\n".join(lines))
@@ -49,7 +49,7 @@ def verifiers_of(tasks: Iterable[TaskConfig]) -> list[str]:
 
 
 def verifier_problems(tasks: Iterable[TaskConfig]) -> list[str]:
-    """One line per task whose verifier is unknown, cannot be imported, or needs what only generated problems have."""
+    """One line per task whose verifier is unknown, cannot be imported, or supports generated problems only."""
     lines = []
     for position, task in enumerate(tasks):
         key, generated = f"tasks[{position}].verifier", task.kind in ("generated", "reasoning_gym")
@@ -68,7 +68,7 @@ def verifier_problems(tasks: Iterable[TaskConfig]) -> list[str]:
 
 
 def answer_problem(verifier: str, answer: str) -> str | None:
-    """Why no response could ever be right by this verifier; None where the answer has a form that it reads."""
+    """Why this verifier can judge no response correct; None if it can read the answer."""
     if verifier != "math":
         return None
     shown = answer if len(answer) <= _SHOWN_CHARACTERS else answer[:_SHOWN_CHARACTERS] + "..."

@@ -1,7 +1,7 @@
-"""The process that verifies: JSON lines in on stdin, JSON lines out on stdout; ends when stdin does.
+"""The verifier process: reads JSON lines from stdin, writes JSON lines to stdout, ends when stdin ends.
 
-A program of its own rather than a fork or a multiprocessing child: the parent holds torch, process groups and engines,
-none of which survives a fork, and none of which this should import.
+A separate program instead of a fork or a multiprocessing child: the parent holds torch, process groups and engines,
+which do not survive a fork and which this process should not import.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from megatron_tlt.rewards.types import Reward, Verifier
 from megatron_tlt.tasks.types import Problem
 
-#: Beyond this much address space a verification fails with MemoryError instead of taking the machine's memory.
+#: Limit of the address space; a verification that exceeds it fails with MemoryError.
 _ADDRESS_SPACE_BYTES = 4 << 30
 
-#: How long after the pool's own limit the kernel ends this process, should the pool be gone.
+#: Seconds after the pool's own limit at which the kernel ends this process, in case the pool no longer exists.
 _ORPHAN_GRACE_S = 5
 
 
@@ -34,13 +34,13 @@ def serve(load: Callable[[str], Verifier], preload: list[str], timeout_s: float)
     answered by a Reward's fields.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not mix with the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for name in preload:
         load(name)
     _write(answers, {"ready": True})
     for line in sys.stdin.buffer:
-        # The default action of SIGALRM ends the process whatever it is doing, C code included.
+        # The default action of SIGALRM ends the process even during C code.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(timeout_s) + _ORPHAN_GRACE_S)
         job = json.loads(line)
@@ -50,12 +50,12 @@ def serve(load: Callable[[str], Verifier], preload: list[str], timeout_s: float)
 
 
 def judge(load: Callable[[str], Verifier], problem: Problem, response: str) -> Reward:
-    """The verifier's reward; one with ``error`` set and value 0 where the verifier raises."""
+    """The verifier's reward; if the verifier raises, a reward with ``error`` set and value 0."""
     try:
         return load(problem.verifier)(problem, response)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # not only Exception: math-verify's own TimeoutException is none
+    except BaseException as error:  # math-verify's TimeoutException is not an Exception
         return Reward(0.0, False, error=f"{type(error).__name__}: {error}"[:500])
 
 

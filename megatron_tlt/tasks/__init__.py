@@ -1,4 +1,4 @@
-"""Where problems come from: generated ones (reasoning-gym) and prompt files, train and held-out."""
+"""Sources of problems: generators (reasoning-gym, users' functions) and prompt files; train and held-out splits."""
 
 from megatron_tlt.tasks.mixture import GENERATORS, ProblemMixture, build_sources
 from megatron_tlt.tasks.types import Problem

@@ -1,7 +1,7 @@
 """Sums and differences, left to right.
 
-``sum 3+5-2`` is worked out by rewriting what is left after each operation: ``8-2``, ``6``, ``#### 6``. The length grows
-with the square of the number of terms.
+The solution of ``sum 3+5-2`` rewrites the remaining expression after each operation: ``8-2``, ``6``, ``#### 6``. Its
+length grows with the square of the number of terms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_tlt.tasks.sizes import Sizes
 
 
 class ChainSumParams(GeneratorParams):
-    """A size is the number of terms; every term of a problem has the same number of digits."""
+    """The size is the number of terms; all terms of a problem have the same number of digits."""
 
     sizes: Sizes = Sizes(min=2, max=14, tail=1.6)
     max_digits: Annotated[int, Field(ge=1, le=9)] = 1

@@ -1,4 +1,4 @@
-"""Prompt files: JSONL and parquet, in verl's layout or with ``question`` and ``answer`` as GSM8K has them.
+"""Prompt files: JSONL and parquet, in verl's layout or with GSM8K's ``question`` and ``answer``.
 
 verl's layout: ``prompt`` (text or a list of chat messages), ``reward_model.ground_truth``, optional ``data_source``.
 """
@@ -18,18 +18,18 @@ from megatron_tlt.tasks.marker import ANSWER_MARKER, worked_solution
 from megatron_tlt.tasks.sizes import Params
 
 _SHOWN_BAD_ROWS = 10
-_CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator notes: 48/2 = <<48/2=24>>24
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations: 48/2 = <<48/2=24>>24
 
 
 class FileParams(Params):
-    """``params`` of a file task: text put after every plain prompt."""
+    """``params`` of a file task: text appended to every plain prompt."""
 
     prompt_suffix: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One good row. ``number`` counts from 1: the line of a JSONL file, the row of a parquet file."""
+    """One valid row. ``number`` counts from 1: the line of a JSONL file, the row of a parquet file."""
 
     number: int
     prompt: str
@@ -40,14 +40,15 @@ class Row:
 
 
 class _BadRow(Exception):
-    """Why a row cannot be used; the reader adds the file and the line."""
+    """The reason why a row is invalid; the reader adds file and line."""
 
 
 def read_rows(path: Path, params: FileParams) -> list[Row]:
-    """Every row of a file; the newest files are kept in memory, as each split asks for them.
+    """Every row of a file; the two files read last are cached, because each split reads them.
 
-    Raises ConfigError when the file is missing, unreadable, empty or of another kind, and when rows are bad: the first
-    ten with file and line, and their count.
+    Raises:
+        ConfigError: the file is missing, unreadable, empty or of an unknown kind, or has bad rows: names the first ten
+            with file and line, and their count.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a file task needs a .jsonl or .parquet file")
@@ -93,7 +94,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     try:
-        # An open file rather than a path: a path makes pyarrow look for Hive partitions in the folders' names.
+        # An open file, because pyarrow looks for Hive partitions in the folder names of a path.
         with path.open("rb") as file:
             table = pyarrow.parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as error:
@@ -133,7 +134,7 @@ def _verl_row(number: int, value: dict[str, Any], params: FileParams) -> Row:
     if isinstance(prompt, str):
         return Row(number, _plain_prompt("prompt", prompt, params), answer, data_source=source)
     messages = _chat_messages(prompt)
-    # Without a chat template the messages' texts stand for the prompt, one after another.
+    # Without a chat template the prompt is the concatenation of the messages' texts.
     text = "\n".join(message["content"] for message in messages)
     return Row(number, text, answer, data_source=source, messages=messages)
 

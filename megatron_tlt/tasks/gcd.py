@@ -1,7 +1,7 @@
 """The greatest common divisor of two numbers, by Euclid's repeated subtraction.
 
-``gcd 48 18`` is worked out as ``30 18``, ``12 18``, ``12 6``, ``6 6``, ``#### 6``; it ends where the two are equal or
-one of them is 1. How long it gets depends on the numbers, not on how they look: the tail cannot be read off the prompt.
+The solution of ``gcd 48 18`` is ``30 18``, ``12 18``, ``12 6``, ``6 6``, ``#### 6``; it ends when the two numbers are
+equal or one of them is 1. Its length depends on the numbers' values and is not apparent from the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_tlt.tasks.sizes import Sizes
 
 
 class GcdParams(GeneratorParams):
-    """A size is the largest number that may occur."""
+    """The size is the maximum of the two numbers."""
 
     sizes: Sizes = Sizes(min=9, max=99, tail=1.0)
 

@@ -1,4 +1,4 @@
-"""Base of the generated tasks: reasoning-gym makes the entry and judges the answer; we word it and work it out."""
+"""Base of the generated tasks: reasoning-gym creates and scores an entry; prompt and solution are written here."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, ClassVar, Literal
 from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sizes import Params, Sizes
 
-#: How an answer as we word it becomes the one the library's verifier reads: ``list`` turns "1 2" into "['1', '2']".
+#: Conversion of an answer to the form that the library's verifier reads: ``list`` turns "1 2" into "['1', '2']".
 AnswerFormat = Literal["plain", "list"]
 
 
 class GeneratorParams(Params):
-    """What every generator takes; a subclass gives ``sizes`` a default and says what a size is."""
+    """Parameters of every generator; a subclass sets the default of ``sizes`` and defines the meaning of a size."""
 
     sizes: Sizes
 
 
 @dataclass(frozen=True)
 class Worked:
-    """One entry's wording. ``solution`` ends in the marked ``answer``; None where there is no worked solution."""
+    """Prompt, answer and solution of an entry. ``solution`` ends in the marked ``answer``; None if there is none."""
 
     prompt: str
     answer: str
@@ -32,19 +32,19 @@ class Worked:
 
 @dataclass(frozen=True)
 class DrawnProblem:
-    """A drawn problem: our words and what ``rewards``' reasoning_gym verifier needs."""
+    """A drawn problem: its text, and the metadata for its verifier."""
 
     worked: Worked
     metadata: dict[str, Any]
 
 
 class Generator(ABC):
-    """A task of controllable difficulty; ``draw`` is a pure function of its key."""
+    """A task with adjustable difficulty; ``draw`` is a pure function of its key."""
 
     dataset: ClassVar[str]
     params_type: ClassVar[type[GeneratorParams]]
     answer_format: ClassVar[AnswerFormat] = "plain"
-    #: Also demand the very answer we would write, where the library's verifier is tolerant.
+    #: Require the exact reference answer, because the library's verifier is too tolerant.
     exact: ClassVar[bool] = False
 
     def __init__(self, params: GeneratorParams) -> None:
@@ -57,28 +57,28 @@ class Generator(ABC):
 
     @abstractmethod
     def write(self, entry: dict[str, Any]) -> Worked:
-        """Words the library's ``entry`` compactly and works it out step by step."""
+        """Writes the library's ``entry`` as a compact prompt with a step-by-step solution."""
 
     def draw(self, key: int, size: int | None = None) -> DrawnProblem:
-        """The problem of ``key`` (any non-negative integer), of the size that ``key`` draws or of ``size``."""
+        """The problem of ``key`` (any non-negative integer); ``key`` also determines the size unless it is given."""
         if size is None:
             size = self.params.sizes.sample(random.Random(stable_int("size", key)))
-        # The library seeds an entry with seed + index: a hashed index is a hashed seed.
+        # The library seeds an entry with seed + index, so hashing the index hashes the seed.
         entry = self._dataset(size)[stable_int("entry", key)]
         return DrawnProblem(self.write(entry), self._metadata(entry))
 
     def probe(self, count: int) -> list[DrawnProblem]:
-        """Draws of the largest size, of either split: their prompts are about the longest that the task has."""
+        """Draws of the largest size, from either split; their prompts are about the longest of the task."""
         return [self.draw(stable_int("largest", i), self.params.sizes.max) for i in range(count)]
 
     @property
     def probed(self) -> str:
-        """What was probed, as an error names it."""
+        """Description of the probed draws for error messages."""
         return f"params.sizes.max: found {self.params.sizes.max}"
 
     def _dataset(self, size: int) -> Any:
         if size not in self._datasets:
-            import reasoning_gym  # slow to import (seconds), and most commands need none of it
+            import reasoning_gym  # slow to import (seconds), and most commands do not need it
 
             self._datasets[size] = reasoning_gym.create_dataset(
                 self.dataset, seed=0, size=1 << 62, **self.library_config(size)
@@ -90,7 +90,7 @@ class Generator(ABC):
         kept = {"question": entry["question"], "answer": entry["answer"], "metadata": inner}
         return {
             "dataset": self.dataset,
-            # Through JSON, so that what a verifier's process reads is what stands here (tuples become lists).
+            # Converted through JSON, so that it equals the data in the verifier's process (tuples become lists).
             "entry": json.loads(json.dumps(kept)),
             "answer_format": self.answer_format,
             "exact": self.exact,

@@ -1,7 +1,7 @@
 """Counting a letter in a text.
 
-``count e: the tree`` is worked out letter by letter with the running count: ``t0h0e1 t1r1e2e3``, ``#### 3``. The length
-grows with the text's. Texts are in lower case; the library counts without regard to case.
+The solution of ``count e: the tree`` lists every letter with the running count: ``t0h0e1 t1r1e2e3``, ``#### 3``. Its
+length is proportional to the text's. Texts are in lower case; the library's count ignores case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_tlt.tasks.sizes import Sizes
 
 
 class LetterCountingParams(GeneratorParams):
-    """A size is the number of words in a row, taken from the library's text."""
+    """The size is the number of consecutive words from the library's text."""
 
     sizes: Sizes = Sizes(min=1, max=16, tail=1.8)
 

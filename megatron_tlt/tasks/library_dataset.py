@@ -1,4 +1,4 @@
-"""Any dataset of reasoning-gym as a task: its own wording, parameters and scorer."""
+"""Any dataset of reasoning-gym as a task, with its own prompts, parameters and scorer."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from megatron_tlt.tasks.seeding import stable_int
 _SEEDS = 1 << 31  # numpy's generators, which some datasets use, take 32 bits
 _OWN = ("seed", "size")
 _STEPS = "answer_cot"
-"""Where a dataset's metadata hold worked steps, the marked answer last (gsm_symbolic)."""
+"""Metadata keys that may contain a worked solution ending in the marked answer (gsm_symbolic)."""
 
 
 class LibraryDataset:
     """``draw`` is a pure function of its key.
 
     Args:
-        name: of the dataset, as the library registers it.
-        params: fields of its config, but for ``seed`` and ``size``.
-        key: where the task stands in the launch config, for errors.
+        name: of the dataset in the library's registry.
+        params: fields of its config, except ``seed`` and ``size``.
+        key: the task's key in the launch config, for errors.
 
     Raises:
-        ConfigError: an unknown dataset or parameter, a value that the library refuses, or a dataset whose scorer does
-            not give its own answer the full score once the problem has been through JSON.
+        ConfigError: unknown dataset or parameter, a value that the library refuses, or a dataset whose scorer does not
+            give its own answer the full score after the problem was converted through JSON.
     """
 
     def __init__(self, name: str, params: dict[str, Any], key: str) -> None:
-        from reasoning_gym.factory import DATASETS  # slow to import (seconds), and most commands need none of it
+        from reasoning_gym.factory import DATASETS  # slow to import (seconds), and most commands do not need it
 
         if name not in DATASETS:
             raise ConfigError(f"{key}.name: unknown dataset '{name}' of reasoning-gym; {closest(name, DATASETS)}")
@@ -43,7 +43,7 @@ class LibraryDataset:
         try:
             entry = self._entry(0)
             score = self._score_own_answer(entry)
-        except Exception as error:  # a dataset raises what it likes
+        except Exception as error:  # a dataset may raise anything
             raise ConfigError(f"{key}.params: reasoning-gym refuses them for '{name}': {error}") from error
         if score < 1.0:
             raise ConfigError(
@@ -52,7 +52,7 @@ class LibraryDataset:
             )
 
     def draw(self, key: int) -> DrawnProblem:
-        """The problem of ``key``, any non-negative integer; with a worked solution where the dataset writes one."""
+        """The problem of ``key``, any non-negative integer; with a worked solution if the dataset provides one."""
         entry = self._entry(key)
         worked = Worked(entry["question"], str(entry["answer"] or ""), _solution(entry))
         params = json.dumps(self._params, sort_keys=True)
@@ -64,34 +64,34 @@ class LibraryDataset:
 
     @property
     def probed(self) -> str:
-        """What was probed, as an error names it."""
+        """Description of the probed draws for error messages."""
         return f"name: '{self.name}'"
 
     def _dataset(self, key: int) -> Any:
         import reasoning_gym
 
-        # Datasets of one problem: several compute all of theirs when they are made.
+        # Size 1, because some datasets compute all their problems on construction.
         return reasoning_gym.create_dataset(self.name, seed=stable_int("entry", key) % _SEEDS, size=1, **self._params)
 
     def _entry(self, key: int) -> dict[str, Any]:
         return dict(self._dataset(key)[0])
 
     def _kept(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """What the scorer reads, as it comes out of JSON in a verifier's process; what JSON has not, as text."""
+        """The entry's data for the scorer, converted through JSON; values without a JSON type become text."""
         kept = {name: entry[name] for name in ("question", "answer", "metadata")}
         return dict(json.loads(json.dumps(kept, default=str)))
 
     def _score_own_answer(self, entry: dict[str, Any]) -> float:
-        """1 where the dataset gives no answer of its own: its scorer checks what it finds."""
+        """The score of the entry's own answer; 1 if it has none, because its scorer checks the response directly."""
         if entry["answer"] is None:
             return 1.0
         return float(self._dataset(0).score_answer(entry["answer"], self._kept(entry)))
 
 
 def _solution(entry: Mapping[str, Any]) -> str | None:
-    """The worked solution that an entry brings, if its last line is a marked answer; which is then the entry's own.
+    """The worked solution of an entry, if its last line is a marked answer.
 
-    The steps' may be written otherwise: 30.0 for 30.
+    The entry's own answer replaces that answer, whose notation may differ: 30.0 for 30.
     """
     steps = entry["metadata"].get(_STEPS)
     if not isinstance(steps, str):

@@ -1,4 +1,4 @@
-"""What happens to prompts that are longer than ``rollout.max_prompt_tokens``."""
+"""Handling of prompts that are longer than ``rollout.max_prompt_tokens``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def allowed_prompts(max_tokens: int) -> str:
 
 @dataclass
 class PromptLimit:
-    """The longest prompt that a run takes.
+    """The limit on the prompt length of a run.
 
     Args:
         max_tokens: ``rollout.max_prompt_tokens``.
         leave_out: ``rollout.filter_overlong_prompts``: longer prompts are left out; otherwise they are errors.
-        lengths: tokens of each problem's prompt; text says why a prompt cannot be tokenized.
-        notes: one line per file of which prompts were left out.
+        lengths: returns the number of tokens of each problem's prompt, or text why it cannot be tokenized.
+        notes: one line per file with prompts that were left out.
     """
 
     max_tokens: int
@@ -49,8 +49,8 @@ class PromptLimit:
             where: the file.
 
         Raises:
-            ConfigError: a prompt cannot be tokenized; a prompt is too long and must not be left out (the first ten, and
-                their count); every prompt is too long.
+            ConfigError: a prompt cannot be tokenized, prompts are too long and are not filtered (lists the first ten
+                and their count), or every prompt is too long.
         """
         lengths = self.lengths(problems)
         refused: dict[str, list[int]] = {}

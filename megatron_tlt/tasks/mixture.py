@@ -1,4 +1,4 @@
-"""From the launch config's tasks to one weighted, endless, randomly accessible stream of problems."""
+"""Combines the launch config's tasks into one weighted, infinite, randomly accessible sequence of problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_tlt.tasks.spell_backward import SpellBackward
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.tasks.wording import Wording
 
-#: The generated tasks by the name that ``tasks[].name`` gives.
+#: ``tasks[].name`` -> generator.
 GENERATORS: dict[str, type[Generator]] = {
     generator.dataset: generator for generator in (ChainSum, Gcd, LetterCounting, NumberSorting, SpellBackward)
 }
@@ -52,10 +52,10 @@ def shares(weights: list[float], total: int) -> list[int]:
 
 
 class ProblemMixture:
-    """``problem(index)`` is a pure function of the index: a counter is all that resuming needs.
+    """A weighted mixture of sources. ``problem(index)`` is a pure function, so a counter suffices to resume.
 
-    Every block of 1000 indices holds each source in the exact proportion of its weight, in an order of the block's own;
-    a source's own problems are consumed in sequence, so that a file is read once per epoch.
+    Every block of 1000 indices contains each source in exact proportion to its weight, shuffled per block. The problems
+    of a source are used in sequence, so that each row of a file occurs once per epoch.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ProblemMixture:
         self._slots: list[tuple[int, int]] = []
 
     def problem(self, index: int) -> Problem:
-        """Problem ``index`` (from 0, without end)."""
+        """Problem ``index`` (from 0, unbounded)."""
         if index < 0:
             raise IndexError(f"problem index {index} is negative")
         block, slot = divmod(index, sum(self._counts))
@@ -90,7 +90,7 @@ class ProblemMixture:
         return [self.problem(index) for index in range(start, start + count)]
 
     def distinct(self, n: int) -> list[Problem]:
-        """The first ``n`` problems with different prompts; fewer where the sources have no more."""
+        """The first ``n`` problems with different prompts; fewer if the sources have no more."""
         found: dict[str, Problem] = {}
         index = last_new = 0
         while len(found) < n and index - last_new < 2 * sum(self._counts):
@@ -102,7 +102,7 @@ class ProblemMixture:
         return list(found.values())
 
     def held_out(self, n: int) -> list[Problem]:
-        """``n`` different held-out problems of the same tasks, whichever split this mixture is; fewer if no more."""
+        """``n`` different held-out problems of the same tasks, whatever this mixture's split; fewer if none remain."""
         mixture = self if self.split == "held_out" or self._twin is None else self._twin()
         return mixture.distinct(n)
 
@@ -122,14 +122,14 @@ def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: Promp
 
     Args:
         tasks: of the launch config.
-        split: which problems.
+        split: train or held-out problems.
         seed: of the order and of generated problems.
-        limit: on prompts' lengths; without one their lengths are not looked at.
+        limit: on the length of prompts; None: no check.
 
     Raises:
-        ConfigError: every unknown generator, wrong parameter, bad file and prompt that ``limit`` refuses; two tasks of
-            one generator whose held-out fractions differ (a prompt would be held out in one and trained on in the
-            other).
+        ConfigError: lists every unknown generator, wrong parameter, bad file and prompt that ``limit`` refuses, and
+            tasks of one generator with different held-out fractions (a prompt would be held out in one and trained on
+            in the other).
     """
     violations = _differing_fractions(tasks)
     names = Counter(task.name for task in tasks)
@@ -149,7 +149,7 @@ def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: Promp
 def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, limit: PromptLimit | None) -> Source:
     wording = Wording.of(task)
     if task.kind == "file":
-        assert task.path is not None  # the schema demands it
+        assert task.path is not None  # required by the schema
         for name, file in (("path", task.path), ("held_out_path", task.held_out_path)):
             if file is not None and not file.is_file():
                 raise ConfigError(f"{key}.{name}: no file {file}; a file task needs a .jsonl or .parquet file")

@@ -1,7 +1,7 @@
 """Sorting whole numbers.
 
-``sort up 7 3 9`` is worked out by repeated picks of the smallest (``down``: the largest) number from what is left:
-``3|7 9``, ``7|9``, ``9|``, ``#### 3 7 9``. The length grows with the square of how many there are.
+The solution of ``sort up 7 3 9`` repeatedly picks the smallest (``down``: the largest) of the remaining numbers:
+``3|7 9``, ``7|9``, ``9|``, ``#### 3 7 9``. Its length grows with the square of their count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_tlt.tasks.sizes import Sizes
 
 
 class NumberSortingParams(GeneratorParams):
-    """A size is how many numbers there are; they lie between 0 and ``max_value``."""
+    """The size is the count of numbers, which are between 0 and ``max_value``."""
 
     sizes: Sizes = Sizes(min=2, max=12, tail=1.6)
     max_value: Annotated[int, Field(ge=1, le=999_999)] = 99
@@ -26,7 +26,7 @@ class NumberSorting(Generator):
     dataset = "number_sorting"
     params_type = NumberSortingParams
     answer_format = "list"
-    # The library accepts numbers that are off by one, meant for decimals; ours are whole.
+    # The library accepts numbers that are off by one, a tolerance for decimals; these are integers.
     exact = True
 
     def library_config(self, size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A user's function or class as a task, by import path: each call draws one problem."""
+"""A user's function or class as a task, loaded by import path; each call draws one problem."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _KEYS = ("prompt", "answer", "solution", "metadata")
 class PythonTask:
     """``draw`` is a pure function of its key.
 
-    A function is called with ``(rng, **params)``. A class is constructed with ``params`` once, and its instance is
-    called with ``(rng)``. Both draw everything random from ``rng``, a ``random.Random``, and return a mapping:
+    A function is called with ``(rng, **params)``. A class is constructed once with ``params``, and its instance is
+    called with ``(rng)``. All randomness must come from ``rng``, a ``random.Random``. A call returns a mapping:
 
-    - ``prompt``: text; it decides whether the problem is held out, so train and held-out sets share none.
+    - ``prompt``: text; it determines whether the problem is held out, so the train and held-out sets are disjoint.
     - ``answer``: text or a number, for the verifier.
     - ``solution``, optional: a worked response whose last line is ``#### answer``, for a supervised warm-up.
-    - ``metadata``, optional: what the verifier wants besides, as JSON has it.
+    - ``metadata``, optional: further data for the verifier, of JSON types.
 
     Args:
         path: import path of the function or class.
-        params: for it.
-        key: where the task stands in the launch config, for errors.
+        params: its parameters.
+        key: the task's key in the launch config, for errors.
 
     Raises:
-        ConfigError: there is no such function or class, it refuses ``params``, it raises or returns something else, or
-            two calls with equal generators give different problems.
+        ConfigError: there is no such function or class, it refuses ``params``, it raises or returns anything else, or
+            two calls with equally seeded generators return different problems.
     """
 
     def __init__(self, path: str, params: dict[str, Any], key: str) -> None:
@@ -51,20 +51,20 @@ class PythonTask:
         try:
             inspect.signature(found).bind(*([] if is_class else [None]), **params)
             self._call: Callable[[random.Random], Any] = found(**params) if is_class else partial(found, **params)
-        except Exception as error:  # a constructor raises what it likes
+        except Exception as error:  # a user's constructor may raise anything
             takes = f"{path}{inspect.signature(found)}"
             raise ConfigError(f"{key}.params: found {params}; {takes} refuses them: {one_line(error)}") from error
         if self.draw(0) != self.draw(0):
             raise ConfigError(
-                f"{self._where}: {path} gave two problems for equal generators; allowed: one that draws everything "
-                "random from its rng and keeps nothing between calls"
+                f"{self._where}: {path} returned different problems for equally seeded generators; allowed: all "
+                "randomness comes from rng, and no state is kept between calls"
             )
 
     def draw(self, key: int) -> DrawnProblem:
         """The problem of ``key``, any non-negative integer.
 
         Raises:
-            ConfigError: the function raises, or returns something else than the class describes.
+            ConfigError: the function raises, or does not return a mapping as described in the class.
         """
         try:
             found = self._call(random.Random(stable_int("entry", key)))
@@ -94,15 +94,15 @@ class PythonTask:
 
     @property
     def probed(self) -> str:
-        """What was probed, as an error names it."""
+        """Description of the probed draws for error messages."""
         return f"name: '{self._path}'"
 
     def _metadata(self, metadata: Any) -> dict[str, Any]:
-        """As it comes out of JSON in a verifier's process."""
+        """The metadata converted through JSON, as in the verifier's process."""
         try:
             kept = json.loads(json.dumps({} if metadata is None else metadata))
         except (TypeError, ValueError) as error:
-            raise self._wrong("metadata that JSON has not", f"a mapping of JSON values ({one_line(error)})") from error
+            raise self._wrong("metadata that is not JSON", f"a mapping of JSON values ({one_line(error)})") from error
         if not isinstance(kept, dict):
             raise self._wrong(f"the metadata {metadata!r}", "a mapping of JSON values")
         return kept

@@ -1,4 +1,4 @@
-"""Seeds and splits that depend on nothing but their arguments: not on the process, the platform or the call order."""
+"""Seeds and splits that depend only on their arguments, not on the process, the platform or the call order."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def stable_unit(*parts: object) -> float:
 def is_held_out(prompt: str, fraction: float) -> bool:
     """Whether a prompt belongs to the held-out set.
 
-    The text alone decides, so no prompt is ever in both sets, whatever the seeds, sizes and weights of a run.
+    Only the text decides, so no prompt is in both sets, whatever the seeds, sizes and weights of a run.
     """
     return stable_unit("held_out", prompt) < fraction

@@ -1,4 +1,4 @@
-"""How large problems are: mostly small, a few much larger."""
+"""Distribution of problem sizes: mostly small, with a long tail."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Params(BaseModel):
 
 
 class Sizes(Params):
-    """A discrete Pareto distribution cut off at ``max``: P(size = s) is proportional to (s / min) ** -tail.
+    """A discrete Pareto distribution truncated at ``max``: P(size = s) is proportional to (s / min) ** -tail.
 
-    ``tail`` 0 is uniform; 2 to 3 gives a median near ``min`` and a long tail; large values give ``min`` nearly always.
+    ``tail`` 0 is uniform; 2 to 3 gives a median near ``min`` and a long tail; large values almost always give ``min``.
     """
 
     min: Annotated[int, Field(ge=1, le=10_000)]
@@ -37,5 +37,5 @@ class Sizes(Params):
         return list(accumulate((size / self.min) ** -self.tail for size in range(self.min, self.max + 1)))
 
     def sample(self, rng: random.Random) -> int:
-        """One size; takes exactly one draw from ``rng``."""
+        """Samples a size, with exactly one draw from ``rng``."""
         return rng.choices(range(self.min, self.max + 1), cum_weights=self._cumulative)[0]

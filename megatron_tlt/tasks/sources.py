@@ -1,4 +1,4 @@
-"""Sources of problems: a generator without end, or the rows of a file, reshuffled every epoch."""
+"""Sources of problems: an infinite generator, or the rows of a file, reshuffled every epoch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron_tlt.tasks.wording import Wording
 Split = Literal["train", "held_out"]
 
 _MAX_ATTEMPTS = 2000
-_PROBED = 32  # draws
+_PROBED = 32  # number of draws
 _AS_IT_IS = Wording()
 
 logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Problems by index; a pure function of the index."""
+    """Problems by index; ``problem`` is a pure function of the index."""
 
     label: str
 
@@ -35,9 +35,9 @@ class Source(Protocol):
 
 
 class GeneratedSource:
-    """Problem ``index`` is the first draw of its own that belongs to the split and is not left out for its length.
+    """Generated problems. Problem ``index`` is the first of its draws that belongs to the split and is not too long.
 
-    ``left_out`` counts the draws that were.
+    ``left_out`` counts the draws that were too long.
     """
 
     def __init__(
@@ -62,7 +62,11 @@ class GeneratedSource:
         self._limit = limit if limit is not None and limit.leave_out else None
 
     def problem(self, index: int) -> Problem:
-        """Raises ConfigError when the task has so few different prompts that none falls into the split, or fits."""
+        """The problem of an index.
+
+        Raises:
+            ConfigError: no draw falls into the split, as the task has too few different prompts, or all are too long.
+        """
         wanted = self._split == "held_out"
         for attempt in range(_MAX_ATTEMPTS):
             draft = self._generator.draw(stable_int(self._seed, self.label, self._split, index, attempt))
@@ -79,12 +83,12 @@ class GeneratedSource:
         )
 
     def probe(self) -> list[Problem]:
-        """Some problems of either split, about as long as the task has them."""
+        """Some problems of either split, with about the longest prompts of the task."""
         return [self._problem(draft, "-") for draft in self._generator.probe(_PROBED)]
 
     @property
     def probed(self) -> str:
-        """What :meth:`probe` drew, as an error names it."""
+        """Description of the draws of :meth:`probe` for error messages."""
         return self._generator.probed
 
     def _problem(self, draft: DrawnProblem, index: str) -> Problem:
@@ -96,18 +100,18 @@ class GeneratedSource:
             verifier=self._verifier,
             metadata=draft.metadata,
             solution=draft.worked.solution,
-            recurs=self._split == "held_out",  # evaluations ask for the same ones
+            recurs=self._split == "held_out",  # evaluations repeat the same problems
         )
         return self._wording.apply(problem)
 
     def _count(self, problem: Problem) -> None:
         self.left_out += 1
         if self.left_out & (self.left_out - 1) == 0:  # 1, 2, 4, ...: a run may leave out thousands
-            logger.warning("task %s: %d prompts left out so far, as too long", self.label, self.left_out)
+            logger.warning("task %s: %d prompts left out so far because they are too long", self.label, self.left_out)
 
 
 class FileSource:
-    """The rows of one split that ``limit`` takes; every epoch has an order of its own.
+    """The rows of one split that ``limit`` accepts, shuffled anew in every epoch.
 
     Raises:
         ConfigError: as ``PromptLimit.fitting``, naming ``path``.
@@ -140,7 +144,7 @@ class FileSource:
         return len(self._rows)
 
     def problem(self, index: int) -> Problem:
-        """Row of the file; the same row has the same uid in every epoch."""
+        """The row at this index; a row has the same uid in every epoch."""
         epoch, position = divmod(index, len(self._rows))
         if epoch != self._epoch:
             self._order = list(range(len(self._rows)))
@@ -164,8 +168,11 @@ class FileSource:
 def split_rows(path: Path, held_out_path: Path | None, fraction: float, split: Split, params: FileParams) -> list[Row]:
     """The rows of one split.
 
-    With ``held_out_path`` the second file is the held-out set, and training leaves out every prompt that it holds;
-    without it the prompt's text decides. Raises ConfigError for bad files and for a split without rows.
+    With ``held_out_path`` the second file is the held-out set, and the train split omits every prompt that it contains.
+    Without it the prompt's text decides.
+
+    Raises:
+        ConfigError: a file is bad, or the split has no rows.
     """
     rows = read_rows(path, params)
     if held_out_path is None:

@@ -1,6 +1,6 @@
 """Spelling a word backward.
 
-``reverse sun`` is worked out by moving the last letter over, one a line: ``su|n``, ``s|nu``, ``#### nus``. The length
+The solution of ``reverse sun`` moves the last letter over, one per line: ``su|n``, ``s|nu``, ``#### nus``. Its length
 grows with the square of the word's. Words are in lower case; the library's verifier ignores case.
 """
 
@@ -16,7 +16,7 @@ from megatron_tlt.tasks.sizes import Sizes
 
 
 class SpellBackwardParams(GeneratorParams):
-    """A size is the number of letters; the library's word list has 3 to 10."""
+    """The size is the number of letters; the words in the library's list have 3 to 10."""
 
     sizes: Sizes = Sizes(min=3, max=10, tail=2.0)
 

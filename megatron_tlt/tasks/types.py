@@ -1,4 +1,4 @@
-"""What a task hands to the rest of the house."""
+"""The data of a problem."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with everything its verifier needs.
+    """One prompt with all data for its verifier.
 
-    ``uid`` is unique over train and held-out sets and stable from run to run. ``verifier`` is a name of
-    ``rewards.VERIFIERS`` or a function's import path; ``metadata`` is what it wants besides ``answer``, as JSON has it.
-    ``solution`` is a worked, step-by-step response ending in the answer, where the task can write one: supervised
-    warm-up trains on it. ``recurs`` is False where a run never asks for the problem again.
+    ``uid`` is unique over train and held-out sets and stable across runs. ``verifier`` is a name of
+    ``rewards.VERIFIERS`` or a function's import path; ``metadata`` is its input in addition to ``answer``, of JSON
+    types. ``solution`` is a step-by-step response ending in the answer, for supervised warm-up, if the task provides
+    one. ``recurs`` is False if a run never repeats the problem.
     """
 
     uid: str

@@ -1,4 +1,4 @@
-"""How a task's prompts are put to the model: system prompt, instruction, chat template."""
+"""Formats a task's prompts for the model: system prompt, instruction, chat template."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megatron_tlt.tasks.types import Problem
 if TYPE_CHECKING:
     from megatron_tlt.config.schema import TaskConfig
 
-#: What asks for each ``answer_format``, unless the task has an ``instruction`` of its own.
+#: Default instruction for each ``answer_format``; a task's ``instruction`` replaces it.
 INSTRUCTIONS = {
     "answer_tag": "Think step by step. Write the final answer between <answer> and </answer>.",
     "boxed": "Think step by step. Put the final answer into \\boxed{}.",
     "last_line": "Think step by step. Write the final answer alone on the last line.",
 }
 ANSWER_IN = "answer_in"
-"""Key of a problem's metadata: where its verifier looks for the answer."""
+"""Metadata key of a problem's answer format, for its verifier."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """Applied to every problem of a task.
+    """The format of a task's prompts.
 
     Attributes:
         system_prompt: the first chat message; None for none.
         instruction: a paragraph after the prompt; empty for none.
-        chat: wrap a plain prompt as a user's message, for the model's chat template.
-        answer_format: where the verifier looks for the answer; None for its own rules.
+        chat: make a plain prompt a user message for the model's chat template.
+        answer_format: the place of the answer for the verifier; None for its own rules.
     """
 
     system_prompt: str | None = None
@@ -39,7 +39,7 @@ class Wording:
 
     @classmethod
     def of(cls, task: TaskConfig) -> Wording:
-        """That of a task's config."""
+        """From a task's config."""
         default = INSTRUCTIONS[task.answer_format] if task.answer_format is not None else ""
         return cls(
             task.system_prompt,
@@ -49,10 +49,10 @@ class Wording:
         )
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem as the model gets it.
+        """The problem with its formatted prompt.
 
         Raises:
-            ConfigError: a system prompt for a problem whose own messages begin with one.
+            ConfigError: the task has a system prompt, but the problem's messages already begin with one.
         """
         metadata = dict(problem.metadata)
         if self.answer_format is not None:

@@ -1,4 +1,4 @@
-"""What became of a step's drafts, by position and by how long the responses were; pure."""
+"""Draft acceptance of a step, by draft position and by response length; pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from megatron_tlt.rollout.types import DraftStats
 
 
 def length_classes(lengths: Sequence[int]) -> list[str]:
-    """The class of each response: which third of the step's responses it is in, by length; equal lengths share one."""
+    """The length class of each response: its third when the step's responses are sorted by length.
+
+    Responses of equal length have the same class.
+    """
     ranked = sorted(lengths)
     count = len(ranked)
     bounds = [ranked[count * third // 3 - 1] if count * third // 3 else 0 for third in (1, 2)]
@@ -19,11 +22,10 @@ def length_classes(lengths: Sequence[int]) -> list[str]:
 def acceptance_metrics(
     lengths: Sequence[int], accounts: Sequence[DraftStats], drafter_version: int | None
 ) -> dict[str, float]:
-    """Shares of drafts accepted at each position, and acceptance lengths by class of response length.
+    """Acceptance rate of each draft position, and acceptance length by class of response length.
 
-    ``accounts[i]`` is that of response i, of ``lengths[i]`` tokens.
-
-    ``drafter_version`` is that of the drafter model that made the drafts; None where there was none.
+    ``accounts[i]`` holds the draft counts of response i, which has ``lengths[i]`` tokens. ``drafter_version`` is the
+    version of the drafter model that made the drafts; None without such a model.
     """
     total = sum(accounts, DraftStats())
     metrics = {

@@ -1,4 +1,4 @@
-"""A run's checkpoints: the actor's distributed checkpoint and the run's own state, published as one folder."""
+"""A run's checkpoints: the actor's distributed checkpoint and the trainer's state, published as one folder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _STATE = "state.json"
 
 @dataclass
 class TrainerState:
-    """What a resumed run needs beyond the actor.
+    """What a resumed run needs besides the actor.
 
     Attributes:
-        step: how many are done.
-        evaluations: by the step that they followed.
-        evaluation_settings: of the ``evaluation`` section that they were made with; empty where nobody noted them.
-        tokens_seen: prompt and response tokens trained on; 0 where an earlier release, which did not count, saved.
+        step: number of completed steps.
+        evaluations: results, keyed by the step that they followed.
+        evaluation_settings: the ``evaluation`` section that produced the results; empty if it was not recorded.
+        tokens_seen: prompt and response tokens trained on; 0 in checkpoints of releases that did not count them.
     """
 
     step: int = 0
@@ -45,10 +45,10 @@ class TrainerState:
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:
-        """Of a checkpoint. What an earlier release did not write has its default.
+        """Reads the state of a checkpoint. Fields that an earlier release did not write get their defaults.
 
         Raises:
-            RunError: a newer release wrote more than this one knows, or it cannot be read.
+            RunError: the file cannot be read, or has fields that only a newer release knows.
         """
         path = folder / _STATE
         try:
@@ -62,17 +62,17 @@ class TrainerState:
 
 
 class Checkpoints:
-    """Saves, finds and thins out checkpoints below ``root``; every method is a collective over the world.
+    """Saves, finds and prunes checkpoints below ``root``; every method is a collective over the world.
 
-    A save goes on while training does: ``save`` copies the state, ``poll`` and ``finish`` see it through. Each of these
-    raises RunError, on all ranks, where the save fails; the previous checkpoint stays then, and so does ``latest``.
+    Training continues during a save: ``save`` copies the state, ``poll`` and ``finish`` complete the write. If a save
+    fails, each of the three raises RunError on all ranks; the previous checkpoint and ``latest`` stay unchanged.
 
     Args:
         root: the folder of all checkpoints.
-        keep: so many of them remain.
-        parts: state beside the actor's.
-        side_files: a folder with the model's config and tokenizer, to be kept with each checkpoint (``tlt convert``
-            makes a Hugging Face folder of the two).
+        keep: number of checkpoints to keep.
+        parts: state saved in addition to the actor's.
+        side_files: a folder with the model's config and tokenizer, copied into each checkpoint so that ``tlt convert``
+            can make a Hugging Face folder of it.
         in_background: False makes ``save`` wait until its checkpoint is published.
     """
 
@@ -90,13 +90,13 @@ class Checkpoints:
         self._parts = parts
         self._side_files = side_files
         self._in_background = in_background
-        self._began: float | None = None  # of the save in progress
+        self._began: float | None = None  # start time of the save in progress
         self._write: BackgroundWrite | None = None
         self._publication: Publication | None = None  # on rank 0
-        self.published_s: float | None = None  # what the newest published save took, from its beginning
+        self.published_s: float | None = None  # seconds from start to publication of the newest published save
 
     def save(self, policy: Policy, state: TrainerState) -> None:
-        """Starts to save ``step_NNNNNN``, which appears whole or not at all; the one before is finished first."""
+        """Starts to save ``step_NNNNNN``, which is published atomically; first finishes the previous save."""
         self.finish()
         folder = self._root / f"step_{state.step:06d}"
         self._began = time.perf_counter()
@@ -118,7 +118,7 @@ class Checkpoints:
             self.finish()
 
     def poll(self) -> bool:
-        """Takes the save in progress a step further, without waiting; whether none is in progress any more."""
+        """Advances the save in progress without waiting; returns whether no save is in progress any more."""
         if self._began is None:
             return True
         with self._clearing_up():
@@ -143,7 +143,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _clearing_up(self) -> Iterator[None]:
-        """A failed save leaves nothing behind, and every rank says what rank 0 knows about it."""
+        """Removes the files of a failed save; every rank raises rank 0's error."""
         try:
             yield
         except RunError as error:
@@ -152,17 +152,17 @@ class Checkpoints:
             raise RunError(broadcast_data(str(last), str)) from error
 
     def resume(self, policy: Policy, *, sweep: bool = False) -> TrainerState:
-        """Loads the newest whole checkpoint into ``policy``; the state of a fresh run where there is none.
+        """Loads the newest intact checkpoint into ``policy``; returns the state of a new run if there is none.
 
-        A damaged checkpoint is passed over with a warning for the one before it.
+        A damaged checkpoint is skipped with a warning, and the one before it is tried.
 
         Args:
             policy: of the same architecture, under any layout.
-            sweep: first remove what killed processes left behind. For the run itself: who only reads its checkpoints
-                changes nothing.
+            sweep: first remove temporary files of killed processes. Only the run itself may do so; readers of its
+                checkpoints must not change the folder.
 
         Raises:
-            RunError: checkpoints exist, but none of them is whole.
+            RunError: checkpoints exist, but none of them is intact.
         """
         if sweep:
             run_together(lambda: clean_leftovers(self._root) if rank() == 0 else [])
@@ -170,7 +170,7 @@ class Checkpoints:
         return TrainerState() if folder is None else self.load(policy, folder)
 
     def load(self, policy: Policy, folder: Path) -> TrainerState:
-        """Loads what :meth:`find` found. Of a checkpoint that no run wrote there is only the model.
+        """Loads a checkpoint that :meth:`find` returned. A converted checkpoint contains only the model.
 
         Raises:
             RunError: its state cannot be read.
@@ -183,10 +183,10 @@ class Checkpoints:
         return TrainerState.read(folder)
 
     def find(self, folder: Path | None = None) -> Path | None:
-        """The newest whole checkpoint, or ``folder``, verified; None where there is no checkpoint yet.
+        """The newest intact checkpoint, or ``folder``, verified; None if there is no checkpoint yet.
 
         Raises:
-            RunError: the folder is damaged, or checkpoints exist, but none of them is whole.
+            RunError: the folder is damaged, or checkpoints exist, but none of them is intact.
         """
         found = with_shared_sums(lambda sums: self._find(folder, sums), str | None)
         return None if found is None else Path(found)
@@ -196,7 +196,7 @@ class Checkpoints:
             return self._newest_whole(sums)
         problems = verify_manifest(folder, sums=sums)
         if problems:
-            raise RunError(f"checkpoint {folder} is not whole: {problems[0]}")
+            raise RunError(f"checkpoint {folder} is incomplete or damaged: {problems[0]}")
         return str(folder)
 
     def _newest_whole(self, sums: Sums) -> str | None:
@@ -207,5 +207,5 @@ class Checkpoints:
             return str(path)
         if any(self._root.glob("step_*")):
             why = f" ({warnings[0]})" if warnings else ""
-            raise RunError(f"{self._root}: none of its checkpoints is whole{why}; move the folder away to start again")
+            raise RunError(f"{self._root}: no intact checkpoint{why}; move the folder away to start from step 0")
         return None

@@ -1,4 +1,4 @@
-"""The spot trainer's coordinator on rank 0, and every rank's line to it."""
+"""The spot trainer's coordinator on rank 0, and every rank's client of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NOT_BELIEVED = ("misdirected", "replayed", "reports replayed", "reports of unkn
 
 
 def coordinator_host(host: str | None, nodes: int) -> str:
-    """Where the coordinator listens: ``host`` if given; else this node alone, or where other nodes reach rank 0.
+    """The coordinator's address: ``host`` if given, else the loopback (one node) or the launch's master address.
 
     Raises:
-        ConfigError: the launch's master address is none that other nodes reach.
+        ConfigError: other nodes cannot reach the launch's master address.
     """
     if host is not None:
         return host
@@ -43,10 +43,10 @@ def coordinator_host(host: str | None, nodes: int) -> str:
 
 
 def check_coordinator_host(config: TltConfig) -> None:
-    """Called by all ranks before the model is loaded: what no coordinator could listen at is refused by then.
+    """Checks the coordinator's address; all ranks call it before they load the model.
 
     Raises:
-        ConfigError: no address to listen at.
+        ConfigError: there is no usable address.
     """
     if config.spot is not None:
         with failing_together():
@@ -55,11 +55,13 @@ def check_coordinator_host(config: TltConfig) -> None:
 
 
 class Coordination:
-    """Made and closed by all ranks; the secret goes to the ranks over their process group and nowhere else.
+    """The coordinator and its clients; all ranks create and close it together.
+
+    The secret that signs messages is sent over the ranks' process group only.
 
     Raises:
-        ConfigError: no address to listen at.
-        RunError: it cannot be bound.
+        ConfigError: there is no usable address.
+        RunError: the address cannot be bound.
     """
 
     def __init__(self, config: TltConfig) -> None:
@@ -85,7 +87,7 @@ class Coordination:
         log_once(f"the spot coordinator listens at {endpoint}")
 
     def refused(self) -> int:
-        """Messages that this rank did not believe so far: not signed for this run, damaged, repeated, of strangers."""
+        """Messages rejected by this rank so far: wrong signature, damaged, replayed, or from an unknown sender."""
         counts = Counter(self.client.counts)
         if self._service is not None:
             counts.update(self._service.counts)

@@ -1,4 +1,4 @@
-"""Which engine decodes which problem of a step."""
+"""Assignment of a step's problems to engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def engine_of(position: int, engines: int) -> int:
     """The engine that decodes all samples of the problem at this position of the step.
 
-    Positions are dealt in turn, so engines have equally many problems. A problem that comes again has another position,
-    and in general another engine.
+    Positions are assigned round-robin, so all engines get about the same number of problems. A problem that recurs has
+    another position then, and in general another engine.
     """
     return position % engines

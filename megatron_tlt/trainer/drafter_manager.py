@@ -1,4 +1,4 @@
-"""The learned drafter of a run: its data, its training, and its way into the engines."""
+"""The learned drafter of a run: its data, its training, and its transfer to the engines."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from megatron_tlt.trainer.spot_trainer import SpotReport, SpotTrainer, newest_rank, spot_metrics
 from megatron_tlt.trainer.synchronization import drafter_sync
 
-# the keys of a rank's data in its part of a checkpoint
+# keys of a rank's buffer entries, in its part of a checkpoint
 _KEYS = "entries.json"
 
 
 class OnlineDrafter(Protocol):
-    """What a training step asks of a drafter that is trained; every call is made by all ranks together."""
+    """The interface of a trained drafter for the training step; all ranks make every call together."""
 
     aux_layers: tuple[int, ...]
 
@@ -71,8 +71,8 @@ class OnlineDrafter(Protocol):
     def synchronize(self, verify: bool) -> SyncReport | None: ...
 
 
-class _TensorsOf:
-    """The policy's weights, whole, one at a time; all ranks read the same ones in the same order."""
+class _PolicyWeights:
+    """Reads full weights of the policy one at a time; all ranks must read the same weights in the same order."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -88,12 +88,12 @@ class DrafterManager:
     """One drafter, the same on every rank; all ranks call every method together.
 
     Args:
-        config: of the run; its ``drafter`` section is there.
+        config: of the run, with a ``drafter`` section.
         target: the folder with the policy's config; its weights are not read.
-        folder: of the run: the first drafter and each rank's data go below ``drafter/``.
-        policy: the target, whose weights it starts from and shares.
-        read_only: leave the folder of a run that another process may be training as it is: no data is read or written,
-            and the first drafter is written only where there is none.
+        folder: of the run; the first drafter and each rank's data are stored below its ``drafter/``.
+        policy: the target model, whose weights the drafter starts from and shares.
+        read_only: do not change the run's folder, which another process may be training in. No data is read or
+            written, and the first drafter is written only if it is missing.
     """
 
     name = "drafter"
@@ -107,15 +107,15 @@ class DrafterManager:
         self._target = target
         self._folder = folder
         self._first = folder / "drafter" / "first"
-        # what the drafter of now is compared with; one that is made from the target is a guess until it is trained
+        # reference for comparison; a drafter built from the target is meaningful only after its first training
         self._frozen = self._first if self._config.path is not None else folder / "drafter" / "first_trained"
         self._step = 0
         self._resumed = False
         self._read_only = read_only
-        model = first_drafter(self._config, target, config.run.seed, _TensorsOf(policy))
+        model = first_drafter(self._config, target, config.run.seed, _PolicyWeights(policy))
         if rank() == 0 and not (read_only and (self._first / WEIGHTS).is_file()):
             save_drafter(model, self._first, _engine_dtype(config))
-        barrier()  # engines of all ranks read it
+        barrier()  # the engines of all ranks read this folder
         self.aux_layers: tuple[int, ...] = aux_layers_of(model.config)
         model = model.to(current_device().torch_device)
         self._group = WholeGroup() if world_size() > 1 else None
@@ -128,16 +128,16 @@ class DrafterManager:
             folder / "drafter" / f"data-{rank():05d}", bounds, config.run.seed + rank(), model.entry_size
         )
         self._sync: WeightSync | None = None
-        self._bubble: SpotTrainer | None = None
+        self._spot: SpotTrainer | None = None
         self._checkpoints: SpotCheckpoints | None = None
         self._warnings = SessionWarnings(*session_start(config))
-        # responses of the last step, which the drafter is compared on before it learns from them
+        # responses of the last step: the drafter is evaluated on them before it trains on them
         self._held: list[Entry] = []
         self._to_drafter_s = 0.0
 
     @property
     def first_folder(self) -> Path:
-        """What engines start with."""
+        """The folder of the drafter that engines start with."""
         return self._first
 
     @property
@@ -147,16 +147,16 @@ class DrafterManager:
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the drafter has seen."""
+        """Number of optimizer steps of the drafter."""
         return self._trainer.version
 
     def attach(self, engine: RolloutEngine) -> None:
-        """Names the engine that this rank's drafter goes to."""
+        """Sets the engine that receives this rank's drafter."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._trainer.model.state_dict().items()}
         self._sync = drafter_sync(self._run, self._tensors, shapes, engine)
 
-    def bubble(self, engine: RolloutEngine, timeline: Timeline) -> SpotTrainer:
-        """What trains this drafter while the engine waits for others'; :meth:`train` takes over what comes of it.
+    def spot_trainer(self, engine: RolloutEngine, timeline: Timeline) -> SpotTrainer:
+        """Creates the trainer that uses the engine's idle time; :meth:`train` adopts the resulting drafter.
 
         Raises:
             ConfigError: training needs more memory than ``spot.memory_gib``.
@@ -168,7 +168,7 @@ class DrafterManager:
             engine.record_into(recorded)
         tp = self._run.rollout.tensor_parallel_size
         self._checkpoints = SpotCheckpoints(self._folder / "drafter" / "spot", spot.checkpoint_every, self._trainer)
-        self._bubble = SpotTrainer(
+        self._spot = SpotTrainer(
             spot,
             self._trainer,
             self._buffer,
@@ -179,7 +179,7 @@ class DrafterManager:
             take_device=lambda: self._take_device(engine),
             newest=EngineData(recorded, rank() % tp, tp) if spot.states_bytes else None,
         )
-        return self._bubble
+        return self._spot
 
     def _take_device(self, engine: RolloutEngine) -> None:
         began = time.perf_counter()
@@ -188,7 +188,7 @@ class DrafterManager:
         self._to_drafter_s = time.perf_counter() - began
 
     def _leave_device(self) -> None:
-        """Engines that generate have the device to themselves, where there is a host to go to."""
+        """Offloads the drafter's tensors to the host, so that the engine has the device to itself."""
         if current_device().offloads:
             self._trainer.drop_gradients()
             self._memory.offload(self._trainer.held)
@@ -197,7 +197,7 @@ class DrafterManager:
         return self._trainer.model.state_dict()
 
     def check(self, engine: RolloutEngine) -> None:
-        """Refuses a rollout with another drafter than the newest.
+        """Checks that the engine holds the newest drafter.
 
         Raises:
             RunError: this rank's engine holds another version.
@@ -209,7 +209,7 @@ class DrafterManager:
     def add(
         self, step: int, scored: Sequence[ScoredResponse], batch: RolloutBatch, states: Mapping[int, torch.Tensor]
     ) -> None:
-        """Takes in the hidden states of a step's responses that this rank got and holds, by number, (T, E)."""
+        """Adds a step's responses to the buffer; ``states`` maps the index of a response to its states (T, E)."""
         self._step = step
         for index, hidden in states.items():
             one, length = scored[index], min(batch.lengths[index], len(hidden))
@@ -226,9 +226,10 @@ class DrafterManager:
                 self._held = held(self._held, entry)
 
     def train(self, step: int, policy: Policy) -> dict[str, float]:
-        """A session on what the buffers hold; one that ends badly leaves the last good drafter.
+        """Trains the drafter on the buffered responses; if the session fails, the last good drafter is restored.
 
-        With ``spot``, training was in the bubble: all ranks take over what came of it, and train what it lacks.
+        With ``spot``, waiting ranks have trained already: all ranks adopt the newest drafter and train the steps that
+        are missing.
 
         Returns:
             Metrics of the session.
@@ -236,10 +237,10 @@ class DrafterManager:
         self._memory.reload()
         self._share(policy)
         compared = self._compare_with_frozen() if step + 1 == self._run.trainer.steps else {}
-        if self._bubble is None:
+        if self._spot is None:
             result, metrics = self._session(step, self._config.session_steps), dict[str, float]()
         else:
-            result, metrics = self._take_bubble_over(step, self._bubble)
+            result, metrics = self._adopt_spot_drafter(step, self._spot)
         failed = result.outcome in FAILURES
         if failed:
             warn(
@@ -255,14 +256,14 @@ class DrafterManager:
         return self._metrics(result) | {"drafter/failed": float(failed)} | metrics | compared
 
     def _freeze(self) -> None:
-        """Keeps the first version that was trained."""
+        """Saves the first trained version as the reference."""
         if rank() == 0 and not self._read_only and not (self._frozen / WEIGHTS).is_file():
             save_drafter(self._trainer.model, self._frozen)
 
     def _compare_with_frozen(self) -> dict[str, float]:
-        """The drafter as it started against the one of now, on what neither was trained on.
+        """Compares the first drafter with the current one, on responses that neither was trained on.
 
-        Nothing where no step before this one has trained it.
+        Returns no metrics if no earlier step trained the drafter.
         """
         if not all(all_gather_data((self._frozen / WEIGHTS).is_file(), bool)):
             self._held = []
@@ -275,23 +276,23 @@ class DrafterManager:
         return compare_with_frozen(frozen, newest, self.version, entries, depth, most)
 
     def _share(self, policy: Policy) -> None:
-        self._trainer.model.share(SharedWeights.of(_TensorsOf(policy), policy.model.weights.tied))
+        self._trainer.model.share(SharedWeights.of(_PolicyWeights(policy), policy.model.weights.tied))
 
     def _session(self, step: int, steps: int) -> SessionResult:
         return train_session(self._trainer, self._buffer, step, self._config.entries_per_step, steps, group=self._group)
 
-    def _take_bubble_over(self, step: int, bubble: SpotTrainer) -> tuple[SessionResult, dict[str, float]]:
-        """The newest drafter of all ranks' goes to all ranks, then they train together what is missing."""
+    def _adopt_spot_drafter(self, step: int, spot_trainer: SpotTrainer) -> tuple[SessionResult, dict[str, float]]:
+        """Broadcasts the newest drafter of any rank to all ranks, which then train the missing steps together."""
         spot = self._run.spot
         assert spot is not None
-        reports = all_gather_data(bubble.report, SpotReport)
+        reports = all_gather_data(spot_trainer.report, SpotReport)
         newest, before = newest_rank(reports), self._good.version
         self._trainer.forget_losses()
         if reports[newest].version != before:
             self._trainer.synchronize(newest, self._group)
             self._good = _copied(self._trainer.state)
             if rank() == newest:
-                bubble.save(step)
+                spot_trainer.save(step)
         trained = SessionResult("completed", reports[newest].version - before, reports[newest].metrics)
         bounds = session_start(self._run)
         diagnosis = SessionDiagnosis.of(reports, self._run.rollout.tensor_parallel_size, *bounds, before)
@@ -309,7 +310,7 @@ class DrafterManager:
         counts = self._buffer.counts
         return {
             **{f"drafter/{name}": value for name, value in result.metrics.items()},
-            "drafter/version": float(self.version),  # of the drafter that stays, not of the session's last step
+            "drafter/version": float(self.version),  # of the drafter that is kept, not of the session's last step
             "drafter/steps": float(result.steps),
             "drafter/entries": float(len(self._buffer)),
             "drafter/buffer_mib": self._buffer.nbytes / 2**20,
@@ -317,10 +318,10 @@ class DrafterManager:
         }
 
     def synchronize(self, verify: bool) -> SyncReport:
-        """Brings the newest drafter into every engine.
+        """Transfers the newest drafter to every engine.
 
         Raises:
-            RunError: an engine does not hold what was sent.
+            RunError: an engine's weights differ from those that were sent.
         """
         assert self._sync is not None
         self._memory.reload()
@@ -329,21 +330,21 @@ class DrafterManager:
         return report
 
     def write(self, folder: Path) -> None:
-        """Writes the newest drafter, by rank 0, as a folder that an engine loads."""
+        """Rank 0 writes the newest drafter as a folder that an engine can load."""
         self._memory.reload()
         if rank() == 0:
             save_drafter(self._trainer.model, folder, _engine_dtype(self._run))
         barrier()
 
     def save(self, folder: Path) -> None:
-        """This rank's part of a checkpoint: rank 0 writes the drafter, every rank the keys of its data."""
+        """Writes this rank's part of a checkpoint: rank 0 the drafter, every rank the keys of its buffer."""
         self._memory.reload()
         (folder / _KEYS).write_text(json.dumps(self._buffer.snapshot()), encoding="utf-8")
         if rank() == 0:
             write_checkpoint(folder, self._trainer.model, self._trainer.state, {"step": self._step})
 
     def load(self, folders: Sequence[Path]) -> None:
-        """Goes on from a checkpoint; responses sampled after it are sampled again."""
+        """Resumes from a checkpoint; responses sampled after it are dropped and sampled again."""
         state, extra = read_checkpoint(folders[0])
         self._trainer.load_state(state)
         self._good = _copied(self._trainer.state)
@@ -351,7 +352,7 @@ class DrafterManager:
         self._resumed = True
         if not self._read_only:
             self._restore_data(folders)
-        if self._bubble is not None:
+        if self._spot is not None:
             self._share(self._policy)  # the next session comes before the next update
 
     def _restore_data(self, folders: Sequence[Path]) -> None:
@@ -360,14 +361,14 @@ class DrafterManager:
         missing = sum(all_gather_data(self._buffer.restore(self._step, keys), int))
         if missing:
             warn(
-                f"{missing} responses of the drafter's data in {self._folder / 'drafter'} are missing that "
-                "the checkpoint refers to; the drafter trains without them, and the run does not repeat its steps"
+                f"{missing} responses that the checkpoint refers to are missing from the drafter's data in "
+                f"{self._folder / 'drafter'}; the drafter trains without them, so repeated steps may differ"
             )
 
-    def take_newest_over(self) -> None:
-        """After a resume: loads a bubble's checkpoint where it is newer than the run's own, as a kill may leave it.
+    def load_newer_spot_checkpoint(self) -> None:
+        """After a resume, loads the spot trainer's checkpoint if it is newer than the run's own.
 
-        A run that starts from no checkpoint drops the data of a killed run before it.
+        That happens after a kill. A run that starts without a checkpoint drops the data of an earlier, killed run.
         """
         if not self._resumed:
             self._buffer.restore(-1)
@@ -380,11 +381,11 @@ class DrafterManager:
         if any_rank(taken):
             self._trainer.synchronize(0, self._group)
             self._good = _copied(self._trainer.state)
-            log_once(f"the drafter goes on from version {self.version} of its last bubble, not {before}")
+            log_once(f"the drafter resumes from version {self.version} of its last spot session, not {before}")
 
 
 def _copied(state: DrafterState) -> DrafterState:
-    """On the host: the device is needed for other things, and the copy only if a session goes wrong."""
+    """A copy in host memory; it is needed only if a session fails."""
     tensors = {}
     for name, tensor in state.tensors().items():
         tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

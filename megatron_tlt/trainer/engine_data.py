@@ -1,4 +1,4 @@
-"""The responses that an engine has just ended, as the drafter learns from them in the bubble."""
+"""Training data of the spot trainer: the responses that an engine has just finished."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from megatron_tlt.rollout.recorded_states import RecordedResponse, RecordedState
 
 
 class EngineData:
-    """This rank's part of what its engine records in a rollout.
+    """This rank's share of the responses that its engine records during a rollout.
 
     Args:
-        recorded: by the engine; of several ranks to an engine, each records the same.
-        rank: within the engine, of ``ranks``: each takes some of the responses.
+        recorded: the engine's record, which is the same on all ranks of the engine.
+        rank: this rank's position among the engine's ``ranks``; each of them takes some of the responses.
     """
 
     def __init__(self, recorded: RecordedStates, rank: int, ranks: int) -> None:
         self._recorded, self._rank, self._ranks = recorded, rank, ranks
 
     def begin(self) -> None:
-        """The rollout begins."""
+        """Starts recording for a new rollout."""
         self._recorded.begin()
 
     @property
     def count(self) -> int:
-        """Responses that there are about; says so at once."""
+        """Approximate number of this rank's responses; cheap to compute."""
         return self._recorded.num_finished // self._ranks
 
     @property
     def dropped(self) -> int:
-        """Responses of the rollout whose states were given up for want of memory, or are not whole."""
+        """Responses of the rollout whose states are incomplete or were dropped for lack of memory."""
         return self._recorded.dropped // self._ranks
 
     def entries(self, step: int) -> list[Entry]:
-        """The responses, once; takes a second for some hundred thousand tokens."""
+        """Returns the responses; call it once. Takes about a second for some hundred thousand tokens."""
         return entries_of(self._recorded.take(self._rank, self._ranks), step)
 
     def end(self) -> None:
-        """Gives their memory back."""
+        """Frees the recorded states."""
         self._recorded.end()
 
 
 def entries_of(responses: Sequence[RecordedResponse], step: int) -> list[Entry]:
-    """What an engine recorded, as the drafter learns from it; rewards are not known yet, and count as 1."""
+    """Converts an engine's records to buffer entries; rewards are not known yet and are set to 1."""
     entries = [
         Entry(
             key=f"{step}/engine/{one.request_id}"[:MAX_KEY_CHARACTERS],

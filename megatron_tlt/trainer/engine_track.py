@@ -1,16 +1,16 @@
-"""Engine steps in the timeline: which strategy, which batch, what was accepted, how long a step took."""
+"""Engine steps in the timeline: strategy, batch size, accepted drafts and duration."""
 
 from __future__ import annotations
 
 from megatron_tlt.observe.timeline import ENGINE_TRACK, Timeline
 from megatron_tlt.speculation.strategy import StepRecord
 
-# a span of the timeline covers at most so many steps: their acceptance may change
-_MOST_STEPS = 64
+# maximum number of engine steps in one span, so that changes of acceptance stay visible
+_MAX_STEPS = 64
 
 
 class EngineTrack:
-    """A span for each stretch of steps of one strategy and batch, in a track of its own below the rank's phases."""
+    """Writes one span per run of consecutive steps with equal strategy and batch size, in a separate track."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -19,17 +19,17 @@ class EngineTrack:
         self._steps: list[StepRecord] = []
 
     def begin_rollout(self) -> None:
-        """Steps are told from now on in seconds since this moment."""
+        """Starts a rollout; start times of steps count from this moment."""
         self._origin = self._timeline.now()
         self._rollout += 1
         self._steps = []
 
     def add(self, step: StepRecord) -> None:
-        """A step has ended."""
+        """Adds a finished step."""
         last = self._steps[-1] if self._steps else None
         if last is not None and (
             (last.strategy, last.batch, last.had_prefill) != (step.strategy, step.batch, step.had_prefill)
-            or len(self._steps) >= _MOST_STEPS
+            or len(self._steps) >= _MAX_STEPS
         ):
             self.flush()
         if last is None or last.batch != step.batch:
@@ -37,7 +37,7 @@ class EngineTrack:
         self._steps.append(step)
 
     def flush(self) -> None:
-        """Writes the stretch so far."""
+        """Writes the span of the steps collected so far."""
         if not self._steps:
             return
         first, last = self._steps[0], self._steps[-1]

@@ -1,4 +1,4 @@
-"""Accuracy from counts of correct samples; what ``tlt eval`` is asked for and what it answers."""
+"""Accuracy from counts of correct samples; request and report of ``tlt eval``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_tlt.tasks.types import Problem
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of ``k`` samples is right (Chen et al. 2107.03374, eq. 1).
+    """Unbiased estimate of the probability that at least one of ``k`` samples is correct (Chen 2107.03374, eq. 1).
 
     Raises:
         ValueError: ``k`` is not between 1 and ``samples``.
@@ -47,9 +47,9 @@ class Evaluation:
     def from_counts(
         correct: Sequence[int], samples: int, greedy: Sequence[bool] | None, tasks: Sequence[str] = ()
     ) -> Evaluation:
-        """``correct[i]`` of ``samples`` samples of problem i were right; ``greedy[i]`` is its greedy response.
+        """``correct[i]`` of ``samples`` samples of problem i, and its greedy response if ``greedy[i]``, are correct.
 
-        ``tasks[i]`` is the task of problem i, where tasks are told apart.
+        ``tasks[i]`` is the task of problem i; empty without accuracy by task.
         """
         count = len(correct)
         by_task: dict[str, list[float]] = {}
@@ -66,21 +66,21 @@ class Evaluation:
 
     @property
     def line(self) -> str:
-        """The figures in a line."""
+        """The metrics as one line of text."""
         greedy = f"  greedy {self.greedy:.3f}" if self.greedy is not None else ""
         return f"pass@1 {self.pass_at_1:.3f}  pass@{self.samples} {self.pass_at_k:.3f}{greedy}"
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What ``tlt eval`` is to evaluate.
+    """A request to ``tlt eval``.
 
     Attributes:
-        checkpoint: its folder. None: the newest checkpoint of the run.
+        checkpoint: folder of the checkpoint. None: the newest checkpoint of the run.
         data: a prompt file; all its problems are evaluated. None: the held-out problems of the config's tasks.
-        verifier: of ``data``.
-        json: where to write the result, beside the terminal.
-        samples_file: where to write some of the responses.
+        verifier: for the problems of ``data``.
+        json: file for the result, in addition to the terminal.
+        samples_file: file for some of the responses.
     """
 
     checkpoint: str | None = None
@@ -110,12 +110,12 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """What was evaluated on what, and the result.
+    """The result of an evaluation, with its model and data.
 
     Attributes:
-        checkpoint: its folder; None is the model that the run starts from.
-        step: updates that its weights have seen; None where the checkpoint does not say.
-        model: the model that the run starts from.
+        checkpoint: folder of the checkpoint; None for the initial model of the run.
+        step: number of updates of the weights; None if the checkpoint does not record it.
+        model: the initial model of the run.
         data: a prompt file, or the names of the tasks.
     """
 
@@ -147,10 +147,10 @@ class EvaluationReport:
         return f"evaluated {what}\non {self.evaluation.problems} problems, {self.data}: {self.evaluation.line}"
 
     def write(self, path: str | None) -> None:
-        """As JSON, where a path is given.
+        """Writes the report as JSON if a path is given.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the file cannot be written.
         """
         if path is not None:
             values = {**asdict(self), **asdict(self.evaluation)}
@@ -158,10 +158,10 @@ class EvaluationReport:
             atomic_write_text(Path(path), json.dumps(values, indent=1) + "\n")
 
     def write_samples(self, path: str | None, rows: Sequence[SampleRow]) -> None:
-        """The rows in the form of a run's ``samples.jsonl``, where a path is given.
+        """Writes the rows in the format of a run's ``samples.jsonl`` if a path is given.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the file cannot be written.
         """
         if path is not None:
             atomic_write_text(Path(path), "".join(dumps({"step": self.step, **row}) + "\n" for row in rows))

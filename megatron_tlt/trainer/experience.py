@@ -1,4 +1,4 @@
-"""Phases 1 and 2 of a step: engines decode their share of the problems while verifiers judge what is finished."""
+"""Phases 1 and 2 of a step: engines decode their problems while verifiers judge finished responses."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from megatron_tlt.trainer.engine_track import EngineTrack
 
 
 class StopRequested(Exception):
-    """The run was asked to stop while decoding; what was decoded so far is dropped and decoded again on resume."""
+    """A stop was requested during decoding; the step's responses are dropped and decoded again after a resume."""
 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """What every rank knows of a response: the indices it was generated for, its account and its verdict.
+    """The data of a response that every rank holds: its problem and sample index, draft counts and reward.
 
-    Its tokens are in the :class:`RolloutBatch`, under its place in the order of all responses. ``prompt_length`` and
-    ``length`` are tokens of the prompt and of the response.
+    Its tokens are in the :class:`RolloutBatch`, at its index among all responses. ``prompt_length`` and ``length`` are
+    numbers of tokens of the prompt and of the response.
     """
 
     problem: int
@@ -54,14 +54,14 @@ class ScoredResponse:
 
     @staticmethod
     def of(problem: int, sample: int, response: Response, reward: Reward) -> ScoredResponse:
-        """Without the tokens."""
+        """From a response and its reward; the tokens are left out."""
         lengths = len(response.prompt_token_ids), len(response.token_ids)
         return ScoredResponse(problem, sample, *lengths, response.finish_reason, response.draft, reward)
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds: until this rank's engine ended, until the slowest ended, until the last verdict came."""
+    """Seconds until this rank's engine finished, then until the slowest one finished, then until the last reward."""
 
     rollout: float
     idle: float
@@ -75,7 +75,7 @@ def request_seed(*parts: object) -> int:
 
 
 def training_sampling(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingSpec:
-    """How training rollouts are sampled; any of the tokenizer's ``stop_ids`` ends a response."""
+    """Sampling parameters of training rollouts; any of the tokenizer's ``stop_ids`` ends a response."""
     sampling = rollout.sampling
     return SamplingSpec(
         temperature=sampling.temperature,
@@ -87,7 +87,7 @@ def training_sampling(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingS
 
 
 def evaluation_sampling(config: TltConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> SamplingSpec:
-    """How evaluations are sampled: greedily, or with the rollout's top-p and top-k unless ``evaluation`` has others."""
+    """Sampling parameters of evaluations; top-p and top-k default to the rollout's if ``evaluation`` sets none."""
     settings, sampling = config.evaluation, config.rollout.sampling
     top_p = sampling.top_p if settings.top_p is None else settings.top_p
     top_k = sampling.top_k if settings.top_k is None else settings.top_k
@@ -108,9 +108,9 @@ def prompt_limit(rollout: RolloutConfig, tokenizer: Tokenizer) -> PromptLimit:
 def one_request_each(
     problems: Iterable[Problem], tokenizer: Tokenizer, sampling: SamplingSpec, *seed_parts: object
 ) -> list[Request]:
-    """One response to each problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i.
+    """One request per problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i.
 
-    They have no problem's key: asked again, drafters do not know how they were answered before.
+    The requests have no problem key, so drafters keep no history of their responses.
     """
     return [
         Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i))
@@ -119,23 +119,23 @@ def one_request_each(
 
 
 class ExperienceCollector:
-    """Generates and scores responses on all engines; every rank of the world calls it together.
+    """Generates and scores responses on all engines; all ranks of the world call it together.
 
-    Problems are dealt to the engines in turn, so that all samples of a problem share one engine's prefix cache.
+    Problems are assigned to engines round-robin; all samples of a problem share one engine's prefix cache.
 
     Args:
         engine: this rank's engine.
-        tokenizer: between text and token ids.
-        pool: verifies on the first rank of each engine.
+        tokenizer: converts between text and token ids.
+        pool: verifies responses, on the first rank of each engine.
         max_prompt_tokens: longer prompts are refused.
-        max_response_tokens: responses are cut there.
+        max_response_tokens: responses are truncated at this length.
         tensor_parallel_size: ranks per engine.
-        speculation: what drafts in the engine's steps; None: whatever the engine was built with.
-        on_collected: receives the problems, all their responses and the batch of this rank's tokens, on every rank,
-            once they are scored.
-        should_stop: asked after every engine step; True ends the rollout early.
-        request_transform: maps each request, named ``problem-sample``, to the one that the engine gets; a measurement
-            fixes lengths with it.
+        speculation: drafts in the engine's steps; None: the drafter that the engine was built with.
+        on_collected: called on every rank after scoring, with the problems, all responses and the batch of this rank's
+            tokens.
+        should_stop: polled after every engine step; True ends the rollout early.
+        request_transform: maps each request, named ``problem-sample``, to the one that the engine receives; benchmarks
+            use it to fix response lengths.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class ExperienceCollector:
     ) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
         """Generates ``samples`` responses to each problem.
 
-        ``while_idle`` is called where this rank's engine has ended, and returns once the last one has.
+        ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has.
 
         Returns:
-            All responses of all engines, ordered by problem and sample, the same on every rank; a batch of them, whose
-            tokens and log-probs the first rank of each engine holds for its own; this rank's times.
+            All responses of all engines, ordered by problem and sample, the same on every rank; their batch, in which
+            the first rank of each engine holds the tokens and log-probs of its own responses; this rank's times.
 
         Raises:
             ConfigError: a prompt is longer than the limit.
@@ -198,8 +198,8 @@ class ExperienceCollector:
         def finished(response: Response) -> None:
             if leads:
                 problem = problems[keys[response.request_id][0]]
-                # A pool that has failed is raised by collect below, on all ranks. Raised here, on one rank, it would
-                # leave the other ranks of the engine and of the world in a collective.
+                # collect() below reports a failed pool on all ranks. An error raised here, on one rank, would leave
+                # the other ranks blocked in a collective.
                 with contextlib.suppress(RunError):
                     self._pool.submit(response.request_id, problem, self._text(response))
             if self._speculation is not None:
@@ -276,7 +276,7 @@ class ExperienceCollector:
 
 
 def _check_lengths(responses: Iterable[Response]) -> None:
-    """Checks what an engine returned.
+    """Checks the responses that an engine returned.
 
     Raises:
         RunError: a response is empty, or does not have one log-prob per token.
@@ -290,7 +290,7 @@ def _check_lengths(responses: Iterable[Response]) -> None:
 
 
 def _batch_of(scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Response], version: int) -> RolloutBatch:
-    """All responses, holding the tokens of this rank's ``own``, by problem and sample."""
+    """The batch of all responses, with the tokens of this rank's ``own`` responses (keyed by problem and sample)."""
     held = [(i, own[s.problem, s.sample]) for i, s in enumerate(scored) if (s.problem, s.sample) in own]
     parts = [np.asarray(ids, np.int32) for _, r in held for ids in (r.prompt_token_ids, r.token_ids)]
     log_probs = [np.asarray(r.log_probs, np.float32) for _, r in held]

@@ -1,4 +1,4 @@
-"""The trained policy as a Hugging Face folder that any stock tool loads."""
+"""Exports the trained policy as a Hugging Face folder that stock tools can load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
     """Writes weights under Hugging Face names, with configuration and tokenizer copied from ``source``; a collective.
 
     Raises:
-        RunError: the disk is full; ``folder`` is whole, or not there.
+        RunError: a write fails, such as on a full disk; ``folder`` is complete or absent.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in policy.export_weights():
@@ -35,7 +35,7 @@ def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
             copy_side_files(source, temporary)
             try:
                 save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
-            except SafetensorError as error:  # its message is the operating system's
+            except SafetensorError as error:  # carries the operating system's message
                 raise OSError(str(error)) from error
 
     with shared_folder(folder) as temporary:

@@ -1,4 +1,4 @@
-"""What training the drafter was worth: the run's first drafter against its newest, on the same responses."""
+"""Benefit of drafter training: acceptance of the run's first and newest drafter on the same responses."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megatron_tlt.drafter import Acceptance, DraftModel, Entry, teacher_forced_a
 from megatron_tlt.platform.collectives import all_gather_data
 
 HELD_TOKENS = 8192
-"""Tokens per rank that the drafters are compared on, at most, unless a single response is longer."""
+"""Maximum number of tokens per rank for the comparison, unless a single response is longer."""
 
 
 def held(entries: Sequence[Entry], entry: Entry) -> list[Entry]:
-    """``entries`` with one more, where it leaves them within ``HELD_TOKENS``."""
+    """``entries``, extended by ``entry`` if the total stays within ``HELD_TOKENS``."""
     total = sum(one.length for one in entries) + entry.length
     return [*entries, entry] if not entries or total <= HELD_TOKENS else list(entries)
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Of one rank: its drafter's version, chains of drafts, and drafts accepted in all."""
+    """One rank's drafter version, number of draft chains, and total accepted drafts of both drafters."""
 
     version: int
     chains: int
@@ -31,20 +31,20 @@ class _Counts:
 def compare_with_frozen(
     frozen: DraftModel, adapted: DraftModel, version: int, entries: Sequence[Entry], depth: int, max_tokens: int
 ) -> dict[str, float]:
-    """Teacher-forced greedy acceptance lengths of both, over the ranks whose drafter is the newest; collective.
+    """Teacher-forced greedy acceptance lengths of both drafters, over the ranks with the newest drafter; collective.
 
-    That is tokens per verification where a chain of ``depth`` drafts starts at every token of the responses
-    (``teacher_forced_acceptance``); sampled rollouts accept otherwise, of both alike.
+    The acceptance length is the number of tokens per verification if a chain of ``depth`` drafts starts at every
+    response token (``teacher_forced_acceptance``). Sampled rollouts have other acceptance lengths, for both drafters.
 
     Args:
-        frozen: the drafter as it was when the run started, with the target's embedding and head of now.
-        adapted: the drafter that is trained; on ranks in the bubble it may be newer than on others.
+        frozen: the drafter at the start of the run, with the target's current embedding and head.
+        adapted: the trained drafter; ranks that trained in idle time may have a newer one than others.
         version: of ``adapted``, in optimizer steps.
-        entries: this rank's responses, which neither was trained on; there may be none.
-        max_tokens: of a pack.
+        entries: this rank's responses, possibly none; neither drafter was trained on them.
+        max_tokens: bound of a packed row.
 
     Returns:
-        Metrics; empty where no rank has a response.
+        Metrics; empty if no rank has a response.
     """
 
     def accepted(model: DraftModel) -> Acceptance:

@@ -1,4 +1,4 @@
-"""The run: build everything, evaluate, step, save, evaluate, report; stop and resume in between."""
+"""The run: builds all components, then evaluates, steps, saves and reports; handles stop and resume."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from megatron_tlt.trainer.synchronization import policy_sync
 
 
 class Interrupted(TltError):
-    """A signal asked to stop, and what had to be saved is saved."""
+    """A signal requested a stop; the state is saved."""
 
     def __init__(self, signum: int, where: str) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
@@ -65,7 +65,7 @@ class Interrupted(TltError):
 
 
 class StopFlag:
-    """Remembers the first SIGINT or SIGTERM; asking it is cheap."""
+    """Records the first SIGINT or SIGTERM; cheap to poll."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -84,9 +84,9 @@ class Run:
 
     Args:
         config: of the run.
-        request_transform: what the engine is asked in place of a request; a measurement fixes lengths so.
-        verifiers: that are needed beside those of the config's tasks.
-        read_only: another process may be training this run: nothing of its folder is changed.
+        request_transform: replaces each request before it reaches the engine; benchmarks use it to fix lengths.
+        verifiers: needed in addition to those of the config's tasks.
+        read_only: do not change the run's folder, as another process may be training this run.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Run:
         )
         needs_reference = config.algorithm.kl_coefficient > 0
         self._reference = (
-            # the policy's own weights, verified above
+            # same weights as the policy's, already verified
             Policy(source, config.actor, config.run.seed, trainable=False, verify=False) if needs_reference else None
         )
         if self._reference:
@@ -133,10 +133,10 @@ class Run:
         self.engine = build_engine(config, self._side_files, speculation)
         if self.drafting is not None:
             self.drafting.attach(self.engine)
-        self.bubble = (
-            self.drafting.bubble(self.engine, self._timeline) if self.drafting and config.spot is not None else None
-        )
-        self._speculating = SpeculationState(config, self.engine.token_drafters)
+        self.bubble = None
+        if self.drafting and config.spot is not None:
+            self.bubble = self.drafting.spot_trainer(self.engine, self._timeline)
+        self._speculation = SpeculationState(config, self.engine.token_drafters)
         self._limit = prompt_limit(config.rollout, self.tokenizer)
         problems = build_sources(config.tasks, "train", config.run.seed, self._limit)
         needed = sorted({*verifiers_of(config.tasks), *verifiers})
@@ -149,12 +149,12 @@ class Run:
             max_response_tokens=config.rollout.max_response_tokens,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
             timeline=self._timeline,
-            speculation=self._speculating.engine,
-            on_collected=self._speculating.end_rollout,
+            speculation=self._speculation.engine,
+            on_collected=self._speculation.end_rollout,
             should_stop=self._stop,
             request_transform=request_transform,
         )
-        # rank 0 writes, so it alone chooses
+        # only rank 0 writes samples, so only rank 0 chooses them
         per_task = config.observe.samples_per_task if rank() == 0 else 0
         self._samples = SampleRows(self.tokenizer, per_task, config.observe.sample_characters)
         self.step = TrainingStep(
@@ -168,7 +168,7 @@ class Run:
             self._timeline,
             training_sampling(config.rollout, self.tokenizer),
             self.drafting,
-            self._speculating,
+            self._speculation,
             self.bubble,
             self._samples,
         )
@@ -177,7 +177,7 @@ class Run:
             config.trainer.keep_checkpoints,
             [
                 RngState(self.policy.layout),
-                self._speculating,
+                self._speculation,
                 *([self.drafting] if self.drafting is not None else []),
             ],
             side_files=self._side_files,
@@ -191,14 +191,14 @@ class Run:
         """Trains from the newest checkpoint (or from the start) to the last step.
 
         Raises:
-            Interrupted: a signal asked to stop; everything up to the last whole step is saved.
+            Interrupted: a signal requested a stop; the state after the last complete step is saved.
         """
         config = self._config
         self._state = self._checkpoints.resume(self.policy, sweep=True)
         self._saved_step = self._state.step or None
         self._check_evaluation_settings()
         if self.drafting is not None:
-            self.drafting.take_newest_over()
+            self.drafting.load_newer_spot_checkpoint()
         with (
             RunRecord(self._folder, config, self._state.step, self._timeline) as record,
             Progress(
@@ -213,7 +213,7 @@ class Run:
                 self._save()
                 self._checkpoints.finish()
                 record.finish_partial()
-                where = f"after {self._state.step} steps, state saved; run again to go on"
+                where = f"after {self._state.step} steps, state saved; run again to continue"
                 raise Interrupted(self._stop.signum or signal.SIGTERM, where) from None
             with self._timeline.span("export"):
                 save_hf_folder(self.policy, self._side_files, self._folder / "hf")
@@ -223,16 +223,16 @@ class Run:
         self.engine.shutdown()
 
     def _check_evaluation_settings(self) -> None:
-        """A resumed run may evaluate otherwise; the newest step is then evaluated again."""
+        """If a resumed run has other evaluation settings, its newest step is evaluated again."""
         state, now = self._state, self._config.evaluation.model_dump(mode="json", exclude={"every"})
         if state.evaluation_settings not in ({}, now):
             state.evaluations.pop(str(state.step), None)
-            warn("evaluation: other settings than before; figures of earlier steps do not compare with those to come")
+            warn("evaluation: the settings have changed; results before and after this step are not comparable")
         state.evaluation_settings = now
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """What steps need beside this process, while they go on: verifiers, and the spot trainer's coordinator."""
+        """Runs the reward pool and the spot trainer's coordinator while steps execute."""
         with self._pool:
             if self.bubble is None:
                 yield
@@ -242,16 +242,16 @@ class Run:
                 yield
 
     def evaluate_checkpoint(self, request: EvaluationRequest) -> None:
-        """Evaluates what ``request`` names, prints what that was and the result.
+        """Evaluates the checkpoint that ``request`` names and prints the report.
 
         Raises:
-            ConfigError: the engine does not generate with a checkpoint's weights.
-            Interrupted: a signal asked to stop.
+            ConfigError: the engine cannot generate with a checkpoint's weights.
+            Interrupted: a signal requested a stop.
         """
         if not self.engine.capabilities.weights:
             raise ConfigError(
                 f"rollout.engine: found {self._config.rollout.engine!r}, which takes no weights; allowed for an "
-                "evaluation: an engine that generates with the checkpoint's"
+                "evaluation: an engine that generates with the checkpoint's weights"
             )
         folder = self._checkpoints.find(None if request.checkpoint is None else Path(request.checkpoint))
         state = TrainerState() if folder is None else self._checkpoints.load(self.policy, folder)
@@ -290,7 +290,7 @@ class Run:
         self._checkpoints.finish()
 
     def _updated(self, result: StepResult) -> None:
-        """A step's update is done: counts it, and saves where one is due."""
+        """Counts a finished update, and saves a checkpoint if one is due."""
         self._state.step += 1
         self._state.tokens_seen += result.tokens
         result.metrics["tokens/seen"] = float(self._state.tokens_seen)
@@ -315,12 +315,12 @@ class Run:
             self._saved_step = self._state.step
 
     def _evaluate(self, record: RunRecord, progress: Progress) -> None:
-        """Held-out accuracy of the weights the engines hold; kept in the state, so that a resumed run asks once."""
+        """Held-out accuracy of the engines' weights; stored in the state, so that a resumed run does not repeat it."""
         key = str(self._state.step)
         if key in self._state.evaluations:
             return
         if not self.engine.capabilities.weights:
-            log_once(f"note: nothing is evaluated: rollout.engine {self._config.rollout.engine} takes no weights")
+            log_once(f"note: evaluation skipped: rollout.engine {self._config.rollout.engine} takes no weights")
             return
         began = time.perf_counter()
         evaluation, samples = self.evaluate(progress, self.held_out())
@@ -330,14 +330,14 @@ class Run:
         progress.message(f"held-out after step {self._state.step}: {evaluation.line}")
 
     def held_out(self) -> list[Problem]:
-        """The held-out problems of the config's tasks: the same ones every time."""
+        """The held-out problems of the config's tasks; the same in every evaluation."""
         if self._held_out is None:
             mixture = build_sources(self._config.tasks, "held_out", self._config.run.seed, self._limit)
             self._held_out = mixture.held_out(self._config.evaluation.problems)
         return self._held_out
 
     def evaluate(self, progress: Progress, problems: Sequence[Problem]) -> tuple[Evaluation, list[SampleRow]]:
-        """Accuracy on the problems, the same seeds every time, and on rank 0 some of the responses."""
+        """Accuracy on the problems, with the same seeds in every evaluation; on rank 0 also some of the responses."""
         settings = self._config.evaluation
         seeds = (self._config.run.seed, "held-out")
         progress.start("evaluate", None)
@@ -360,10 +360,10 @@ class Run:
 
 
 def train(config: TltConfig) -> None:
-    """A worker's whole life under ``tlt train``."""
+    """Entry point of a worker of ``tlt train``."""
     Run(config).train()
 
 
 def evaluate(config: TltConfig, request: EvaluationRequest) -> None:
-    """A worker's whole life under ``tlt eval``."""
+    """Entry point of a worker of ``tlt eval``."""
     Run(config, verifiers=verifiers_of(request.tasks), read_only=True).evaluate_checkpoint(request)

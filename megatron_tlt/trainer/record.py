@@ -1,4 +1,4 @@
-"""What a run writes while it goes on and when it ends; rank 0 writes, the others contribute."""
+"""The files that a run writes during and after training; rank 0 writes, the other ranks contribute data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_tlt.trainer.step import StepResult
 class RunRecord:
     """Metrics, lengths, samples, timeline, report and summary of one run.
 
-    Rows of steps that a resume repeats are dropped.
+    Rows of steps that a resumed run repeats are dropped.
     """
 
     def __init__(self, folder: Path, config: TltConfig, done_steps: int, timeline: Timeline) -> None:
@@ -43,7 +43,7 @@ class RunRecord:
         self._lengths: JsonLinesFile | None = None
         self._samples: SampleLog | None = None
         self._learning, self._drafter = LearningCheck(), DrafterCheck()
-        # Nothing is saved before the first step: a run killed there evaluates its start again.
+        # No checkpoint exists before the first step: a run killed before it evaluates the initial model again.
         kept = done_steps or -1
         timeline.truncate_after(kept)
         if rank() == 0:
@@ -51,10 +51,10 @@ class RunRecord:
             self._metrics.truncate_after(kept)
             self._lengths = JsonLinesFile(folder / "lengths.jsonl")
             self._lengths.truncate_after(kept)
-            # also where samples are off now: those of steps that are done again would contradict the metrics
+            # even if samples are disabled now: samples of repeated steps would contradict the metrics
             if config.observe.samples_per_task or (folder / SAMPLES_FILE).exists():
                 self._samples = SampleLog(folder, kept)
-            for row in read_metrics(folder / METRICS_FILE):  # what a resumed run has warned of is not said again
+            for row in read_metrics(folder / METRICS_FILE):  # a resumed run does not repeat its warnings
                 self._learning.add(row)
                 self._drafter.add(row)
 
@@ -73,7 +73,7 @@ class RunRecord:
             self._samples.close()
 
     def step(self, step: int, result: StepResult, progress: Progress) -> None:
-        """Records step number ``step`` (counted from 1), before anything else can end the run."""
+        """Records step number ``step`` (counted from 1); called before anything else that could end the run."""
         mine = (current_device().peak_memory_bytes(), result.memory, result.reshard)
         ranks = all_gather_data(mine, tuple[int, dict[str, int], SyncReport | None])
         self._timeline.flush()
@@ -103,7 +103,7 @@ class RunRecord:
             warn(warning)
 
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, samples: Sequence[SampleRow] = ()) -> None:
-        """Records the evaluation that followed ``step``; a resumed run may do it again, or for the first time."""
+        """Records the evaluation after ``step``; a resumed run may evaluate the same step again."""
         if self._metrics is None:
             return
         metrics = {**_evaluation_metrics(evaluation), "time/evaluate": seconds}
@@ -112,7 +112,7 @@ class RunRecord:
             self._samples.add_evaluation(step, samples)
 
     def finish_partial(self) -> None:
-        """An interrupted run: trace and report of what there is."""
+        """Writes trace and report of an interrupted run."""
         self._timeline.flush()
         barrier()
         if rank() == 0:
@@ -140,7 +140,7 @@ class RunRecord:
         def column(name: str) -> list[float]:
             return [value for row in rows if (value := row.get(name)) is not None]
 
-        evaluated = sorted(state.evaluations, key=int)  # empty where the engine takes no weights
+        evaluated = sorted(state.evaluations, key=int)  # empty if the engine takes no weights
         drafts = sum(column("speculation/draft_tokens"))
         gain = RunGain.of(rows)
         return {
@@ -191,7 +191,7 @@ class RunRecord:
 
 
 def _reshard_metrics(reports: list[SyncReport]) -> dict[str, float]:
-    """What one synchronization moved, over all ranks."""
+    """Transfer metrics of one synchronization, aggregated over all ranks."""
     if not reports:
         return {}
     metrics = {

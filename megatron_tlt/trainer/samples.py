@@ -1,4 +1,4 @@
-"""Which of a rollout's responses people get to read, and as what text."""
+"""Selects responses of a rollout for ``samples.jsonl`` and decodes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_tlt.trainer.experience import ScoredResponse
 
 
 class SampleRows:
-    """Chooses responses and makes rows of ``samples.jsonl`` of them; only the chosen ones are decoded.
+    """Chooses responses and converts them to rows of ``samples.jsonl``; only the chosen responses are decoded.
 
     Args:
-        tokenizer: that the policy reads and writes with.
-        per_task: so many responses of each task at most; 0 for none.
-        max_characters: of a text; what is longer loses its middle.
+        tokenizer: of the policy.
+        per_task: maximum number of responses per task; 0 for none.
+        max_characters: maximum length of a text; the middle of longer ones is cut out.
     """
 
     def __init__(self, tokenizer: Tokenizer, per_task: int, max_characters: int) -> None:
@@ -29,15 +29,15 @@ class SampleRows:
     def rows(
         self, origin: str, problems: Sequence[Problem], scored: Sequence[ScoredResponse], batch: RolloutBatch
     ) -> list[SampleRow]:
-        """The rows of one rollout, by task; ``origin`` is one of ``observe.samples.ORIGINS``.
+        """The rows of one rollout, ordered by task; ``origin`` is one of ``observe.samples.ORIGINS``.
 
-        Every rank calls it: the tokens of what a rank chooses come from the ranks that hold them.
+        A collective: the tokens of a chosen response come from the ranks that hold them.
 
-        The keys: ``origin``, ``task``, ``problem`` (uid), ``sample`` (number of the response to the problem),
+        The keys: ``origin``, ``task``, ``problem`` (uid), ``sample`` (index of the response to the problem),
         ``chosen`` (reasons), ``reward``, ``correct``, ``extracted`` (the judged answer, or null), ``answer`` (the
-        problem's own, or null), ``error`` (of the verifier, or null), ``prompt_length`` and ``length`` (tokens),
-        ``finish_reason``, ``acceptance_length``, ``prompt`` and ``response`` (with special tokens) and ``cut`` (key of
-        a text -> characters left out of it).
+        problem's reference answer, or null), ``error`` (of the verifier, or null), ``prompt_length`` and ``length``
+        (tokens), ``finish_reason``, ``acceptance_length``, ``prompt`` and ``response`` (with special tokens) and
+        ``cut`` (key of a text -> number of characters cut out of it).
         """
         chosen = self._chosen(problems, scored)
         texts = redistribute(batch, chosen, columns=())
@@ -47,7 +47,7 @@ class SampleRows:
         ]
 
     def _chosen(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse]) -> dict[int, list[str]]:
-        """Why each chosen response was; by task."""
+        """The chosen responses, ordered by task, with the reasons for choosing each."""
         by_task: dict[str, list[int]] = {}
         for i, each in enumerate(scored if self._per_task else ()):
             by_task.setdefault(problems[each.problem].source, []).append(i)

@@ -1,4 +1,4 @@
-"""Why the spot trainer trained nothing in an RL step."""
+"""Diagnoses why the spot trainer did not train the drafter in an RL step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 from megatron_tlt.platform.device import warn
 from megatron_tlt.trainer.spot_trainer import SpotReport
 
-# Longer than a coordinator that is there takes to start a session.
+# upper bound of the time that a reachable coordinator needs to start a session
 _START_S = 5.0
 
 
@@ -19,7 +19,8 @@ class SessionDiagnosis:
 
     Attributes:
         entries: responses in the buffers of the engines that waited for the last one.
-        ready_s: seconds from when enough of these waited until the last engine finished; 0 where it never came to that.
+        ready_s: seconds between enough engines waiting with enough responses and the end of the last engine's rollout;
+            0 if this condition was never met.
         reason: a key of ``REASONS``; None if the drafter was trained.
     """
 
@@ -31,7 +32,7 @@ class SessionDiagnosis:
     def of(
         cls, reports: Sequence[SpotReport], ranks_per_engine: int, min_replicas: int, min_entries: int, version: int
     ) -> SessionDiagnosis:
-        """From the reports of all ranks, in their order; the drafter had ``version`` before."""
+        """From the reports of all ranks in rank order; ``version`` is the drafter's before the step."""
         starts = range(0, len(reports), ranks_per_engine)
         engines = sorted(
             (max(report.released_at for report in ranks), sum(report.entries for report in ranks))
@@ -59,7 +60,7 @@ class SessionDiagnosis:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The step's metrics; ``spot/untrained`` is 1 if the drafter was not trained, as is the reason's own."""
+        """The step's metrics; ``spot/untrained`` and the metric of the reason are 1 if the drafter was not trained."""
         untrained = float(self.reason is not None)
         reason = {} if self.reason is None else {f"spot/untrained_{self.reason}": 1.0}
         metrics = {"spot/entries": float(self.entries), "spot/ready_s": self.ready_s, "spot/untrained": untrained}
@@ -82,7 +83,7 @@ REASONS = {
 
 
 class SessionWarnings:
-    """Warns on the terminal, once per reason, that no session trained the drafter."""
+    """Warns on the terminal if no session trained the drafter, once per reason."""
 
     def __init__(self, min_replicas: int, min_entries: int) -> None:
         self._bounds = {"min_replicas": min_replicas, "min_entries": min_entries}

@@ -1,4 +1,4 @@
-"""What a run's speculation learns, rollout after rollout: drafters without a model, and the choice of strategy."""
+"""State that speculation accumulates over rollouts: model-free drafters and the tuner of strategies."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _STATE, _SUFFIX = "state.json", "suffix.bin"
 
 
 class SpeculationState:
-    """Of one rank; a part of its checkpoints.
+    """The state of one rank; a part of its checkpoints.
 
-    With several ranks to an engine all of them draft alike, but only the first one's choices count.
+    All ranks of an engine draft the same tokens, but the first rank alone chooses the strategy.
 
     Args:
         config: of the run.
-        drafters: the engine's, without a model.
+        drafters: the engine's model-free drafters.
 
     Raises:
-        ConfigError: strategies or options that do not fit.
+        ConfigError: invalid strategies or options.
     """
 
     name = "speculation"
@@ -46,7 +46,7 @@ class SpeculationState:
         self._model = speculation.drafter
         self._tp = config.rollout.tensor_parallel_size
         self._engine = rank() // self._tp
-        # In a tree of all problems, responses to a problem that never recurs still give drafts to other problems.
+        # In a global tree, responses to a problem that never recurs still provide drafts for other problems.
         self._all_problems = speculation.suffix.scope == "global"
         self.chooser = (
             build_controller(
@@ -65,9 +65,10 @@ class SpeculationState:
         self._version: int | None = None
 
     def begin_step(self, version: int | None = None) -> None:
-        """A step begins, with this version of the engine's drafter model if it has one.
+        """Starts a step; ``version`` is that of the engine's drafter model, if any.
 
-        n-grams are of the step's own responses: a run that is resumed, whose checkpoint has none, drafts the same.
+        n-grams come from the step's own responses only, so a resumed run drafts the same although checkpoints contain
+        none.
         """
         for drafter in self._drafters.values():
             drafter.begin_step()
@@ -78,10 +79,10 @@ class SpeculationState:
         self._version = version
 
     def end_rollout(self, problems: Sequence[Problem], scored: Sequence[ScoredResponse], batch: RolloutBatch) -> None:
-        """All responses of a rollout, of all engines: the next time, any engine may decode a problem.
+        """Adds all responses of all engines, as any engine may decode a problem the next time; a collective.
 
-        Suffix trees learn from every response to a problem that may come again, length classes from every response.
-        Every rank calls it: where there are suffix trees, their tokens come from all ranks.
+        Suffix trees store every response to a problem that may recur, and need the tokens of all ranks. Length classes
+        use every response.
         """
         kept = [i for i, s in enumerate(scored) if problems[s.problem].recurs or self._all_problems]
         responses: list[FinishedResponse] = []
@@ -100,7 +101,7 @@ class SpeculationState:
                 lengths.record(problems[s.problem].uid, s.length)
 
     def metrics(self) -> dict[str, float]:
-        """What all engines did in the last rollout, and what this rank's drafters hold; collective."""
+        """Metrics of all engines in the last rollout, and the memory of this rank's drafters; a collective."""
         mine = self.engine.account if self.engine is not None and rank() % self._tp == 0 else None
         accounts = all_gather_data(mine, RolloutAccount | None)
         found = account_metrics([account for account in accounts if account is not None])
@@ -109,7 +110,7 @@ class SpeculationState:
         return found
 
     def save(self, folder: Path) -> None:
-        """As ``CheckpointPart.save``; suffix history is the same on all ranks, so one of them writes it."""
+        """As ``CheckpointPart.save``; the suffix history is the same on all ranks, so only rank 0 writes it."""
         state = {
             "tensor_parallel_size": self._tp,
             "version": self._version,
@@ -122,7 +123,7 @@ class SpeculationState:
             suffix.save(folder / _SUFFIX)
 
     def load(self, folders: Sequence[Path]) -> None:
-        """As ``CheckpointPart.load``; an engine that the checkpoint lacks takes the state of another one."""
+        """As ``CheckpointPart.load``; an engine without a state in the checkpoint loads that of another engine."""
         state = self._state(folders[0])
         tp = state.get("tensor_parallel_size", self._tp)  # older releases did not write it
         engines = max(1, len(folders) // tp)
@@ -134,13 +135,13 @@ class SpeculationState:
                 suffix.load(folders[0] / _SUFFIX)
             except OtherVersion as error:
                 warn(f"suffix drafting starts without the responses of earlier steps: {error}")
-        if self.engine is not None and state.get("engine") is not None:  # earlier releases measured no gain
+        if self.engine is not None and state.get("engine") is not None:  # earlier releases did not save it
             self.engine.load_state(state["engine"])
         if self.chooser is not None and state["chooser"] is not None:
             try:
                 self.chooser.load_state(state["chooser"])
             except ValueError as error:
-                warn(f"what was learnt about strategies is not used: {error}")
+                warn(f"the tuner starts without the statistics of earlier steps: {error}")
 
     @staticmethod
     def _state(folder: Path) -> dict[str, Any]:

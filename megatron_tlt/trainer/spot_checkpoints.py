@@ -1,4 +1,4 @@
-"""The checkpoints of drafter training inside bubbles: its leader writes them, whoever leads next starts from them."""
+"""Checkpoints of the spot trainer: a session's leader writes them, and the next leader starts from the newest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _POLL_S = 0.02
 
 
 class SpotCheckpoints:
-    """One rank's side of them; its thread and memory come with its first save.
+    """One rank's checkpoint writer and reader; the first save creates its thread and memory.
 
-    One rank writes at a time: who led is ``idle`` before it enters a session that another leads.
+    One rank writes at a time: a former leader enters another leader's session only when it is ``idle``.
 
     Args:
-        folder: of these checkpoints alone, the same on all ranks.
+        folder: contains these checkpoints only; the same on all ranks.
         every: steps between two saves.
     """
 
@@ -36,12 +36,12 @@ class SpotCheckpoints:
         self._saved: int | None = None
 
     def step_done(self, rl_step: int) -> None:
-        """The leader has trained a step: saves where that is due."""
+        """Counts a step of the leader, and saves if a save is due."""
         if self._trainer.version - (self._saved or 0) >= self._every:
             self.save(rl_step)
 
     def save(self, rl_step: int) -> None:
-        """Saves the trainer's state of now, unless that is saved; a disk that is full is a warning."""
+        """Saves the trainer's current state unless it is saved already; a failure, as on a full disk, is a warning."""
         version = self._trainer.version
         if version == self._saved:
             return
@@ -51,18 +51,18 @@ class SpotCheckpoints:
         self._saved = version
 
     def idle(self) -> bool:
-        """Whether nothing of this rank's is being written."""
+        """Whether this rank has no write in progress."""
         return self._checkpointer is None or self._checkpointer.wait(0.0)
 
     @property
     def failed(self) -> int:
-        """Saves of this rank that did not reach the disk."""
+        """Number of failed saves of this rank."""
         return 0 if self._checkpointer is None else self._checkpointer.counts.failed
 
     def take_over(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
-        """Loads the newest checkpoint where it is newer than the trainer's state; whether it was.
+        """Loads the newest checkpoint if it is newer than the trainer's state; returns whether it was.
 
-        Reading goes on beside, and ``should_stop`` ends the wait for it. What cannot be read is a warning.
+        A thread reads it, and ``should_stop`` ends the wait for that thread. A read failure is a warning.
         """
         latest = self._latest_version()
         if latest is None or latest <= self._trainer.version:
@@ -75,7 +75,7 @@ class SpotCheckpoints:
                 if found is not None:
                     read.append(state_of(found.payload)[0])
             except TltError as error:
-                logger.warning("the newest drafter was not taken over: %s", error)
+                logger.warning("the newest drafter checkpoint was not loaded: %s", error)
 
         reader = threading.Thread(target=look, name="spot-take-over", daemon=True)
         reader.start()
@@ -93,10 +93,10 @@ class SpotCheckpoints:
         try:
             name = (self._folder / LATEST).read_text(encoding="utf-8").strip()
             return int(name.rpartition("-")[2])
-        except (OSError, ValueError):  # none there; a damaged one is no reason to stop either
+        except (OSError, ValueError):  # missing or damaged
             return None
 
     def close(self, timeout_s: float) -> None:
-        """Waits for the write in flight, ``timeout_s`` at most."""
+        """Waits for the write in progress, for ``timeout_s`` at most."""
         if self._checkpointer is not None:
             self._checkpointer.close(timeout_s)

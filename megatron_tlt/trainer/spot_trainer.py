@@ -1,8 +1,9 @@
-"""The bubble: what a rank does between its own rollout's end and the last one's. It trains the drafter (TLT).
+"""The spot trainer: a rank trains the drafter from the end of its own rollout to the end of the last one (TLT).
 
-Members of a session move in lockstep from one reduction to the next. Whoever is told to leave takes part in exactly one
-more, in which it says so: the step is dropped on all members, and nobody waits for somebody who has left. Only where a
-member hangs is the wait for it cut off, ``spot.grace_s`` behind the order to leave.
+This idle time is the rollout's bubble. Members of a session proceed in lockstep from one reduction to the next. A
+member that receives an order to leave takes part in exactly one more reduction and announces its leave there: all
+members drop that step, and none waits for a member that has left. If a member hangs, the others stop waiting for it
+``spot.grace_s`` after the order to leave.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WAIT_S = 0.05
 
 
 class FormGroup(Protocol):
-    """As :meth:`SubsetGroup.form`."""
+    """The signature of :meth:`SubsetGroup.form`."""
 
     def __call__(
         self,
@@ -45,13 +46,22 @@ class FormGroup(Protocol):
 
 @dataclass(frozen=True)
 class SpotReport:
-    """What a rank did in an RL step's bubble; times of day in seconds.
+    """One rank's drafter training in one RL step; points in time are seconds since the Unix epoch.
 
-    ``version`` is its drafter's behind the bubble, ``led`` whether it led its last session, ``left_at`` when it last
-    stopped training, ``used_s`` what it spent in training steps, ``metrics`` those of its last one. ``failed`` sessions
-    ended here with what is not finite or with an error; ``cut_off`` ones were given up as others did not come.
-    Its buffer held ``entries`` responses; the states of ``dropped`` ones of its engine were not whole. Since the
-    process began, ``refused`` messages were not believed and ``unsaved`` checkpoints could not be written.
+    Attributes:
+        version: drafter version after the rollout.
+        released_at: end of the rank's own rollout.
+        left_at: end of its last session; None if it entered none.
+        used_s: seconds in training steps.
+        sessions: numbers of the sessions that the rank entered.
+        led: whether it led its last session.
+        failed: sessions that ended here with a non-finite value or an error.
+        cut_off: sessions abandoned because other members did not arrive.
+        refused: rejected messages since the process started.
+        unsaved: failed checkpoint writes since the process started.
+        dropped: responses of its engine without complete states.
+        entries: responses available for training.
+        metrics: of its last training step.
     """
 
     version: int = 0
@@ -70,21 +80,21 @@ class SpotReport:
 
 
 def newest_rank(reports: Sequence[SpotReport]) -> int:
-    """The rank whose drafter all take over: of the highest version, of those who led, the first."""
+    """The rank that broadcasts its drafter: highest version, then session leader, then lowest rank."""
     return max(range(len(reports)), key=lambda rank: (reports[rank].version, reports[rank].led, -rank))
 
 
 def spot_metrics(reports: Sequence[SpotReport], version: int) -> dict[str, float]:
-    """Of all ranks together, which had ``version`` before. Times of several nodes are as exact as their clocks agree.
+    """Metrics over all ranks; ``version`` is the drafter's before the step.
 
-    ``idle_s`` is what ranks waited for the last one, summed; ``used_s`` how much of it they trained; ``preempt_ms``
-    what passed from the last rank's release until nobody trained any more. ``refused_messages`` and
-    ``failed_checkpoints`` are counted from the processes' start.
+    ``idle_s`` is the time that ranks waited for the last one, summed; ``used_s`` is the part of it spent on training;
+    ``preempt_ms`` is the time from the last rank's release until no rank trains any more. ``refused_messages`` and
+    ``failed_checkpoints`` count from the start of the processes. Across nodes, times are as exact as the clocks agree.
     """
     over = max(report.released_at for report in reports)
     idle_s = sum(over - report.released_at for report in reports)
     left = [report.left_at - over for report in reports if report.left_at is not None]
-    # the step in which a rank was told to leave goes on beyond the rollout's end
+    # the last training step of a rank may end after the rollout does
     beyond = [max(0.0, (report.left_at or over) - over) for report in reports]
     used_s = sum(max(0.0, report.used_s - late) for report, late in zip(reports, beyond, strict=True))
     return {
@@ -103,19 +113,20 @@ def spot_metrics(reports: Sequence[SpotReport], version: int) -> dict[str, float
 
 
 class SpotTrainer:
-    """One rank's. Nothing that goes wrong in here goes any further: the rank waits for the rollout's end instead.
+    """The spot trainer of one rank. Failures are contained; the rank then waits for the rollout to end.
 
     Args:
-        config: how.
+        config: the ``spot`` section.
         trainer: of the drafter.
-        buffer: this rank's data; none is added meanwhile.
-        checkpoints: that a session's leader writes.
-        timeline: sessions take a track of their own in it.
-        global_batch: responses of a step over all members, however many these are.
-        last_good: what the drafter goes back to after a step that was not finite.
-        take_device: before the first session of an RL step: the engine leaves the device, the trainer comes.
-        newest: the responses that this rank's engine has just ended, if they are kept.
-        form: makes a group over some ranks.
+        buffer: this rank's data; nothing may be added to it during a rollout.
+        checkpoints: written by a session's leader.
+        timeline: receives sessions as a separate track.
+        global_batch: responses per step over all members, whatever their number.
+        last_good: returns the drafter state to restore after a failed session.
+        take_device: called before the first session of an RL step; moves the engine off the device and the trainer
+            onto it.
+        newest: the responses that this rank's engine has just finished, if they are kept.
+        form: creates a group over a subset of ranks.
 
     Raises:
         ConfigError: training needs more memory than ``spot.memory_gib``.
@@ -145,27 +156,27 @@ class SpotTrainer:
         self._checkpoints, self._timeline = checkpoints, timeline
         self._batch, self._last_good, self._take_device = global_batch, last_good, take_device
         self._form, self._data = form, newest
-        self._newest: Sequence[Entry] | None = None  # of the data, once a session asks
-        self._line: CoordinatorClient | None = None
+        self._newest: Sequence[Entry] | None = None  # entries of ``_data``, created when a session first needs them
+        self._attached: CoordinatorClient | None = None
         self._refused: Callable[[], int] = lambda: 0
         self._rl_step = -1
         self._report = SpotReport()
         self._has_device = False
         self._leave_requested_at: float | None = None
-        self._steps = 0  # of the generation
+        self._steps = 0  # in the current generation
 
     def attach(self, client: CoordinatorClient, refused: Callable[[], int] = lambda: 0) -> None:
-        """This rank's line to the coordinator, before the first rollout; ``refused`` counts messages not believed."""
-        self._line, self._refused = client, refused
+        """Sets this rank's coordinator client, before the first rollout; ``refused`` counts rejected messages."""
+        self._attached, self._refused = client, refused
 
     @property
     def _client(self) -> CoordinatorClient:
-        assert self._line is not None, "attach() comes first"
-        return self._line
+        assert self._attached is not None, "attach() comes first"
+        return self._attached
 
     @property
     def report(self) -> SpotReport:
-        """Of the newest bubble."""
+        """The report of the newest rollout."""
         return replace(
             self._report,
             version=self._trainer.version,
@@ -174,7 +185,7 @@ class SpotTrainer:
         )
 
     def begin(self, rl_step: int) -> None:
-        """This rank's share of ``rl_step``'s rollout begins."""
+        """Called when this rank's rollout of ``rl_step`` starts."""
         self._rl_step = rl_step
         self._report = SpotReport()
         self._has_device = False
@@ -184,7 +195,7 @@ class SpotTrainer:
         self._client.rollout_started(rl_step)
 
     def train_until_rollout_ends(self, rl_step: int) -> None:
-        """Its share is done: trains as it is told, until the last rank's is done or the coordinator is silent."""
+        """Trains as the coordinator orders, until the last rank's rollout ends or the coordinator is silent."""
         client, released_at = self._client, self._timeline.now()
         entries = len(self._buffer) + (0 if self._data is None else self._data.count)
         self._report = replace(self._report, released_at=released_at, entries=entries)
@@ -197,19 +208,19 @@ class SpotTrainer:
             try:
                 self._session(order)
             except Exception:
-                logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
+                logger.exception("rank %d stops training the drafter until this rollout ends", client.rank)
                 client.withdraw()
-        self._newest = None  # the actor's states of them come with the log-probs
+        self._newest = None  # the log-prob pass provides the actor's states of these responses
         if self._data is not None:
             self._data.end()
             self._report = replace(self._report, dropped=self._data.dropped)
 
     def _is_free_for(self, order: SessionOrder) -> bool:
-        """Two leaders never write checkpoints at the same time."""
+        """Whether this rank may enter; a former leader first finishes its write, so that one rank writes at a time."""
         return order.leader == self._client.rank or self._checkpoints.idle()
 
     def _session(self, order: SessionOrder) -> None:
-        """One generation of a session, from its group's making until it is left."""
+        """Runs one generation of a session, from the creation of its group to the rank's leave."""
         client, trainer = self._client, self._trainer
         began, self._leave_requested_at, self._steps = self._timeline.now(), None, 0
         outcome, failed, cut_off = "failed", 0, 0
@@ -225,7 +236,7 @@ class SpotTrainer:
             logger.warning("rank %d: drafter training: %s", client.rank, why)
         except Exception:
             failed = 1
-            logger.exception("rank %d trains no drafter for the rest of this rollout", client.rank)
+            logger.exception("rank %d stops training the drafter until this rollout ends", client.rank)
         if outcome in FAILURES:
             failed = 1
             trainer.load_state(self._last_good())
@@ -257,9 +268,9 @@ class SpotTrainer:
             self._checkpoints.save(self._rl_step)
 
     def _is_to_be_saved(self, order: SessionOrder, outcome: str) -> bool:
-        """Whether the session is over, and not by the rollout's end, behind which there is time enough."""
+        """Whether a failed session, or one that ended before the rollout, is to be saved; else :meth:`save` does it."""
         if outcome in FAILURES:
-            return True  # a checkpoint on the way there is newer, but not good
+            return True  # replaces newer checkpoints of the failed session
         following = self._client.order
         ended = following is None or following.session != order.session
         return ended and outcome != "failed" and not self._client.rollout_over(self._rl_step)
@@ -267,19 +278,19 @@ class SpotTrainer:
     def _leave(self, outcome: str) -> None:
         client = self._client
         if outcome not in ("stopped", "not formed", "broken", "cut off"):
-            client.withdraw()  # it would go the same way again
+            client.withdraw()  # another attempt would fail in the same way
             return
-        # told on another member first; a coordinator that says nothing is silent in the end, which is LEAVE too
+        # another member received the order first; a coordinator that stops answering also leads to LEAVE
         while not self._leave_requested():
             client.wait(_WAIT_S)
         client.leave()
 
     def _train(self, order: SessionOrder, check_memory: Callable[[], None]) -> str:
-        """How the generation ended: ``stopped``, ``not formed``, or as a step that was not well."""
+        """Trains one generation; returns ``stopped``, ``not formed``, or the outcome of a failed step."""
         client, trainer = self._client, self._trainer
-        group: RankGroup | None = None  # who is alone waits for nobody
+        group: RankGroup | None = None  # a single member needs no group
         if len(order.members) > 1:
-            limit_s = 2 * self._config.session_timeout_s  # the coordinator's comes first
+            limit_s = 2 * self._config.session_timeout_s  # the coordinator's own limit expires first
             try:
                 group = self._form(order.name, order.members, self._leave_requested, self._is_overdue, limit_s)
             except Abandoned:
@@ -308,7 +319,7 @@ class SpotTrainer:
                 self._checkpoints.step_done(self._rl_step)
 
     def _draw(self, share: int) -> Iterator[Entry]:
-        """This rank's part of a step: responses that its engine has just ended, and earlier steps'."""
+        """This rank's part of a batch: responses that its engine has just finished, and responses of earlier steps."""
         if self._newest is None:
             self._newest = [] if self._data is None else self._data.entries(self._rl_step)
         draw = random.Random(f"{self._rl_step}/{self._trainer.version}")
@@ -318,13 +329,13 @@ class SpotTrainer:
         yield from self._buffer.sample(share - len(newest), self._rl_step, self._trainer.version)
 
     def _leave_requested(self) -> bool:
-        """Whether this generation is to be left; once so, it stays so, though a silent coordinator may come back."""
+        """Whether the rank must leave this generation; stays True even if a silent coordinator answers again."""
         if self._leave_requested_at is None and self._client.poll() is Advice.LEAVE:
             self._leave_requested_at = self._timeline.now()
         return self._leave_requested_at is not None
 
     def _is_overdue(self) -> bool:
-        """Whether that is longer ago than any member should take to hear of it."""
+        """Whether the order to leave is older than ``grace_s``, so that every member should have received it."""
         return (
             self._leave_requested() and self._timeline.now() - (self._leave_requested_at or 0.0) > self._config.grace_s
         )
@@ -335,15 +346,15 @@ class SpotTrainer:
             self._has_device = True
 
     def _spare_bytes(self) -> int | None:
-        """What training may take beyond what it holds all along."""
+        """Bytes that training may allocate in addition to the trainer's permanent tensors; None without a bound."""
         if self._config.memory_gib is None:
             return None
         return int(self._config.memory_gib * 2**30) - sum(tensor.nbytes for tensor in self._trainer.held)
 
     def save(self, rl_step: int) -> None:
-        """By the rank with the newest drafter, once nobody waits for it: what the rollout's end left unsaved."""
+        """Saves a state that the rollout's end left unsaved; the rank with the newest drafter calls it."""
         self._checkpoints.save(rl_step)
 
     def close(self) -> None:
-        """Waits for a checkpoint that is being written."""
+        """Waits for a checkpoint write in progress."""
         self._checkpoints.close(self._config.session_timeout_s)

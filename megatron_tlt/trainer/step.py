@@ -37,7 +37,7 @@ from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, ta
 
 @dataclass
 class StepResult:
-    """What a step leaves behind: its metrics and the responses' lengths for the record."""
+    """The results of a step for the run's record."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class StepResult:
     tasks: list[str] = field(default_factory=list)
     """The task of each response."""
     tokens: int = 0
-    """Prompt and response tokens of all samples; a prompt counts once for each of its responses."""
+    """Prompt and response tokens of all samples; a prompt counts once per response."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of device memory in use on this rank at the end of each phase."""
     reshard: SyncReport | None = None
@@ -54,19 +54,19 @@ class StepResult:
 
 
 def _slowest_ms(seconds: float) -> float:
-    """Of all ranks; collective."""
+    """The maximum over all ranks, in milliseconds; a collective."""
     return 1e3 * max(all_gather_data(seconds, float))
 
 
 class TrainingStep:
-    """The five phases over one actor and one engine per rank; every rank runs them together.
+    """The five phases over one actor and one engine per rank; all ranks run them together.
 
     Args:
-        reference: a frozen copy of the first policy; needed only with a KL coefficient.
-        drafting: the drafter that is trained, if any.
-        speculating: what speculation learns beside it, if anything.
-        bubble: trains the drafter on ranks whose engine has ended before others', if that is to be.
-        samples: chooses the responses that people get to read, if any.
+        reference: a frozen copy of the initial policy; needed only with a KL coefficient.
+        drafter: the trained drafter, if any.
+        speculation: state of the model-free drafters and the tuner, if any.
+        spot_trainer: trains the drafter on ranks whose engine has finished early, if configured.
+        samples: chooses the responses for ``samples.jsonl``, if any.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class TrainingStep:
         weight_sync: WeightSync,
         timeline: Timeline,
         sampling: SamplingSpec,
-        drafting: OnlineDrafter | None = None,
-        speculating: SpeculationState | None = None,
-        bubble: SpotTrainer | None = None,
+        drafter: OnlineDrafter | None = None,
+        speculation: SpeculationState | None = None,
+        spot_trainer: SpotTrainer | None = None,
         samples: SampleRows | None = None,
     ) -> None:
         self._config = config
@@ -94,9 +94,9 @@ class TrainingStep:
         self._weight_sync = weight_sync
         self._timeline = timeline
         self._sampling = sampling
-        self._drafting = drafting
-        self._speculating = speculating
-        self._bubble = bubble
+        self._drafter = drafter
+        self._speculation = speculation
+        self._spot_trainer = spot_trainer
         self._samples = samples
         self._algorithm = build_algorithm(config.algorithm)
         self._loss = self._algorithm.loss()
@@ -110,10 +110,10 @@ class TrainingStep:
     ) -> StepResult:
         """Runs step number ``step`` (from 0).
 
-        ``on_updated`` is called when the policy has been updated and is still on the device: the time to save it.
+        ``on_updated`` is called after the policy's update, while it is still on the device, so that it can be saved.
 
         Raises:
-            StopRequested: on every rank, while decoding; the policy is as it was before the step.
+            StopRequested: on every rank, during decoding; the policy is unchanged.
         """
         result = StepResult()
         began = time.perf_counter()
@@ -148,12 +148,12 @@ class TrainingStep:
         config = self._config
         count, group = config.trainer.prompts_per_step, config.algorithm.group_size
         on_phase("rollout", None)
-        if self._drafting is not None:
-            self._drafting.check(self._engine)
+        if self._drafter is not None:
+            self._drafter.check(self._engine)
         problems = [self._problems.problem(step * count + i) for i in range(count)]
-        drafter_version = self._engine.versions.get("drafter")  # an engine that sleeps has none
-        if self._speculating is not None:
-            self._speculating.begin_step(drafter_version)
+        drafter_version = self._engine.versions.get("drafter")  # a sleeping engine has none
+        if self._speculation is not None:
+            self._speculation.begin_step(drafter_version)
         while_idle = self._while_idle(step)
         scored, batch, times = self._collector.collect(
             problems, group, self._sampling, (config.run.seed, "train", step), on_response, while_idle
@@ -197,16 +197,16 @@ class TrainingStep:
                 **acceptance_metrics(lengths, accounts, drafter_version),
             }
         )
-        if self._speculating is not None:
-            result.metrics.update(self._speculating.metrics())
+        if self._speculation is not None:
+            result.metrics.update(self._speculation.metrics())
         return scored, batch
 
     def _while_idle(self, step: int) -> Callable[[], None] | None:
-        bubble = self._bubble
-        if bubble is None:
+        spot_trainer = self._spot_trainer
+        if spot_trainer is None:
             return None
-        bubble.begin(step)
-        return lambda: bubble.train_until_rollout_ends(step)
+        spot_trainer.begin(step)
+        return lambda: spot_trainer.train_until_rollout_ends(step)
 
     def _log_probs(
         self,
@@ -216,7 +216,7 @@ class TrainingStep:
         result: StepResult,
         on_phase: Callable[[str, int | None], None],
     ) -> RolloutBatch:
-        """The batch with this rank's share of the samples, their advantages and all columns that the loss reads."""
+        """The batch with this rank's share of the samples, their advantages and the columns that the loss reads."""
         on_phase("log-probs", None)
         began = time.perf_counter()
         self.switch_to_actor()
@@ -226,13 +226,11 @@ class TrainingStep:
         temperature = self._temperature
         with self._timed("log_probs", result):
             batch = redistribute(batch, self._policy.share(batch.lengths))
-            if self._drafting is None:
+            if self._drafter is None:
                 old = self._policy.log_probs(batch, temperature)
             else:
-                old, states = self._policy.log_probs_and_states(
-                    batch, temperature, aux_layers=self._drafting.aux_layers
-                )
-                self._drafting.add(step, scored, batch, states)
+                old, states = self._policy.log_probs_and_states(batch, temperature, aux_layers=self._drafter.aux_layers)
+                self._drafter.add(step, scored, batch, states)
             batch = batch.with_columns(old_log_probs_G=old.log_probs_G)
             if self._reference:
                 self._reference.memory.reload()
@@ -244,10 +242,10 @@ class TrainingStep:
     def _compare_with_rollout(
         self, step: int, batch: RolloutBatch, old: PolicyScores, result: StepResult
     ) -> RolloutBatch:
-        """Records how far the engine's log-probs are off, and corrects for it where that is asked for.
+        """Records the difference of the engine's log-probs, and corrects for it if configured.
 
         Raises:
-            RunError: on every rank, where they are too far off.
+            RunError: on every rank, if the difference exceeds the configured threshold.
         """
         settings = self._config.algorithm.mismatch
         rows_HK = torch.cat([mismatch_per_sample(batch), old.entropy_sums_H[:, None]], dim=1)
@@ -280,7 +278,7 @@ class TrainingStep:
                 order = np.arange(batch.num_samples)
             parts = [part.tolist() for part in np.array_split(order, config.trainer.mini_batches)]
             shares = [self._policy.share([batch.lengths[i] for i in part]) for part in parts]
-            # of a mini-batch this rank may compute on other samples than it has scored
+            # a rank's share of a mini-batch may contain samples that it has not scored
             batch = redistribute(batch, [part[i] for part, share in zip(parts, shares, strict=True) for i in share])
             for part in parts:
                 rows.append(self._policy.update(batch.select(part), self._loss, self._temperature))
@@ -288,24 +286,25 @@ class TrainingStep:
             result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows if name in row]))
 
     def _train_drafter(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
-        if self._drafting is None:
+        if self._drafter is None:
             return
         on_phase("drafter", None)
         with self._timed("drafter", result):
-            result.metrics.update(self._drafting.train(step, self._policy))
+            result.metrics.update(self._drafter.train(step, self._policy))
 
     def switch_to_actor(self) -> None:
-        """Engines give up the device's memory, and the actor's comes back."""
+        """Puts the engine to sleep and reloads the actor onto the device."""
         self._engine.sleep(level=2)
         self._policy.memory.reload()
 
     def reshard(self, version: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
-        """Brings the actor's weights into the engines; weights wake first, then the actor leaves room for the KV cache.
+        """Transfers the actor's weights to the engines.
 
-        ``version`` is the number of updates that the weights have seen.
+        The engine's weights wake first; then the actor is offloaded and the KV cache wakes. ``version`` is the number
+        of updates of the weights.
 
         Raises:
-            RunError: an engine does not hold what the actor sent.
+            RunError: an engine's weights differ from those that the actor sent.
         """
         on_phase("reshard", None)
         every = self._config.reshard.verify_every
@@ -316,8 +315,8 @@ class TrainingStep:
             woken = time.perf_counter()
             verify = bool(every) and version % every == 0
             result.reshard = self._weight_sync.sync(version=version, verify=verify)
-            if self._drafting is not None:
-                self._drafting.synchronize(verify)
+            if self._drafter is not None:
+                self._drafter.synchronize(verify)
             else:
                 self._engine.restore_drafter()
             self._policy.memory.offload()
@@ -325,7 +324,7 @@ class TrainingStep:
             self._engine.wake_up(["kv_cache"])
             wake = time.perf_counter() - offloaded + woken - began
         result.metrics |= {
-            "transition/to_engines_ms": _slowest_ms(result.metrics["time/reshard"]),  # with verification, if any
+            "transition/to_engines_ms": _slowest_ms(result.metrics["time/reshard"]),  # includes verification
             "reshard/wake_s": wake,
             "reshard/transfer_s": result.reshard.seconds,
         }

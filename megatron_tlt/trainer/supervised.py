@@ -1,4 +1,4 @@
-"""Supervised warm-up: trains the recipe's base, or a new model with a new tokenizer, on worked solutions."""
+"""Supervised warm-up: trains the recipe's base model, or a new model and tokenizer, on worked solutions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatron_tlt.trainer.export import save_hf_folder
 
 
 def build_model_of_recipe(config: TltConfig) -> None:
-    """Builds and caches the model; all ranks together. Does nothing where the cache holds it already."""
+    """Builds and caches the model; a collective. Does nothing if the cache already contains it."""
     prepare()
     check_versions(libraries_not_needed(config.rollout))
     initialize_distributed(config.launcher.collective_timeout_s)
@@ -52,12 +52,12 @@ def build_model_of_recipe(config: TltConfig) -> None:
     if (target / RECIPE_FILE).is_file():
         return
     seed_everything(config.model.recipe.seed, config.run.deterministic)
-    chosen_optimizer(config.actor)  # a wrong one is to be said before the warm-up, not behind it
+    chosen_optimizer(config.actor)  # report an invalid optimizer before the warm-up, not after it
     problems = build_sources(config.tasks, "train", config.run.seed)
     with contextlib.ExitStack() as building:
         untrained = config.model.recipe.base
         if rank() == 0:
-            # Of this build alone: another run may be building the same recipe.
+            # Files of live processes are kept: another run may be building the same recipe.
             clean_leftovers(target.parent, target.name)
         if rank() == 0 and untrained is None:
             untrained = temporary_sibling(target)
@@ -69,7 +69,7 @@ def build_model_of_recipe(config: TltConfig) -> None:
         start = Path(broadcast_data(str(untrained), str))
         policy = _train(config, problems, load_tokenizer(start), start)
         if broadcast_data((target / RECIPE_FILE).is_file(), bool):
-            return  # another run has built it meanwhile, and uses it
+            return  # another run has built it in the meantime
         save_hf_folder(policy, start, target)
         if rank() == 0:
             atomic_write_text(target / RECIPE_FILE, recipe_description(config))
@@ -127,7 +127,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
                 )
         if left_out:
             progress.message(
-                f"warm-up left out {left_out} of {supervised.num_steps * count} examples: longer than "
+                f"warm-up skipped {left_out} of {supervised.num_steps * count} examples, which are longer than "
                 f"model.recipe.supervised.max_sequence_tokens, {supervised.max_sequence_tokens}"
             )
     return policy

@@ -1,4 +1,4 @@
-"""Which way weights go to a run's engines: the policy's from the actor, the drafter's from ranks that trained it."""
+"""Weight synchronization of a run's engines: policy weights from the actor, drafter weights from their ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
 def engine_layout(config: TltConfig, world: int) -> str:
-    """The engines' layout in words: ``TP2 x 4`` are four engines of two ranks."""
+    """The engines' layout as text: ``TP2 x 4`` means four engines of two ranks each."""
     rollout = config.rollout
     experts = " EP" if rollout.expert_parallel else ""
     return f"TP{rollout.tensor_parallel_size}{experts} x {world // rollout.tensor_parallel_size}"
@@ -32,13 +32,13 @@ def drafter_sync(
     shapes: Mapping[str, tuple[int, ...]],
     engine: RolloutEngine,
 ) -> WeightSync:
-    """The drafter's way.
+    """The weight synchronization of the drafter.
 
     Args:
         config: of the run.
-        newest: the newest drafter's tensors, whole, on the ranks that have them, and none on the others.
-        shapes: of the tensors, under the names in the drafter's folder.
-        engine: this rank's.
+        newest: returns the newest drafter's full tensors on the ranks that have them, and none on the others.
+        shapes: of the tensors, under their names in the drafter's folder.
+        engine: this rank's engine.
     """
     cut_dims = {name: int(name.endswith(_BY_COLUMNS)) for name in shapes}
 
@@ -58,7 +58,7 @@ def drafter_sync(
 
 
 def policy_sync(config: TltConfig, policy: Policy, engine: RolloutEngine) -> WeightSync:
-    """The policy's way, by ``reshard.method``."""
+    """The weight synchronization of the policy, by ``reshard.method``."""
     if config.reshard.method == "none":
         return NoTransfer()
     weights, world = policy.model.weights, world_size()

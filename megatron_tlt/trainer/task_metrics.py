@@ -11,7 +11,7 @@ from megatron_tlt.trainer.experience import ScoredResponse
 
 
 def reward_spread(rewards: Sequence[float]) -> dict[str, float]:
-    """Standard deviation over all responses, lowest and highest reward."""
+    """Standard deviation, minimum and maximum of the reward over all responses."""
     return {
         "reward/std": float(np.std(rewards)),
         "reward/min": float(min(rewards)),
@@ -20,7 +20,7 @@ def reward_spread(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_size: int) -> dict[str, float]:
-    """``task/<name>/*`` of every task that has a response.
+    """Metrics ``task/<name>/*`` of every task that has a response.
 
     ``tasks[i]`` is the task of ``scored[i]``; ``group_size`` consecutive responses answer one problem.
     """
@@ -44,10 +44,10 @@ def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_s
 
 
 def entropy_metrics(tasks: Sequence[str], sums: Sequence[float], lengths: Sequence[int]) -> dict[str, float]:
-    """Mean entropy per response token (nats) of the policy that sampled, before its first update of the step.
+    """Mean entropy per response token (nats) of the sampling policy, before the step's first update.
 
-    ``sums[i]`` is that of the ``lengths[i]`` tokens of response i, whose task is ``tasks[i]``. The entropy is that of
-    the distribution at the rollout's temperature, top-p and top-k left out.
+    ``sums[i]`` is the summed entropy of the ``lengths[i]`` tokens of response i, whose task is ``tasks[i]``. The
+    distribution is that at the rollout's temperature, without top-p and top-k.
     """
     totals: dict[str, float] = {}
     counts: dict[str, int] = {}

@@ -104,4 +104,4 @@ def test_rows_that_pad_the_vocabulary_are_in_no_softmax_and_no_gradient(
 
 
 def test_an_update_that_is_not_finite_ends_the_run(rows: dict[str, Any]) -> None:
-    assert "gradient norm nan; a finite one is needed" in rows["refused"]
+    assert "gradient norm nan; it must be finite" in rows["refused"]

@@ -157,11 +157,11 @@ def test_what_cannot_be_built_is_refused_with_its_key(name: str, arguments: dict
 
 
 def test_credit_that_cannot_be_used_stops_the_run() -> None:
-    with pytest.raises(RunError, match=rf"{MODULE}\.Short gave 1 advantages for 2 responses; allowed: one each"):
+    with pytest.raises(RunError, match=rf"{MODULE}\.Short returned 1 advantages for 2 responses; allowed: one each"):
         build_algorithm(algorithm(f"{MODULE}.Short")).assign_credit([1.0, 0.0])
-    with pytest.raises(RunError, match="response 0: advantage inf; a finite one is needed"):
+    with pytest.raises(RunError, match="response 0: advantage inf; it must be finite"):
         build_algorithm(algorithm(f"{MODULE}.Infinite")).assign_credit([1.0, 0.0])
-    with pytest.raises(RunError, match="response 1: reward nan; a finite one is needed"):
+    with pytest.raises(RunError, match="response 1: reward nan; it must be finite"):
         build_algorithm(algorithm(f"{MODULE}.Scaled", group_size=2)).assign_credit([1.0, float("nan")])
 
 
@@ -174,7 +174,7 @@ def test_dr_grpo_sets_what_makes_it_and_refuses_the_rest(tmp_path: Path) -> None
     )
     assert [line.split(": ", 1)[1] for line in lines] == [
         "algorithm.normalize_by_std: found true; dr_grpo never divides by it; allowed: false, or absent",
-        "algorithm.loss_aggregation: found sequence_mean; dr_grpo weighs tokens alike; allowed: token_mean",
+        "algorithm.loss_aggregation: found sequence_mean; dr_grpo weights tokens equally; allowed: token_mean",
     ]
 
 

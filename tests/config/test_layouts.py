@@ -237,8 +237,8 @@ NOT_SP = "actor.megatron.sequence_parallel: found false; allowed: true where a m
             [
                 f"actor.megatron.{VP}: found 2; allowed: null where {PP} is 1",
                 f"actor.megatron.{SP}: found true; allowed: false where {TP} is 1",
-                f"actor.megatron.{EP}: found 2; allowed: 1, for the model has no experts {AT}",
-                f"actor.megatron.{ETP}: found 1; allowed: null, for the model has no experts {AT}",
+                f"actor.megatron.{EP}: found 2; allowed: 1, as the model has no experts {AT}",
+                f"actor.megatron.{ETP}: found 1; allowed: null, as the model has no experts {AT}",
                 FIT + "DP8, PP2xVP2xDP4, PP2xDP4",
             ],
         ),
@@ -247,7 +247,7 @@ NOT_SP = "actor.megatron.sequence_parallel: found false; allowed: true where a m
             {PP: 2, FIRST: 3, VP: 2},
             [
                 f"actor.megatron: found {FIRST} 3, which leaves 25 of the model's 28 layers for 1 more stages; "
-                f"allowed: as many for each of these, and on every stage a multiple of its 2 chunks {AT}",
+                f"allowed: the same number for each of these, and on every stage a multiple of its 2 chunks {AT}",
                 FIT + "PP2xDP4, TP2xPP2xDP2, TP4xPP2",
             ],
         ),

@@ -83,7 +83,7 @@ def test_rules_between_keys_are_reported_together(tmp_path: Path) -> None:
         (["evaluation.temperature=0.005"], "evaluation.temperature: found 0.005; allowed: at least 0.01 (vLLM"),
         (
             ["actor.megatron.moe_router_load_balancing_type=global_aux_loss"],
-            "moe_router_load_balancing_type: found 'global_aux_loss'; a global loss needs micro-batches of one size",
+            "moe_router_load_balancing_type: found 'global_aux_loss'; a global loss needs micro-batches of equal size",
         ),
         (
             ["actor.megatron.moe_router_load_balancing_type=[aux_loss, seq_aux_loss]"],
@@ -148,11 +148,11 @@ def test_batches_heads_layers_and_widths(tmp_path: Path, overrides: list[str], e
         (["actor.optimizer_arguments.betas=[0.9, 0.95]"], "betas: actor.optimizer.optimizer is 'adam'"),
         (
             ["actor.optimizer.optimizer=torch.optim.RAdam", "actor.optimizer_arguments={lr: 1e-3}"],
-            "actor.optimizer_arguments.lr: not to be set here; it comes from actor.optimizer.lr",
+            "actor.optimizer_arguments.lr: cannot be set here; managed by actor.optimizer.lr",
         ),
         (
             ["actor.optimizer.optimizer=torch.optim.RAdam", "actor.optimizer_arguments={weight_decay: 0.1}"],
-            "actor.optimizer_arguments.weight_decay: not to be set here; it comes from actor.optimizer.weight_decay",
+            "actor.optimizer_arguments.weight_decay: cannot be set here; managed by actor.optimizer.weight_decay",
         ),
         (
             ["actor.optimizer={optimizer: sgd, adam_beta1: 0.8}"],
@@ -161,7 +161,7 @@ def test_batches_heads_layers_and_widths(tmp_path: Path, overrides: list[str], e
         (["actor.optimizer={sgd_momentum: 0.8}"], "actor.optimizer.sgd_momentum: has no effect on 'adam'"),
         (
             ["actor.optimizer={optimizer: sgd, use_precision_aware_optimizer: true}"],
-            "actor.optimizer.use_precision_aware_optimizer: found true; optimizer 'sgd' has no such form",
+            "actor.optimizer.use_precision_aware_optimizer: found true; optimizer 'sgd' does not support it",
         ),
         (
             ["actor.ddp.use_distributed_optimizer=false"],

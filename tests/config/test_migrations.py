@@ -117,4 +117,4 @@ def test_what_is_not_there_is_not_migrated(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("loss", ["global_aux_loss", "seq_aux_loss"])
 def test_a_refused_router_loss_says_how_its_run_goes_on(loss: str, tmp_path: Path) -> None:
     (line,) = violations(write(tmp_path), f"actor.megatron.moe_router_load_balancing_type={loss}")
-    assert "a run that has it goes on as another one, with model.path: its newest checkpoint" in line
+    assert "to continue a run that has it, start a new run with model.path: its newest checkpoint" in line

@@ -85,4 +85,4 @@ def test_a_model_is_described_once_and_readably(tmp_path: Path) -> None:
     file.write_text("{")
     assert f"model.architecture: {file} cannot be read" in violations(only)[0]
     file.write_text("[]")
-    assert f"model.architecture: {file} holds no JSON object" in violations(only)[0]
+    assert f"model.architecture: {file} is not a JSON object" in violations(only)[0]

@@ -32,10 +32,10 @@ def test_unknown_owned_and_mistyped_keys_are_named(tmp_path: Path) -> None:
         )
     )
     assert "gpu_memory_utilisation: unknown to the installed EngineArgs; did you mean gpu_memory_utilization" in text
-    assert "rollout.vllm.seed: not to be set here; it comes from run.seed" in text
+    assert "rollout.vllm.seed: cannot be set here; managed by run.seed" in text
     assert "rollout.vllm.max_num_seqs: found 'many'; allowed: a whole number, null" in text
     assert "rollout.vllm.dtype: found 'float31'" in text and "'bfloat16'" in text
-    assert "actor.megatron.num_layers: not to be set here" in text
+    assert "actor.megatron.num_layers: cannot be set here" in text
     assert "recompute_granularity: found 'ful'; allowed: 'full', 'selective', null" in text
     assert "actor.ddp.overlap_grad_reduce: found 1; allowed: true or false" in text
     assert "did you mean weight_decay" in text

@@ -24,15 +24,15 @@ RIGHT = (
         (["drafter=null", "speculation.drafter=ngram"], "spot: there is no drafter section"),
         (
             ["run.deterministic=true"],
-            "run.deterministic: found true; how long spot trains the drafter goes by measured",
+            "run.deterministic: found true; how long spot trains the drafter depends on measured",
         ),
         (["spot.min_replicas=4"], "spot.min_replicas: found 4; allowed: at most 3, as the last of the 4 engines"),
         (["rollout.tensor_parallel_size=4"], "spot: there is one engine, which never waits for another"),
-        (["spot.lost_after_s=0.7"], "lost_after_s is 0.7; allowed: twice heartbeat_s, 1.0, and more"),
+        (["spot.lost_after_s=0.7"], "lost_after_s is 0.7; allowed: at least twice heartbeat_s, 1.0"),
         (["spot.grace_s=5"], "grace_s is 5.0; allowed: below preempt_timeout_s, 5.0"),
         (
             ["spot.min_entries=73", "trainer.prompts_per_step=4", "algorithm.group_size=8"],
-            "spot.min_entries: found 73; allowed: at most 72, what 3 of 4 engines hold on average of "
+            "spot.min_entries: found 73; allowed: at most 72, the average of 3 of 4 engines over "
             "drafter.buffer.max_age + 1 = 3 step(s)",
         ),
         (
@@ -40,11 +40,11 @@ RIGHT = (
                 *("launcher.nproc_per_node=2", "spot.min_replicas=1", "drafter.buffer.max_age=0"),
                 *("spot.min_entries=6", "trainer.prompts_per_step=5", "algorithm.group_size=2"),
             ],
-            "spot.min_entries: found 6; allowed: at most 5, what 1 of 2 engines hold on average of",
+            "spot.min_entries: found 6; allowed: at most 5, the average of 1 of 2 engines over",
         ),
         (
             ["drafter.loss.reward_weighting=true", "spot.states_bytes=1000000"],
-            "drafter.loss.reward_weighting: found true with spot.states_bytes = 1000000; responses that the drafter",
+            "drafter.loss.reward_weighting: found true with spot.states_bytes = 1000000; spot trains on responses",
         ),
         (
             ["drafter.buffer.disk_bytes=100000"],

@@ -103,7 +103,7 @@ def test_a_serving_thread_that_is_gone_is_an_error() -> None:
         pool._jobs.put(None)  # what ends a thread when the pool closes
         pool._threads[0].join(PATIENCE_S)
         pool.submit("nobody", _math("2"), "#### 2")
-        with pytest.raises(RunError, match="1 response without a verdict, and no thread that serves"):
+        with pytest.raises(RunError, match="1 response without a verdict, and all its threads"):
             _collect(pool)
 
 

@@ -186,7 +186,7 @@ def test_messages_of_a_file_get_system_prompt_and_instruction_but_never_two(tmp_
     [
         ({"kind": "reasoning_gym"}, "needs 'answer_format'"),
         ({"kind": "reasoning_gym", "answer_format": "boxed", "path": "x"}, "takes no 'path'"),
-        ({"answer_format": "boxed"}, "asks for its answer itself"),
+        ({"answer_format": "boxed"}, "has its own answer format"),
         ({"system_prompt": "x"}, "needs 'chat: true'"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_launch_config_names_it_and_comes_back(tmp_path: Path) -> None:
         (
             "counts",
             {},
-            "gave two problems for equal generators; allowed: one that draws everything random from its rng",
+            "returned different problems for equally seeded generators; allowed: all randomness comes from rng",
         ),
         ("pair", {}, "returned a tuple; allowed: a mapping with prompt and answer"),
         ("raises", {}, f"name: {MODULE}.raises raised LookupError: no such row"),
@@ -188,7 +188,7 @@ def test_a_launch_config_names_it_and_comes_back(tmp_path: Path) -> None:
         (
             "sets",
             {},
-            "returned metadata that JSON has not; allowed: a mapping of JSON values (TypeError: Object of type",
+            "returned metadata that is not JSON; allowed: a mapping of JSON values (TypeError: Object of type",
         ),
     ],
 )

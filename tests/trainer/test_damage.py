@@ -55,6 +55,6 @@ def test_with_none_left_one_error_says_so(found: dict[str, Any]) -> None:
     rows = [row for row in found["rows"] if row["damage"].startswith("both")]
     assert len(rows) == 3
     for row in rows:
-        assert row["step"] is None and "none of its checkpoints is whole" in row["error"]
+        assert row["step"] is None and "no intact checkpoint" in row["error"]
         assert "\n" not in row["error"]
         assert "step_000001" in row["said"] and "step_000002" in row["said"]

@@ -55,4 +55,4 @@ def test_an_evaluation_says_nothing_of_data_that_it_does_not_read(
     for file in (run / "drafter" / "data-00000").glob("*.entry"):
         file.unlink()
     drafting(read_only=False).load([checkpoint])
-    assert "3 responses of the drafter's data" in capsys.readouterr().err
+    assert "3 responses that the checkpoint refers to" in capsys.readouterr().err

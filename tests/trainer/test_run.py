@@ -173,7 +173,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(runs: Runs, uninterrupted: P
     wait_for_rows(runs, "stopped", 1, process)
     psutil.Process(process.pid).send_signal(signal.SIGTERM)
     assert process.wait(300 * slowness()) == 128 + signal.SIGTERM, runs.log("stopped")
-    assert "state saved; run again to go on" in runs.log("stopped")
+    assert "state saved; run again to continue" in runs.log("stopped")
     done = len(rows(runs.folder / "stopped")) - 1
     assert (runs.folder / "stopped" / "checkpoints" / f"step_{done:06d}").is_dir()
     runs.train("stopped", "trainer.save_every=0")

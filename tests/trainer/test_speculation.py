@@ -114,7 +114,7 @@ def test_a_section_says_how_suffixes_are_kept_and_drafted_from() -> None:
     own = found["suffix"].config  # type: ignore[attr-defined]
     assert (own.scope, own.own_tree, own.window) == ("global", False, 4)
     assert (own.factor, own.offset, own.min_probability) == (0.5, 2.0, 0.3)
-    with pytest.raises(ValueError, match=r"factor is 0\.5 and offset 0\.0; allowed: a sum of 1 and more"):
+    with pytest.raises(ValueError, match=r"factor is 0\.5 and offset 0\.0; allowed: a sum of at least 1"):
         TltConfig.model_validate({"model": {"path": "m"}, "tasks": [TASK], "speculation": {"suffix": {"factor": 0.5}}})
 
 
