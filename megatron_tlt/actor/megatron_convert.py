@@ -143,8 +143,8 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
         RunError: the checkpoint lacks a tensor or is damaged, or a file operation fails; ``target`` is complete or
             absent.
     """
-    beside = side_files or source / SIDE_FILES
-    weights = WeightMap(read_hf_config(beside), str(beside))
+    config_folder = side_files or source / SIDE_FILES
+    weights = WeightMap(read_hf_config(config_folder), str(config_folder))
     reader = ChunkReader(source / MEGATRON_PART)
     sizes = {
         name: prod(shape) * reader.dtype(checkpoint_box(weights, name)[0]).itemsize
@@ -163,7 +163,7 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
                 done(sizes[parameter], total)
             save_file(tensors, temporary / name, metadata={"format": "pt"})
         if rank() == 0:
-            copy_side_files(beside, temporary)
+            copy_side_files(config_folder, temporary)
             if len(files) > 1:
                 _write_index(temporary / INDEX, weights, names, files, sum(sizes.values()))
 
