@@ -16,7 +16,7 @@ from megatron_tlt.platform.collectives import broadcast_data, failing_together
 from megatron_tlt.platform.device import log_once, rank
 from megatron_tlt.spot import CoordinatorClient, CoordinatorService, MessageSigner, new_secret
 
-_NOT_BELIEVED = ("misdirected", "replayed", "reports replayed", "reports of unknown ranks")
+_REJECTED = ("misdirected", "replayed", "reports replayed", "reports of unknown ranks")
 
 
 def coordinator_host(host: str | None, nodes: int) -> str:
@@ -91,7 +91,7 @@ class Coordination:
         counts = Counter(self.client.counts)
         if self._service is not None:
             counts.update(self._service.counts)
-        return sum(count for what, count in counts.items() if what.startswith("messages ") or what in _NOT_BELIEVED)
+        return sum(count for what, count in counts.items() if what.startswith("messages ") or what in _REJECTED)
 
     def __enter__(self) -> Coordination:
         return self
