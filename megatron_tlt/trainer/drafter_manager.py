@@ -187,7 +187,7 @@ class DrafterManager:
         self._memory.reload()
         self._to_drafter_s = time.perf_counter() - began
 
-    def _leave_device(self) -> None:
+    def leave_device(self) -> None:
         """Offloads the drafter's tensors to the host, so that the engine has the device to itself."""
         if current_device().offloads:
             self._trainer.drop_gradients()
@@ -326,7 +326,7 @@ class DrafterManager:
         assert self._sync is not None
         self._memory.reload()
         report = self._sync.sync(version=self.version, verify=verify)
-        self._leave_device()
+        self.leave_device()
         return report
 
     def write(self, folder: Path) -> None:
@@ -345,6 +345,7 @@ class DrafterManager:
 
     def load(self, folders: Sequence[Path]) -> None:
         """Resumes from a checkpoint; responses sampled after it are dropped and sampled again."""
+        self._memory.reload()
         state, extra = read_checkpoint(folders[0])
         self._trainer.load_state(state)
         self._good = _copied(self._trainer.state)
@@ -376,6 +377,7 @@ class DrafterManager:
                 shutil.rmtree(self._frozen, ignore_errors=True)
         if self._checkpoints is None:
             return
+        self._memory.reload()
         before = self._trainer.version
         taken = self._checkpoints.take_over() if rank() == 0 else False
         if any_rank(taken):

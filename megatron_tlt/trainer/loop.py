@@ -130,6 +130,10 @@ class Run:
         speculation = config.speculation
         if self.drafting is not None:
             speculation = speculation.model_copy(update={"path": self.drafting.first_folder})
+        # an engine takes the device's free memory as it is built
+        self.policy.memory.offload()
+        if self.drafting is not None:
+            self.drafting.leave_device()
         self.engine = build_engine(config, self._side_files, speculation)
         if self.drafting is not None:
             self.drafting.attach(self.engine)
@@ -186,6 +190,7 @@ class Run:
         self._held_out: list[Problem] | None = None
         self._state = TrainerState()
         self._saved_step: int | None = None
+        self.step.switch_to_actor()  # a checkpoint is loaded, or the first weights sent, from the device
 
     def train(self) -> None:
         """Trains from the newest checkpoint (or from the start) to the last step.

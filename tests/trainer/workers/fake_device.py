@@ -1,0 +1,16 @@
+"""A rank of a run whose device has a memory of its own."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_tlt.cli.worker import run_worker
+from megatron_tlt.platform.device import prepare
+
+if __name__ == "__main__":
+    prepare()
+    from megatron_tlt.trainer.loop import train
+    from tests.helpers import fake_device
+
+    fake_device.install()
+    sys.exit(run_worker(train))
