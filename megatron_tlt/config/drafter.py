@@ -67,7 +67,7 @@ class DrafterConfig(Section):
     faster. EAGLE's default is 1e-4, as larger rates diverge.
 
     ``path`` is the folder of the initial drafter; without it, training starts from the target's last layer.
-    ``unroll_steps`` consecutive drafts are trained (default: 3 for EAGLE, 4 for EAGLE-3); the loss of each further one
+    ``unroll_steps`` consecutive drafts are trained (3 by default); the loss of each further one
     is multiplied by ``unroll_decay``. ``feature_noise`` is the half-width of uniform noise on the input features.
 
     ``draft_vocab_size`` is the number of tokens that can be drafted (default: all); the first training step chooses the

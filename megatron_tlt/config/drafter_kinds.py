@@ -49,7 +49,7 @@ class DrafterKind:
     num_aux_layers: int
     own_head: bool
     lr: float = 3e-4
-    unroll_steps: int = 4
+    unroll_steps: int = 3
     regression_weight: float | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +72,6 @@ KINDS = {
         num_aux_layers=0,
         own_head=False,
         lr=1e-4,
-        unroll_steps=3,
         regression_weight=0.5,
     ),
     "eagle3": DrafterKind(
