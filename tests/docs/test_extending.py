@@ -60,7 +60,7 @@ def test_the_launch_config_passes_the_checks_before_a_run(tmp_path: Path) -> Non
     path.write_text(yaml.safe_dump({**CONFIG, "model": {"recipe": {}}, "rollout": rollout}))
     config = load_checked(path, starts=False)
     assert (config.tasks, config.algorithm.name) == (TASKS, "mypackage.algorithms.Damped")
-    assert config.drafter is not None and (config.drafter.lr, config.drafter.steps) == (1e-3, 4)
+    assert config.drafter is not None and (config.drafter.lr, config.drafter.steps) == (1e-3, 3)
     bash = next(code for language, code in BLOCKS if language == "bash")
     overrides = [word for word in shlex.split(bash) if "=" in word]
     replayed = load_checked(path, overrides, starts=False)

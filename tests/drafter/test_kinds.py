@@ -58,7 +58,7 @@ def test_the_kinds_of_this_package_are_what_they_were() -> None:
     assert DRAFTERS == ("off", "ngram", "suffix", "eagle", "eagle3", "suffix+eagle", "suffix+eagle3")
     eagle, eagle3 = DrafterConfig(kind="eagle"), DrafterConfig(kind="eagle3")
     assert (eagle.lr, eagle.steps, eagle.regression_weight) == (1e-4, 3, 0.5)
-    assert (eagle3.lr, eagle3.steps, eagle3.regression_weight) == (3e-4, 4, 0.0)
+    assert (eagle3.lr, eagle3.steps, eagle3.regression_weight) == (3e-4, 3, 0.0)
     assert KINDS["eagle3"].num_aux_layers == NUM_AUX_LAYERS and KINDS["eagle"].num_aux_layers == 0
     assert {name: kind.method for name, kind in KINDS.items()} == {"eagle": "eagle", "eagle3": "eagle3"}
 
