@@ -8,6 +8,7 @@
 #   TLT_VENV       the environment on bare metal (default: .venv of the repository)
 #   TLT_SITE       shell code for every node: modules, NCCL's settings (default: slurm/site.sh where there is one)
 #   TLT_INTERFACE  the network interface (default: the one on the way to the first node)
+#   TLT_NUMA       none, node, socket, exclusive: the processors that a process is bound to (default: its GPU's NUMA node)
 #   TLT_PORT       where the nodes meet on the first one (default: from the job's number)
 #   TLT_REQUEUE    no: a job that was told to stop saves and ends, and another one goes on (default: it requeues itself)
 

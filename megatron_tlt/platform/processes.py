@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.nodes import Nodes
 
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +36,7 @@ def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequ
         "-m",
         "megatron_tlt.platform.torchrun",
         *meeting,
+        *numa_binding(),
         f"--nproc-per-node={nproc}",
         "--max-restarts=0",
         "-m",
@@ -41,8 +45,38 @@ def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequ
     ]
 
 
+def numa_binding(system: Path = Path("/")) -> list[str]:
+    """torchrun's argument that binds each process to the processors next to its GPU; ``TLT_NUMA`` names another mode.
+
+    Empty with one NUMA node, without GPUs, or without the program numactl, which torch calls.
+
+    Raises:
+        ConfigError: an unknown ``TLT_NUMA``.
+    """
+    modes = ("none", "node", "socket", "exclusive", "core-complex")
+    mode = os.environ.get("TLT_NUMA", "node")
+    if mode not in modes:
+        raise ConfigError(f"TLT_NUMA: found {mode!r}; allowed: {', '.join(modes)}")
+    several = (system / "sys/devices/system/node/node1").is_dir()
+    gpus = any((system / "proc/driver/nvidia/gpus").glob("*"))
+    if mode == "none" or not several or not gpus or shutil.which("numactl") is None:
+        return []
+    return [f"--numa-binding={mode}"]
+
+
+def _cache_folder() -> Path:
+    """A folder on this node's disk that only this user can write: compiled kernels are loaded from it."""
+    folder = Path(tempfile.gettempdir(), f"megatron-tlt-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    own = found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+    return folder if own else Path(tempfile.mkdtemp(prefix="megatron-tlt-"))
+
+
 def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, str]:
     """The environment of a launch's processes: this process's, with ``threads`` threads for each of them."""
+    caches = _cache_folder()
     return {
         # gloo hangs if the host name resolves to an address without a listener; a single node needs only loopback.
         **(nodes.environment if nodes else {"GLOO_SOCKET_IFNAME": "lo"}),
@@ -53,6 +87,10 @@ def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, st
         # default of 1,024 shapes, a process of 135 M parameters grows by 100 MB per training step.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
         "LRU_CACHE_CAPACITY": "16",
+        # compiled kernels: on this node's disk, as a home folder is often a slow file system that all nodes share
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        "VLLM_CACHE_ROOT": f"{caches}/vllm",
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         # vLLM's n-gram drafter would start its own threads, which compete with all others

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform import processes
-from megatron_tlt.platform.processes import launch_environment, run_processes
+from megatron_tlt.platform.processes import launch_environment, numa_binding, run_processes
 
 PRODUCTS = """
 import torch
@@ -41,3 +43,36 @@ def test_processes_that_are_given_up_leave_what_they_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(processes, "torchrun_command", lambda *_: [sys.executable, "-c", said])
     with pytest.raises(RunError, match=r"(?s)^slow: still running after 3 s; last output:\nstep 10\n.*step 29$"):
         run_processes("slow", "a.module", [], 1, 3.0)
+
+
+def test_processes_are_bound_to_their_gpus_processors_where_torch_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TLT_NUMA", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert numa_binding(tmp_path) == []
+    (tmp_path / "sys/devices/system/node/node1").mkdir(parents=True)
+    assert numa_binding(tmp_path) == []
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert numa_binding(tmp_path) == ["--numa-binding=node"]
+    monkeypatch.setenv("TLT_NUMA", "socket")
+    assert numa_binding(tmp_path) == ["--numa-binding=socket"]
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert numa_binding(tmp_path) == []
+    monkeypatch.setenv("TLT_NUMA", "gpu")
+    with pytest.raises(ConfigError, match="TLT_NUMA: found 'gpu'; allowed: none, node, "):
+        numa_binding(tmp_path)
+
+
+def test_compile_caches_are_on_the_nodes_own_disk_in_a_folder_that_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    environment = launch_environment(1)
+    assert environment["TRITON_CACHE_DIR"] == "/elsewhere"
+    (folder,) = tmp_path.iterdir()
+    assert environment["VLLM_CACHE_ROOT"] == str(folder / "vllm") and folder.stat().st_mode & 0o077 == 0
+    assert launch_environment(1)["VLLM_CACHE_ROOT"] == environment["VLLM_CACHE_ROOT"]
+    folder.chmod(0o777)  # as if somebody else had made it
+    assert launch_environment(1)["VLLM_CACHE_ROOT"] != environment["VLLM_CACHE_ROOT"]
