@@ -13,16 +13,16 @@ from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
 
 _FEW = 3
-"""Drafts of the shorter of two strategies without a model."""
+"""Draft tokens of the shorter of the two default strategies of a token drafter."""
 _SURE = 50
-"""Chance of acceptance, in percent, below which a strategy for costly verification makes no drafts."""
+"""Acceptance probability in percent below which a strategy for costly verification does not draft."""
 
 
 def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
-    """All strategies that the section may put in force.
+    """All strategies that the section may activate.
 
     Raises:
-        ConfigError: one that the engine cannot have.
+        ConfigError: the engine does not support one of them.
     """
     most, drafter = speculation.num_speculative_tokens, speculation.drafter
     if not speculation.enabled:
@@ -43,11 +43,11 @@ def strategies_of(speculation: SpeculationConfig) -> list[Strategy]:
 
 
 def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> list[Strategy]:
-    """Off, the drafter with every odd number of tokens up to ``most``, and ``most``; for a head others beside it.
+    """Off, and the drafter with every odd number of tokens below ``most`` and with ``most``; for a head also others.
 
-    Those are suffix trees, with few tokens too, which pays in larger batches; the pair of both; and head and pair
-    without drafts that they are not sure of, which pays where verifying a draft takes long, as on a CPU. Where
-    ``budgets`` say how many drafts each request has, all draft ``most`` alone, and without a bound: budgets go by the
+    The others are suffix trees, with few tokens too, which pays in larger batches; the suffix and head pair; and head
+    and pair limited to likely drafts, which pays where verification is expensive, as on a CPU. With ``budgets`` (draft
+    tokens per request) all strategies draft ``most`` tokens without that limit, because budgets are computed from the
     acceptance of all drafts.
     """
     lengths = [most] if budgets else sorted({*range(1, most + 1, 2), most})
@@ -63,16 +63,16 @@ def default_strategies(drafter: str, most: int, *, budgets: bool = False) -> lis
 def build_controller(
     speculation: SpeculationConfig, max_response_tokens: int, seed: int, max_num_seqs: int | None = None
 ) -> SpeculationController:
-    """What chooses an engine's strategies, asked on its first rank.
+    """The controller that chooses an engine's strategies, called on the engine's first rank.
 
     Args:
-        speculation: the section; its ``adaptive`` is there.
-        max_response_tokens: of the rollout.
-        seed: of what the tuner tries.
-        max_num_seqs: requests that the engine decodes at once at most, where the configuration says so.
+        speculation: the section; its ``adaptive`` is set.
+        max_response_tokens: the rollout's.
+        seed: seed of the tuner's exploration.
+        max_num_seqs: maximum number of concurrent requests of the engine, if configured.
 
     Raises:
-        ConfigError: strategies that the engine cannot have, or options that the tuner has not.
+        ConfigError: the engine does not support a strategy, or the tuner an option.
     """
     assert speculation.adaptive is not None
     own = speculation.adaptive

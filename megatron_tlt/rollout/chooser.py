@@ -1,4 +1,4 @@
-"""Who chooses the strategy while an engine generates: the interface the engine calls around each of its steps."""
+"""Interface that an engine calls before and after each step to choose the speculation strategy."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megatron_tlt.speculation.strategy import StepRecord, Strategy
 
 
 class StrategyChooser(Protocol):
-    """Chooses before each engine step and sees what came of it; of an engine's ranks, the first one's is asked."""
+    """Chooses a strategy before each engine step and observes the result; called on the engine's first rank only."""
 
     def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
-        """The strategy to draft under from this step on, and drafts per request where these are fewer.
+        """Choose the strategy to draft under from this step on, and lower draft limits of single requests.
 
         Args:
-            batch: requests that the next drafts are for, ``len(requests)`` but before the first step.
-            requests: tokens generated so far, by the id of each running request.
+            batch: number of requests to draft for; equals ``len(requests)`` except before the first step.
+            requests: tokens generated so far, by id of each running request.
 
         Returns:
-            Its budgets hold for the requests that they name, the strategy's ``num_tokens`` for others.
+            The strategy and the budgets by request id; other requests get the strategy's ``num_tokens``.
         """
 
     def observe(self, step: StepRecord) -> None:
-        """A step has ended."""
+        """Process the record of a finished step."""

@@ -1,4 +1,4 @@
-"""The speculation of one engine, rollout after rollout: what drafts in each of its steps, and what came of it."""
+"""Speculation of one engine across rollouts: selects the strategy of each step and counts the results."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 @dataclass
 class RolloutAccount:
-    """What an engine did in a rollout, in counts.
+    """Counts of one engine in one rollout.
 
     Attributes:
-        steps: engine steps by the name of the strategy whose drafts they verified.
-        open_steps: of them, those that could choose a strategy other than "off"; None where nothing is chosen.
-        drafts: by ``Strategy.source``, how often a request's drafts were verified.
-        accepted: likewise, draft tokens accepted.
-        withheld: drafters that were kept from drafting.
-        gain: its time with and without speculation.
-        switches: how often the strategy changed.
-        choosing_s: seconds in which it was chosen, in the steps where it changed.
-        catch_up_s: seconds in which the head computed tokens that it had skipped; on a GPU, to launch that.
+        steps: engine steps by name of the strategy whose drafts they verified.
+        open_steps: steps in which a strategy other than "off" could be chosen; None without adaptive speculation.
+        drafts: number of verifications of a request's drafts, by ``Strategy.source``.
+        accepted: accepted draft tokens, by ``Strategy.source``.
+        withheld: drafters that were not allowed to draft.
+        gain: rollout time with and without speculation.
+        switches: number of strategy changes.
+        choosing_s: seconds spent choosing the strategy in steps that changed it.
+        catch_up_s: seconds in which the head computed skipped tokens; on a GPU only the launch time.
     """
 
     steps: dict[str, int] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class RolloutAccount:
 
 
 class EngineSpeculation:
-    """A ``StrategyChooser`` for all rollouts of an engine; one per engine, asked on its first rank.
+    """A ``StrategyChooser`` for all rollouts of one engine, called on the engine's first rank.
 
-    A drafter made from the target (no ``drafter.path``) is a guess until it has been trained: at version 0 it drafts
-    nothing, in training and in evaluation.
+    A drafter initialized from the target (no ``drafter.path``) does not draft at version 0, in training or
+    evaluation, because it is untrained.
 
-    What speculation gained is estimated from steps without drafts (``GainMeter``), of which a few are made for that
-    (``PlainStepProbe``). Evaluations leave no trace in which these are: a resumed run may do more or fewer of them.
+    The gain is estimated from steps without drafts (``GainMeter``); ``PlainStepProbe`` inserts a few such steps.
+    Evaluations do not change which training steps are probes, since a resumed run may run more or fewer of them.
 
     Args:
         speculation: the section; it is enabled.
-        adaptive: what chooses the strategy; None: it is always the section's own.
+        adaptive: chooses the strategy; None: always the section's own strategy.
         needs_training: the drafter model starts from the target.
-        probe_share: of the steps that speculate, at most so many are made without drafts.
+        probe_share: maximum share of speculative steps that run without drafts as probes.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class EngineSpeculation:
         self._kept = self._probe.state()
 
     def begin_step(self) -> None:
-        """The next rollout is one of training."""
+        """Mark the next rollout as a training rollout."""
         self._trains = True
 
     def begin_rollout(self, requests: Sequence[Request], drafter_version: int | None = None) -> None:
-        """These requests are about to be decoded, with this version of the engine's drafter model if it has one."""
+        """Prepare for decoding these requests; ``drafter_version`` is None without a drafter model."""
         untrained = self._needs_training and drafter_version == 0
         self._withheld = frozenset({self._drafter}) if untrained else frozenset()
         if untrained and not self._notified:
@@ -120,7 +120,7 @@ class EngineSpeculation:
         self._switches, self._choosing_s, self._catch_up_s = 0, 0.0, 0.0
 
     def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
-        """As ``StrategyChooser.next``."""
+        """See ``StrategyChooser.next``."""
         began = time.perf_counter()
         strategy, budgets = chosen, _ = self._choose(batch, requests)
         if strategy != OFF and self._probing.next(max(batch, 1)):
@@ -129,7 +129,7 @@ class EngineSpeculation:
                 self.adaptive.make_plain()
         seconds = time.perf_counter() - began
         self._meter.used(seconds)
-        if self._strategy not in (None, chosen):  # a step without drafts for the gain's sake is no switch
+        if self._strategy not in (None, chosen):  # a probe step is not a switch
             self._switches += 1
             self._choosing_s += seconds
         self._strategy = chosen
@@ -143,7 +143,7 @@ class EngineSpeculation:
         return chosen
 
     def observe(self, step: StepRecord) -> None:
-        """As ``StrategyChooser.observe``."""
+        """See ``StrategyChooser.observe``."""
         began = time.perf_counter()
         self._steps[step.strategy.name] += 1
         self._catch_up_s += step.catch_up_s
@@ -157,7 +157,7 @@ class EngineSpeculation:
         self._meter.used(time.perf_counter() - began)
 
     def finished(self, response: Response) -> None:
-        """A response has ended, by itself or because it was aborted."""
+        """Account for a response that finished or was aborted."""
         self._lengths[response.request_id] = len(response.token_ids)
         lengths, draft = self._length_policy, response.draft
         if lengths is not None and response.finish_reason == "abort":
@@ -168,7 +168,7 @@ class EngineSpeculation:
             )
 
     def end_rollout(self, requests: Sequence[Request]) -> None:
-        """The rollout is over; what did not finish was given up."""
+        """Estimate the gain of the rollout and drop its unfinished requests."""
         self._gain = self._meter.end_rollout([self._lengths.get(request.request_id, 0) for request in requests])
         if self._length_policy is not None:
             for request in requests:
@@ -180,7 +180,7 @@ class EngineSpeculation:
 
     @property
     def account(self) -> RolloutAccount:
-        """Of the last rollout."""
+        """Counts of the last rollout."""
         return RolloutAccount(
             dict(self._steps),
             None if self.adaptive is None else self._open_steps,
@@ -194,28 +194,29 @@ class EngineSpeculation:
         )
 
     def keep_rollout(self) -> None:
-        """The last rollout is over on all engines. One that was cut short is repeated, with the same probes."""
+        """Commit the probe schedule once all engines finished; an interrupted rollout repeats the same probes."""
         self._kept = self._probe.state()
 
     def state(self) -> dict[str, Any]:
-        """What it has measured, as JSON; what ``adaptive`` has learnt is not in it."""
+        """Measurements as JSON, without the state of ``adaptive``."""
         return {"plain": self._meter.plain.state(), "probe": self._kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result."""
+        """Restore the result of ``state()``."""
         self._meter.plain.load_state(state["plain"])
         self._probe.load_state(state["probe"])
         self._kept = self._probe.state()
 
 
 def account_metrics(accounts: Sequence[RolloutAccount]) -> dict[str, float]:
-    """Metrics of all engines of a rollout together.
+    """Metrics of a rollout over all engines.
 
-    ``share_*`` of engine steps by strategy, ``gate_open``, acceptance lengths by source (tokens per verification of a
-    request's drafts, the target's own included), ``drafter_withheld``. ``switches`` of an engine's strategy on average,
-    and ``switch_ms``: what choosing took in one; ``catch_up_ms``: what an engine's head took in a rollout to compute
-    tokens that it had skipped under other strategies. ``gain`` of the whole rollout and of each engine, where enough
-    was measured, with the seconds that it is the ratio of, and ``gain_coverage``.
+    ``share_*``: share of engine steps by strategy. ``gate_open``: share of steps that could speculate.
+    ``acceptance_length_*``: tokens per verification of a request's drafts, the target's own included, by source.
+    ``drafter_withheld``: 1 if a drafter was withheld. ``switches``: strategy changes per engine; ``switch_ms``: time to
+    choose the strategy per change. ``catch_up_ms``: time per engine and rollout in which the head computes skipped
+    tokens. ``gain``, of the rollout and of each engine, where enough was measured, with the two times whose ratio it
+    is, and ``gain_coverage``.
     """
     steps, drafts, accepted = Counter[str](), Counter[str](), Counter[str]()
     for account in accounts:

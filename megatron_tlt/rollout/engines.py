@@ -1,4 +1,4 @@
-"""The rollout engines by name, and any other by import path. Importing this is cheap: classes are imported late."""
+"""The rollout engines by name or import path. Importing this module is cheap: engine classes are imported late."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.interface import Capabilities, RolloutEngine
 
-#: The name that ``rollout.engine`` gives -> the class.
+#: Engine name in ``rollout.engine`` -> import path.
 ENGINES = {
     "replay": "megatron_tlt.rollout.replay.ReplayEngine",
     "vllm": "megatron_tlt.rollout.vllm_engine.VllmEngine",
 }
 _KEY = "rollout.engine"
 _ARGUMENTS = "rollout.engine_arguments"
-_GIVEN = 4  # what every constructor takes before its own arguments
+_GIVEN = 4  # arguments of every constructor before the engine's own
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
     """The class that ``rollout.engine`` names.
 
     Raises:
-        ConfigError: an unknown name, or an import path where there is no engine.
+        ConfigError: the name is unknown, or the import path names no engine.
     """
     if name not in ENGINES and not is_import_path(name):
         raise ConfigError(
@@ -44,9 +44,9 @@ def engine_class(name: str) -> type[RolloutEngine]:
 
 
 def engine_problems(config: TltConfig) -> list[str]:
-    """One line per reason why the engine cannot do what the config asks of it; torch is imported only for others'.
+    """One line per reason why the engine cannot run the config; imports torch only for third-party engines.
 
-    ``vllm`` does everything, so its class is not imported.
+    ``vllm`` supports everything, so its class is not imported.
     """
     name = config.rollout.engine
     if name == "vllm":
@@ -60,7 +60,7 @@ def engine_problems(config: TltConfig) -> list[str]:
 
 
 ALL = Capabilities(weights=True, speculation=True, sleep=True, tensor_parallel=True, vllm=True)
-"""What ``vllm`` does."""
+"""Capabilities of ``vllm``."""
 
 
 def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
@@ -81,25 +81,25 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
 
 
 def libraries_not_needed(rollout: RolloutConfig) -> tuple[str, ...]:
-    """Names of ``platform.versions.REQUIREMENTS`` that this engine does without.
+    """Names of ``platform.versions.REQUIREMENTS`` that this engine does not need.
 
     Raises:
-        ConfigError: as ``engine_class``.
+        ConfigError: see ``engine_class``.
     """
     return () if rollout.engine == "vllm" or engine_class(rollout.engine).capabilities.vllm else ("vllm",)
 
 
 def build_engine(config: TltConfig, model_path: Path, speculation: SpeculationConfig) -> RolloutEngine:
-    """This rank's engine of a run, whose weights the first reshard brings.
+    """Build this rank's engine; its weights come with the first reshard.
 
     Args:
-        config: of the run.
+        config: the run's.
         model_path: a folder with the policy's config and tokenizer.
-        speculation: the config's section, with the folder that the drafter starts from.
+        speculation: the config's section, with the drafter's initial folder.
 
     Raises:
-        ConfigError: the engine cannot do what the config or this device asks of it, or refuses its arguments.
-        RunError: the engine cannot be built; its constructor says which errors it raises.
+        ConfigError: the engine cannot run the config on this device, or refuses its arguments.
+        RunError: the engine cannot be built; its constructor documents further errors.
     """
     from megatron_tlt.platform.device import current_device
 

@@ -1,8 +1,8 @@
-"""What the trainer asks of a rollout engine, whatever generates the responses.
+"""Interface between the trainer and a rollout engine.
 
 An engine is one class, named by ``rollout.engine`` (``rollout/engines.py``). It subclasses :class:`RolloutEngine`,
-implements ``generate``, and states in ``capabilities`` what else it does. A config that needs more is refused before
-ranks start, so the methods of a capability that an engine lacks are never called.
+implements ``generate``, and lists its other features in ``capabilities``. A config that needs more is refused before
+ranks start, so methods of a missing capability are never called.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ OnStep = Callable[[StepRecord], None]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine does besides generating.
+    """Optional features of an engine.
 
     Attributes:
-        weights: it generates with the actor's weights, which each step writes into it. Without, the responses come
-            from elsewhere: nothing is moved (``reshard.method: none``), and nothing is evaluated.
-        speculation: it drafts as the ``speculation`` section says, and records what a drafter model reads.
-        sleep: it gives the device's memory up between rollouts, or takes none.
+        weights: it generates with the actor's weights, which each step writes into it. Without it, responses come from
+            elsewhere: weights are not transferred (``reshard.method: none``), and there is no evaluation.
+        speculation: it drafts as the ``speculation`` section says, and records the drafter model's inputs.
+        sleep: it frees the device's memory between rollouts, or uses none.
         tensor_parallel: several ranks can form one engine.
         vllm: it is built on vLLM and reads ``rollout.vllm``.
     """
@@ -62,20 +62,20 @@ class RolloutEngine(Protocol):
     """
 
     def __init__(self, model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> None:
-        """See above; a class without ``engine_arguments`` may leave it out."""
+        """See the class; an engine without ``engine_arguments`` may omit it."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     token_drafters: Mapping[str, TokenDrafter] = MappingProxyType({})
-    """Drafters without a model, by name; they learn from the responses of all engines."""
+    """Token drafters by name; they learn from the responses of all engines."""
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """The engine's ranks, over CPU tensors; None where it is one rank."""
+        """CPU group of the engine's ranks; None for one rank."""
         return None
 
     @property
     def versions(self) -> Mapping[str, int | None]:
-        """The version of each part's weights (``policy``, ``drafter``); None where they are not whole."""
+        """The version of each part's weights (``policy``, ``drafter``); None while they are incomplete."""
         return {}
 
     @abstractmethod
@@ -86,55 +86,55 @@ class RolloutEngine(Protocol):
         on_step: OnStep | None = None,
         chooser: StrategyChooser | None = None,
     ) -> list[Response]:
-        """One response per request, in the requests' order.
+        """Generate one response per request, in the order of the requests.
 
-        The same weights and requests give the same responses, in any process: a resumed run repeats its steps.
-        ``on_finished`` is called with each response as soon as it ends, ``on_step`` after each engine step, and at
-        least once per second: it raises where the run was asked to stop. ``chooser`` chooses how to speculate.
+        The same weights and requests give the same responses in any process, so a resumed run repeats its steps.
+        ``on_finished`` is called with each response when it ends. ``on_step`` is called after each engine step and at
+        least once per second; it raises if the run was asked to stop. ``chooser`` selects the speculation strategy.
 
         Raises:
-            ConfigError: a request that the engine cannot answer; raised before anything is generated.
-            RunError: generation failed, or the weights are not whole.
+            ConfigError: the engine cannot answer a request; raised before anything is generated.
+            RunError: generation failed, or weights are incomplete.
         """
         ...
 
     def shutdown(self) -> None:
-        """Releases what the engine holds; nothing is asked of it afterwards."""
+        """Release the engine's resources; it is not used afterwards."""
 
     # capability: sleep
     def sleep(self, level: int = 1) -> None:
-        """Frees the device: level 1 keeps weights on the host, 2 drops them."""
+        """Free the device: level 1 keeps weights on the host, 2 drops them."""
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the device back: all of it, or only ``weights`` or ``kv_cache``."""
+        """Reallocate device memory: everything, or only ``weights`` or ``kv_cache``."""
 
-    # capability: weights; as ``reshard.interface.WeightTarget``
+    # capability: weights; see ``reshard.interface.WeightTarget``
     def begin_update(self, part: Part) -> None:
-        """From here on the engine refuses to generate with this part."""
+        """Announce an update: the engine refuses to generate with this part until it is finished."""
         raise self._lacks("weights")
 
     def finish_update(self, part: Part, version: int) -> None:
-        """The part is whole again, and of this version."""
+        """Set the version of a part whose weights are complete again."""
         raise self._lacks("weights")
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Writes whole tensors under their Hugging Face names; returns how many."""
+        """Write full tensors under their Hugging Face names; return their number."""
         raise self._lacks("weights")
 
     def read_weights(self) -> HeldWeights:
-        """Yields each Hugging Face name, this rank's tensor (a view) and its slice of the whole one."""
+        """Yield each Hugging Face name, this rank's tensor (a view) and its slice of the full tensor."""
         raise self._lacks("weights")
 
-    # capability: speculation, where the drafter is a model
+    # capability: speculation with a drafter model
     def read_drafter_weights(self) -> HeldWeights:
-        """As ``read_weights``, under the names in the drafter's folder."""
+        """Like ``read_weights``, under the names in the drafter's folder."""
         raise self._lacks("speculation")
 
     def restore_drafter(self) -> None:
-        """Loads the drafter that the engine was built with again, where ``sleep`` dropped it."""
+        """Reload the drafter that the engine was built with, if ``sleep`` dropped it."""
 
     def record_into(self, recorded: RecordedStates | None) -> None:
-        """Keeps there what the drafter model reads of each request, while it ``records``; None: nowhere."""
+        """Record the drafter model's inputs for each request in ``recorded`` while it ``records``; None stops it."""
         raise self._lacks("speculation")
 
     def _lacks(self, capability: str) -> RunError:

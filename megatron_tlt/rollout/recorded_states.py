@@ -1,4 +1,4 @@
-"""Hidden states that an engine computed while it decoded, kept for whoever learns from them."""
+"""Hidden states that an engine computed while decoding, kept for drafter training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 Span = tuple[str, int, int, int]
-"""Of a request's tokens in a step: its key, the first one's position and row, how many."""
+"""Tokens of one request in a step: key, first position, first row, number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class RecordedResponse:
     """A finished response of T tokens, prompt included.
 
     Attributes:
-        request_id: the caller's.
+        request_id: the caller's id.
         prompt_length: tokens before the response.
         token_ids: T of them.
-        hidden: (T', E) in bfloat16 on the host: row t is the state of token t. T' is T - 1: the last token was sampled,
-            and never computed.
+        hidden: (T', E) in bfloat16 on the host; row t is the state of token t. T' is T - 1, since the last token was
+            sampled but not processed.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class RecordedResponse:
 
 @dataclass
 class _Recording:
-    """Of one request: pieces of states by their first position, in the order in which they were computed."""
+    """Hidden states of one request: pieces with their first position, in order of computation."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -43,19 +43,19 @@ class _Recording:
         return sum(states.nbytes for _, states in self.pieces)
 
     def own(self) -> None:
-        """Gives its pieces memory of their own, so that what a step computed of other requests can go."""
+        """Copy the pieces, so that memory shared with other requests of the same step can be freed."""
         self.pieces = [(position, states.clone()) for position, states in self.pieces]
 
 
 class RecordedStates:
-    """What an engine's steps computed of each request in a rollout, within a bound of memory.
+    """Hidden states of the requests of a rollout, within a memory limit.
 
-    Where the bound is reached, half of the requests that still run are given up, the last to come first, so that some
-    are whole at any length. A prompt whose beginning came from the engine's prefix cache takes that part's states from
-    a request that begins with the same tokens and computed them. Responses that are not whole are left out.
+    At the limit, half of the running requests are dropped, those started last first, so that complete responses of any
+    length remain. If the prefix cache served the start of a prompt, its states are taken from a request that computed
+    the same tokens. Incomplete responses are omitted.
 
     Args:
-        max_bytes: that may be held.
+        max_bytes: memory limit.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -63,37 +63,37 @@ class RecordedStates:
         self._held = 0
         self._recordings: dict[str, _Recording] = {}
         self.records = False
-        """Whether a rollout is recorded now."""
+        """Whether the current rollout is recorded."""
         self.dropped = 0
-        """Responses of the newest rollout that were given up, or were not whole."""
+        """Responses of the last rollout that were dropped or incomplete."""
 
     @property
     def num_finished(self) -> int:
-        """Responses that have ended so far; a few may turn out not to be whole."""
+        """Responses finished so far; some may prove incomplete."""
         return sum(one.response is not None for one in self._recordings.values())
 
     def begin(self) -> None:
-        """A rollout begins that is to be recorded."""
+        """Start recording a rollout."""
         self.end()
         self.records, self.dropped = True, 0
 
     def end(self) -> None:
-        """Nothing is recorded from here on; what there is, is forgotten."""
+        """Stop recording and discard everything."""
         self._recordings.clear()
         self._held, self.records = 0, False
 
     def start(self, key: str, request_id: str, prompt: Iterable[int]) -> None:
-        """A request is queued, whose rows come under ``key``."""
+        """Register a queued request, whose rows are added under ``key``."""
         if self.records:
             self._recordings[key] = _Recording(request_id, tuple(prompt))
 
     def add(self, states: torch.Tensor, spans: Sequence[Span]) -> None:
-        """Keeps rows of ``states`` (rows, E): for each span those of its tokens."""
+        """Keep rows of ``states`` (rows, E): those of each span's tokens."""
         wanted = [span for span in spans if span[3] and span[0] in self._recordings]
         if not wanted:
             return
         picked = torch.cat([states[row : row + length] for _, _, row, length in wanted])
-        on_host, row = picked.to("cpu", torch.bfloat16), 0  # a copy already, whatever its place and dtype
+        on_host, row = picked.to("cpu", torch.bfloat16), 0  # always a copy, whatever the device and dtype
         for key, position, _, length in wanted:
             self._recordings[key].pieces.append((position, on_host[row : row + length]))
             row += length
@@ -112,19 +112,19 @@ class RecordedStates:
         self._held = sum(one.nbytes for one in self._recordings.values())
 
     def finish(self, key: str, response: Iterable[int]) -> None:
-        """The request has ended with this response."""
+        """Complete the recording of a request with its response."""
         if key in self._recordings:
             self._recordings[key].response = tuple(response)
 
     def forget(self, key: str) -> None:
-        """The request was given up."""
+        """Discard the recording of a request that was dropped."""
         self._recordings.pop(key, None)
 
     def take(self, first: int = 0, every: int = 1) -> list[RecordedResponse]:
-        """Of the responses that ended, each ``every``-th from ``first`` on that is whole; forgets all there is."""
+        """Return every ``every``-th finished response from ``first`` on, if complete; discard everything."""
         recordings = [one for one in self._recordings.values() if one.response is not None]
         self.end()
-        computed: dict[tuple[int, ...], torch.Tensor] = {}  # states of whole prompts, once for each
+        computed: dict[tuple[int, ...], torch.Tensor] = {}  # states of full prompts, each once
         for one in recordings:
             if one.prompt not in computed and (states := _joined(one.pieces, len(one.prompt))) is not None:
                 computed[one.prompt] = states
@@ -135,7 +135,7 @@ class RecordedStates:
             states = _joined(one.pieces, last)
             if states is None and (beginning := _beginning(one, computed)) is not None:
                 states = _joined([(0, beginning), *one.pieces], last)
-            one.pieces.clear()  # what is joined is a copy: both of all responses would be twice the bound
+            one.pieces.clear()  # joining copies; keeping the pieces too would double the memory
             if states is None or last <= len(one.prompt):
                 self.dropped += states is None
                 continue
@@ -144,7 +144,7 @@ class RecordedStates:
 
 
 def _beginning(one: _Recording, computed: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor | None:
-    """The states of the tokens before its first piece, of a prompt that begins with them too."""
+    """States of the prompt tokens before the first recorded piece, from another request with the same tokens."""
     if not one.pieces:
         return None
     count = min(position for position, _ in one.pieces)
@@ -156,7 +156,7 @@ def _beginning(one: _Recording, computed: dict[tuple[int, ...], torch.Tensor]) -
 
 
 def _joined(pieces: Iterable[tuple[int, torch.Tensor]], end: int) -> torch.Tensor | None:
-    """States of the positions before ``end``, later pieces over earlier ones; None where one is missing."""
+    """States of the positions before ``end``; later pieces replace earlier ones. None if a position is missing."""
     joined: torch.Tensor | None = None
     missing = torch.ones(end, dtype=torch.bool)
     for position, states in pieces:

@@ -1,6 +1,6 @@
 """``rollout.engine: replay``: responses from a recording, for training, debugging and tests without an engine.
 
-A recording is a JSON-lines file with one response a row:
+A recording is a JSON-lines file with one response per row:
 
 - ``prompt_token_ids`` (list of P integers), ``sample`` (its number among the responses to a problem, from 0);
 - ``token_ids`` (list of T integers, at least 1), ``log_probs`` (T numbers, each at most 0: the natural logarithm of
@@ -31,12 +31,12 @@ _KEYS = (*_REQUIRED, "finish_reason", "seed")
 _FINISH_REASONS = ("stop", "length", "abort")
 _MOST_PROBLEMS = 10
 _ROUNDING = 1e-6
-"""By so much a log-probability may be above 0."""
+"""Tolerance by which a log-probability may exceed 0."""
 
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A response of a recording; ``seed`` is None where the row has none."""
+    """A recorded response; ``seed`` is None if the row has none."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -44,7 +44,7 @@ class RecordedAnswer:
     seed: int | None
 
     def response(self, request: Request, seconds: float) -> Response:
-        """As the answer to ``request``, cut where that ends."""
+        """Convert to the answer to ``request``, truncated at the request's limit."""
         most = request.sampling.max_tokens
         reason = self.finish_reason if len(self.token_ids) <= most else "length"
         tokens, log_probs = self.token_ids[:most], self.log_probs[:most]
@@ -52,24 +52,24 @@ class RecordedAnswer:
 
 
 class ReplayEngine(RolloutEngine):
-    """Answers each request from the recording, by its prompt and its sample number.
+    """Answers each request from the recording, by its prompt and sample number.
 
-    Of several rows with both, it takes the one with the request's seed; where none has it, one that the seed selects.
-    So the same request always has the same response, also in a resumed run. Responses do not follow the policy: the
-    further it is from the one that was recorded, the more ``algorithm.mismatch`` has to correct.
+    Of several matching rows it takes the one with the request's seed, otherwise one selected by the seed.
+    The same request thus always gets the same response, also in a resumed run. Responses do not follow the policy: the
+    further the policy moves from the recorded one, the more ``algorithm.mismatch`` has to correct.
 
     Args:
-        model_path: the folder with the policy's ``config.json``, for the size of the vocabulary.
+        model_path: the folder with the policy's ``config.json``, for the vocabulary size.
         rollout: the config's section.
         speculation: the config's section; it is not enabled.
         seed: the run's; not used.
-        path: of the recording.
+        path: path of the recording.
 
     Raises:
-        ConfigError: the file cannot be read, or has rows of another form; the first ten are named.
+        ConfigError: the file cannot be read or has malformed rows; the message names the first ten.
     """
 
-    capabilities = Capabilities(sleep=True)  # it takes no memory of the device
+    capabilities = Capabilities(sleep=True)  # it uses no device memory
 
     def __init__(
         self, model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int, *, path: str
@@ -85,11 +85,11 @@ class ReplayEngine(RolloutEngine):
         on_step: OnStep | None = None,
         chooser: StrategyChooser | None = None,
     ) -> list[Response]:
-        """As ``RolloutEngine.generate``; each response is an engine step of its own.
+        """See ``RolloutEngine.generate``; each response is an engine step of its own.
 
         Raises:
             ConfigError: the recording has no response to a request.
-            RunError: there is a ``chooser``, but a replay drafts nothing.
+            RunError: a ``chooser`` was given, but a replay does not draft.
         """
         if chooser is not None:
             raise self._lacks("speculation")
@@ -120,14 +120,14 @@ class ReplayEngine(RolloutEngine):
 
 
 Recording = dict[tuple[tuple[int, ...], int], list[RecordedAnswer]]
-"""Answers by the prompt's token ids and the sample number, in the file's order."""
+"""Answers by prompt token ids and sample number, in file order."""
 
 
 def read_recording(path: Path, vocab_size: int) -> Recording:
-    """The rows of a recording.
+    """Read the rows of a recording.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or has rows of another form; one line for each of the first ten.
+        ConfigError: it cannot be read, is empty, or has malformed rows; one line for each of the first ten.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -154,10 +154,10 @@ def read_recording(path: Path, vocab_size: int) -> Recording:
 
 
 def _checked(row: Any, vocab_size: int) -> dict[str, Any]:
-    """A row of the documented form.
+    """Check that a row has the documented form, and return it.
 
     Raises:
-        ValueError: it has another one.
+        ValueError: it does not.
     """
     if not isinstance(row, dict):
         raise ValueError(f"found a {type(row).__name__}; allowed: an object")
@@ -188,7 +188,7 @@ def _checked(row: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def append_recording(path: Path, requests: Iterable[Request], responses: Iterable[Response]) -> None:
-    """Appends rows that replay ``responses`` to their ``requests``, which are in the same order.
+    """Append rows that replay ``responses`` to their ``requests``, which are in the same order.
 
     Raises:
         RunError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Hidden states of tokens that a drafter head skipped, kept until it is used again."""
+"""Hidden states of tokens that a drafter head skipped, kept until the head is used again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_tlt.config.speculation import SkippedConfig
 
 @dataclass
 class SkippedCounts:
-    """Tokens that the head skipped, those of them computed later, and those whose states were gone by then."""
+    """Counts of tokens that the head skipped, computed later, or lost because their states were overwritten."""
 
     skipped: int = 0
     filled: int = 0
@@ -25,7 +25,7 @@ class SkippedCounts:
 class _Segment:
     """``length`` tokens from ``position`` on, in every ``stride``-th row from ``row`` on.
 
-    Rows are counted over the store's whole life.
+    Rows are numbered over the lifetime of the store.
     """
 
     position: int
@@ -47,9 +47,9 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps in a row of one token for each of the same requests, which then take O(1) each.
+    """Consecutive steps with one token for each of the same requests, stored in O(1) per step.
 
-    ``positions`` (requests,) are those of the first of the ``steps``, whose states begin in ``row``.
+    ``positions`` (requests,) are those of the first of the ``steps``, whose states start at ``row``.
     """
 
     requests: list[str]
@@ -60,16 +60,16 @@ class _Stretch:
 
 @dataclass
 class Gap:
-    """States of consecutive tokens from ``position`` on are in ``rows`` (length,) of ``SkippedStates.states``."""
+    """States of consecutive tokens from ``position`` on, in ``rows`` (length,) of ``SkippedStates.states``."""
 
     position: int
     rows: torch.Tensor
 
 
 class SkippedStates:
-    """A ring of hidden-state rows, and which tokens of which request lie where.
+    """A ring buffer of hidden-state rows with an index of requests and positions.
 
-    The ring is allocated at the first use. Rows are overwritten in the order in which they came.
+    The ring is allocated at first use. The oldest rows are overwritten first.
     """
 
     def __init__(self, limits: SkippedConfig, max_requests: int) -> None:
@@ -83,14 +83,14 @@ class SkippedStates:
 
     @property
     def states(self) -> torch.Tensor:
-        """The ring: (rows, features)."""
+        """The ring buffer: (rows, features)."""
         assert self._ring is not None, "nothing was ever appended"
         return self._ring
 
     def append(self, states: torch.Tensor, spans: Iterable[tuple[str, int, int]]) -> None:
-        """Keep ``states`` (tokens, features), which are those of the spans (request, position, length) in turn.
+        """Keep ``states`` (tokens, features), ordered by the spans (request, position, length).
 
-        What a request had at or behind a span's position counts as computed anew and is forgotten.
+        Earlier states of a request from a span's position on are discarded, since they were recomputed.
         """
         self._end_stretch()
         row = self._written
@@ -102,7 +102,7 @@ class SkippedStates:
     def append_step(self, parts: list[torch.Tensor], requests: Sequence[str], positions: np.ndarray) -> None:
         """Keep the states of one token of each request, at ``positions`` (requests,).
 
-        ``parts``: (requests, features) each, the states in turn.
+        ``parts``: (requests, features) each; concatenated they are the states.
         """
         if not self._goes_on(requests, positions):
             self._end_stretch()
@@ -120,7 +120,7 @@ class SkippedStates:
         )
 
     def _end_stretch(self) -> None:
-        """Note for each request what the stretch holds of it."""
+        """Convert the current stretch to segments per request."""
         stretch, self._stretch = self._stretch, None
         if stretch is None:
             return
@@ -139,7 +139,7 @@ class SkippedStates:
             self._keep_window(segments)
 
     def _write(self, parts: list[torch.Tensor]) -> None:
-        """Write ``parts`` (rows, features) each, side by side, behind the last rows."""
+        """Write ``parts`` (rows, features) each, side by side, after the last rows."""
         count, width = parts[0].shape[0], sum(part.shape[1] for part in parts)
         if self._ring is None:
             row_bytes = max(1, width * parts[0].element_size())
@@ -152,7 +152,7 @@ class SkippedStates:
         if not kept:
             return
         start = (self._written - kept) % capacity
-        if kept == count and start + count <= capacity:  # nearly every step: one operation
+        if kept == count and start + count <= capacity:  # the usual case, in one operation
             torch.cat(parts, dim=1, out=ring.narrow(0, start, count))
             return
         states = torch.cat(parts, dim=1)[count - kept :]
@@ -171,7 +171,7 @@ class SkippedStates:
                 segments.popleft()
 
     def drop_from(self, request: str, position: int) -> None:
-        """The request's tokens from ``position`` on are computed anew: forget them."""
+        """Discard the request's tokens from ``position`` on, since they are recomputed."""
         self._end_stretch()
         self._cut(self._segments.get(request, deque()), position)
 
@@ -184,7 +184,7 @@ class SkippedStates:
                 segments.pop()
 
     def take(self, request: str) -> list[Gap]:
-        """What is left of the request's skipped tokens, by position, and forget it."""
+        """Remove and return the request's remaining skipped tokens, by position."""
         self._end_stretch()
         gaps: list[Gap] = []
         position = -1
@@ -211,11 +211,11 @@ class SkippedStates:
         return Gap(position, torch.tensor(rows, dtype=torch.int64) % len(self.states))
 
     def forget(self, request: str) -> None:
-        """The request has ended."""
+        """Discard a request that has ended."""
         self._end_stretch()
         self._segments.pop(request, None)
 
     def release(self) -> None:
-        """Give the ring's memory back; all requests are forgotten."""
+        """Free the ring buffer and discard all requests."""
         self._ring = self._stretch = None
         self._segments.clear()

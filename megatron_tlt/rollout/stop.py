@@ -1,4 +1,4 @@
-"""Whether decoding is to end early, asked on all ranks of an engine at the same engine steps."""
+"""Decision to stop decoding early, taken by all ranks of an engine at the same step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MOST_STEPS = 1024
 
 
 class StopAgreement:
-    """Called once after each engine step, on every rank of the engine; True on all of them at the same step.
+    """Called after each engine step on every rank of the engine; returns True on all of them at the same step.
 
-    Ranks of one engine meet in collectives at every step: one that left alone would leave the others waiting. They
-    agree with a reduction of two numbers about every ``ASK_EVERY_S`` seconds. It has to be after the same step on all
-    ranks, so the number of steps until the next one follows from the longest time that any rank measured.
+    Ranks of one engine join collectives in every step, so a rank that left alone would block the others. They reduce
+    two numbers about every ``ASK_EVERY_S`` seconds. The reduction must follow the same step on all ranks, so the number
+    of steps until the next one is computed from the longest time that any rank measured.
 
     Args:
         should_stop: whether this rank was asked to stop.
-        group: the engine's ranks, over CPU tensors; None for an engine of one rank, which asks at every step.
+        group: CPU group of the engine's ranks; None for an engine of one rank, which checks at every step.
     """
 
     def __init__(self, should_stop: Callable[[], bool], group: dist.ProcessGroup | None) -> None:

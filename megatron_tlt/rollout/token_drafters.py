@@ -1,4 +1,4 @@
-"""The drafters without a model that an engine has."""
+"""The token drafters (drafters without a model) of an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 
 def token_drafters_of(speculation: SpeculationConfig) -> dict[str, TokenDrafter]:
-    """The drafters without a model that a section's strategies name."""
+    """Build the token drafters that a section's strategies name."""
     named = {drafter for strategy in strategies_of(speculation) for drafter in strategy.drafters}
     found: dict[str, TokenDrafter] = {}
     if "ngram" in named:

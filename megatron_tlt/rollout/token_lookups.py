@@ -1,4 +1,4 @@
-"""Drafters without a model beside an engine's requests: what each has seen of a request, and what it proposes."""
+"""Feeds the tokens of an engine's requests to its token drafters, and collects their drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 @dataclass
 class TrackedRequest:
-    """A running request; ``seen[drafter]`` of its tokens have gone to that token drafter, as of ``problem``."""
+    """A running request; ``seen[drafter]`` of its tokens were fed to that token drafter, under ``problem``."""
 
     request: Request
     problem: str
@@ -24,12 +24,12 @@ class TrackedRequest:
 
 
 class TokenLookups:
-    """Gives token drafters the tokens of requests, once each and only when they are asked for drafts."""
+    """Feeds token drafters each token of a request once, and only when drafts are requested."""
 
     def __init__(self, drafters: Mapping[str, TokenDrafter]) -> None:
         """
         Raises:
-            ConfigError: a token drafter under a name that is no model-free one.
+            ConfigError: a token drafter has the name of no token drafter kind.
         """
         if unknown := set(drafters) - set(MODEL_FREE):
             raise ConfigError(f"token drafters {sorted(unknown)}; allowed: {', '.join(MODEL_FREE)}")
@@ -37,11 +37,11 @@ class TokenLookups:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those there are."""
+        """Names of the token drafters."""
         return tuple(self._drafters)
 
     def feed(self, name: str, tracked: TrackedRequest, tokens: np.ndarray[Any, Any]) -> None:
-        """Give a drafter what it has not seen of a request's ``tokens`` (length,), prompt included."""
+        """Feed a drafter the part of a request's ``tokens`` (length,), prompt included, that it has not seen."""
         drafter, request = self._drafters[name], tracked.request
         prompt = len(request.prompt_token_ids)
         if name not in tracked.seen:
@@ -52,11 +52,11 @@ class TokenLookups:
             tracked.seen[name] = len(tokens)
 
     def propose(self, name: str, tracked: TrackedRequest, limit: int, least_probability: float) -> list[int]:
-        """Up to ``limit`` drafts for a request that the drafter was fed."""
+        """Up to ``limit`` draft tokens for a request that was fed to the drafter."""
         return self._drafters[name].propose(tracked.request.request_id, limit, least_probability).tokens[:limit]
 
     def finish(self, tracked: TrackedRequest, response: Sequence[int]) -> None:
-        """The request has ended with this response, which all drafters learn, whatever was in force."""
+        """End a request with its response, which all drafters learn, whatever strategy was active."""
         for name, drafter in self._drafters.items():
             if name in tracked.seen:
                 self.feed(name, tracked, np.array((*tracked.request.prompt_token_ids, *response)))
@@ -65,6 +65,6 @@ class TokenLookups:
                 drafter.learn(tracked.problem, tracked.request.prompt_token_ids, response)
 
     def give_up(self, tracked: TrackedRequest) -> None:
-        """The request has ended without a response."""
+        """End a request without a response."""
         for name in tracked.seen:
             self._drafters[name].finish(tracked.request.request_id)

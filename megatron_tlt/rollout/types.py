@@ -1,4 +1,4 @@
-"""Plain data that goes into a rollout and comes out of it; no vLLM in here."""
+"""Data types of a rollout's requests and responses; independent of vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How to sample; the names and meanings are vLLM's.
+    """Sampling parameters; names and meanings are vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` -1 or 0 and ``top_p`` 1.0 switch the filter off. ``stop`` strings need the
-    model folder's tokenizer; they and ``stop_token_ids`` end a response of ``min_tokens`` at the earliest.
-    ``logprobs`` is how many of the likeliest tokens are reported at each position, besides the sampled one.
+    ``temperature`` 0 is greedy. ``top_k`` -1 or 0 and ``top_p`` 1.0 disable the filter. ``stop`` strings need the model
+    folder's tokenizer. They and ``stop_token_ids`` take effect after ``min_tokens`` tokens.
+    ``logprobs`` is how many of the most likely tokens are reported at each position besides the sampled one.
     """
 
     temperature: float = 1.0
@@ -31,10 +31,10 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate, by ``seed``.
+    """A request for one response, sampled with ``seed``.
 
-    ``problem_key`` is shared by all responses to a problem, in every step: drafters learn from one for the next. A seed
-    then gives the same response only after the same others; without a key it always does, whatever else there is.
+    All responses to a problem share its ``problem_key`` in every step, so that drafters learn across them. A seed then
+    gives the same response only after the same other responses; without a key it always gives the same response.
     ``sample`` numbers the responses to a problem within a rollout, from 0.
     """
 
@@ -48,10 +48,10 @@ class Request:
 
 @dataclass(frozen=True)
 class DraftStats:
-    """Speculation's account of one request (or, summed, of many).
+    """Speculation counts of one request, or summed over many.
 
-    ``accepted_per_position[i]`` counts drafts whose (i+1)-th token was accepted; ``num_steps`` counts the engine steps
-    that produced tokens for the request, speculating or not, so ``num_tokens / num_steps`` is its acceptance length.
+    ``accepted_per_position[i]`` counts drafts whose (i+1)-th token was accepted. ``num_steps`` counts engine steps that
+    produced tokens for the request, with or without drafts; ``num_tokens / num_steps`` is the acceptance length.
     """
 
     num_steps: int = 0
@@ -63,7 +63,7 @@ class DraftStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens per decode step, the bonus token included (1.0 = nothing gained)."""
+        """Mean tokens per decode step, the bonus token included (1.0: no gain)."""
         return self.num_tokens / self.num_steps if self.num_steps else 1.0
 
     def __add__(self, other: DraftStats) -> DraftStats:
@@ -87,12 +87,12 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class Response:
-    """A finished response. An engine gives tokens as ``array("i")`` and log-probs as ``array("f")``, 4 bytes each.
+    """A finished response. Engines return tokens as ``array("i")`` and log-probs as ``array("f")``, 4 bytes each.
 
     ``log_probs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from: temperature,
     top-p and top-k applied (vLLM's ``processed_logprobs``).
-    ``finish_reason`` is "stop", "length" or "abort". ``finished_at`` is in seconds since the rollout began.
-    ``top_log_probs[t]`` holds (token, log-probability) of the likeliest tokens there, likeliest first, if asked for.
+    ``finish_reason`` is "stop", "length" or "abort". ``finished_at`` is in seconds since the start of the rollout.
+    ``top_log_probs[t]`` holds (token, log-probability) of the most likely tokens, in descending order, if requested.
     """
 
     request_id: str
@@ -107,7 +107,7 @@ class Response:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Where a rank's shard lies in the full tensor: rows ``start .. start + length`` of dimension ``dim``."""
+    """Position of a rank's shard in the full tensor: rows ``start .. start + length`` of dimension ``dim``."""
 
     dim: int
     start: int

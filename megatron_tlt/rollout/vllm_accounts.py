@@ -1,4 +1,4 @@
-"""Exact accounts of what each engine step did for each request, read off vLLM's scheduler."""
+"""Exact counts of each engine step and request, read from vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_tlt.rollout.types import DraftStats
 
 @dataclass
 class StepAccount:
-    """One engine step in counts; all are tokens but ``running``, the requests that were in the step's batch, and
-    ``num_drafts``, those of them that had drafts.
+    """Counts of one engine step. All count tokens except ``running`` (requests in the step's batch) and
+    ``num_drafts`` (requests that had drafts).
 
-    ``had_prefill``: tokens of a prompt (or of a preempted request, again) were computed in it.
+    ``had_prefill``: the step computed prompt tokens, or recomputed those of a preempted request.
     """
 
     running: int = 0
@@ -45,10 +45,10 @@ class _RequestAccount:
 
 
 class SchedulerAccounts:
-    """Listens at ``scheduler.update_from_output``, where drafts and the verifier's verdict are both at hand.
+    """Wraps ``scheduler.update_from_output``, which sees both drafts and verification results.
 
-    A draft token counts as accepted when the verifier accepted it, also where a stop token or the length limit before
-    it cut it off the response; ``num_tokens`` counts only what went into the response.
+    A draft token counts as accepted if the verification accepted it, even if an earlier stop token or the length limit
+    removed it from the response. ``num_tokens`` counts only tokens of the response.
     """
 
     def __init__(self, scheduler: Any, num_speculative_tokens: int) -> None:
@@ -62,17 +62,17 @@ class SchedulerAccounts:
         return StepAccount(accepted_per_position=[0] * self._width)
 
     def clear(self) -> None:
-        """Forget everything (before a rollout)."""
+        """Reset all counts before a rollout."""
         self._requests.clear()
         self._step = self._empty_step()
 
     def take_step(self) -> StepAccount:
-        """The account of the steps since the last call."""
+        """Counts of the steps since the last call."""
         step, self._step = self._step, self._empty_step()
         return step
 
     def take_request(self, internal_id: str) -> DraftStats:
-        """The account of a finished request, by the id ``add_request`` returned."""
+        """Counts of a finished request, by the id that ``add_request`` returned."""
         return self._requests.pop(internal_id, _RequestAccount()).freeze()
 
     def _update_from_output(self, scheduler_output: Any, model_output: Any) -> Any:
@@ -80,7 +80,7 @@ class SchedulerAccounts:
         running = len(scheduler_output.num_scheduled_tokens)
         self._step.running += running
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-        # a request that decodes has one token in the step besides its drafts
+        # a decoding request has one token in the step besides its drafts
         behind = scheduler_output.total_num_scheduled_tokens - drafted - running
         self._step.had_prefill |= bool(behind or scheduler_output.scheduled_new_reqs)
         emitted = {
@@ -102,7 +102,7 @@ class SchedulerAccounts:
         drafts = sum(token >= 0 for token in scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
         if not drafts:
             return
-        # the verifier emits the accepted drafts and one token of its own
+        # the verification step returns the accepted draft tokens and one token of its own
         accepted = len(model_output.sampled_token_ids[model_output.req_id_to_index[request_id]]) - 1
         account.num_drafts += 1
         account.num_draft_tokens += drafts

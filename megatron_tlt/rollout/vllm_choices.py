@@ -1,4 +1,4 @@
-"""One choice on all ranks of an engine."""
+"""Broadcast of the strategy choice to all ranks of an engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _UNLIMITED = -1
 
 
 class RunningRequests(Mapping[str, int]):
-    """Tokens generated so far by the caller's id of each running request, looked up when first asked for.
+    """Generated tokens by caller's id of each running request, computed at first use.
 
-    A choice that goes by the batch alone, with every engine step, needs no more than their number.
+    A choice by batch size alone, made in every engine step, needs only the length.
     """
 
     def __init__(self, running: Sequence[Any], external_id: Callable[[str], str]) -> None:
@@ -40,12 +40,12 @@ class RunningRequests(Mapping[str, int]):
 
 
 def broadcast_strategy(choice: Choice | None, requests: Collection[str], group: dist.ProcessGroup | None) -> Choice:
-    """The first rank's ``choice`` on every rank of ``group``; others give None. Collective, over CPU tensors.
+    """Broadcast the first rank's ``choice`` over ``group``; other ranks pass None. Collective, over CPU tensors.
 
     Args:
-        choice: as a chooser gives it; budgets of ids that are not in ``requests`` do not arrive.
+        choice: a chooser's result; budgets of ids that are not in ``requests`` are dropped.
         requests: the running requests, in the same order on every rank.
-        group: None for one rank alone, which keeps its choice.
+        group: None for a single rank, which keeps its choice.
     """
     if group is None:
         assert choice is not None

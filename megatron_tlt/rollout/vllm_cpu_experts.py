@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CPU over plain weights; imports vLLM, so only import it once the environment is prepared."""
+"""Mixture-of-experts kernel for CPUs with plain weights. Imports vLLM: prepare the environment first."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 class PlainCpuExperts(CPUUnquantizedExperts):
-    """vLLM's portable experts, but their weights stay as they were loaded: gate rows, then up rows, unpadded.
+    """vLLM's portable experts kernel with weights kept as loaded: gate rows, then up rows, unpadded.
 
-    vLLM's own pack them once after loading, in a layout of the kernel's, and take no expert parallelism. Measured in
-    float32 on one core, theirs is 3 to 5 times as fast with 4 to 16 tokens per expert, 10 times for a single token.
+    vLLM's own kernels pack weights after loading and do not support expert parallelism. Measured in float32 on one
+    core, they are 3 to 5 times as fast with 4 to 16 tokens per expert, and 10 times for a single token.
     """
 
     takes_plain_weights = True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves the weights alone."""
+        """Leave the weights unchanged."""
 
     @classmethod
     def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
-        return True, None  # any width: nothing is packed
+        return True, None  # any width, since weights are not packed
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
@@ -43,11 +43,11 @@ class PlainCpuExperts(CPUUnquantizedExperts):
         apply_router_weight_on_input: bool,
         **_: Any,
     ) -> None:
-        """Writes the sum of the chosen local experts' outputs, weighted, to ``output`` (tokens, hidden).
+        """Write the weighted sum of the chosen local experts' outputs to ``output`` (tokens, hidden).
 
         w1 (local experts, 2 * width, hidden), w2 (local experts, hidden, width), topk_weights and topk_ids (tokens, k)
-        with global ids; ``expert_map`` takes them to local ones, -1 where another rank holds the expert. With
-        ``apply_router_weight_on_input`` vLLM has weighted ``hidden_states`` already.
+        with global ids; ``expert_map`` maps them to local ids, -1 for experts of other ranks. With
+        ``apply_router_weight_on_input`` vLLM has already weighted ``hidden_states``.
         """
         total = torch.zeros_like(output, dtype=torch.float32)
         experts = topk_ids if expert_map is None else expert_map[topk_ids.long()]

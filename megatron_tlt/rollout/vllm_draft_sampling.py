@@ -1,4 +1,4 @@
-"""Which token a head drafts: its likeliest, or one drawn from its distribution, which the verifier then knows."""
+"""Chooses a head's draft tokens: the most likely ones, or samples whose distribution the verification uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_tlt.speculation.draft_uniforms import draft_uniforms
 
 @dataclass(frozen=True)
 class DraftedRow:
-    """A request in a head's pass, which is to get up to ``limit`` drafts, from ``position`` on."""
+    """A request in a head's pass that gets up to ``limit`` draft tokens, from ``position`` on."""
 
     internal_id: str
     temperature: float
@@ -25,29 +25,29 @@ class DraftedRow:
 
 
 class DraftsEnded(Exception):
-    """No request of a head's pass takes further drafts: what ends the proposer's loop over depths."""
+    """Ends the proposer's loop over depths: no request takes further draft tokens."""
 
 
 class DraftSampler:
-    """Stands where vLLM's proposer chooses a draft token from the head's final states, and where drafts are verified.
+    """Replaces the choice of draft tokens in vLLM's proposer, and supplies their probabilities for verification.
 
-    Only the logits that the head has are looked at: vLLM spreads those of a small draft vocabulary over the target's
-    whole one before it takes the largest.
+    It reads only the head's own logits. vLLM would expand the logits of a reduced draft vocabulary to the target's
+    vocabulary before taking the maximum.
 
-    A drawn token x of draft distribution q is accepted with probability min(1, p(x) / q(x)) under the target's p, so
-    sum_x min(p(x), q(x)) of the drafts are (Leviathan et al., 2023), where a certain draft has p(x). Only the
-    temperature shapes q; the target's top-k and top-p shape p, and the result is p's either way. So it is for a drawn
-    draft that is verified as a certain one, which is what happens where q is not known any more (the scheduler left
-    its request out of a step) or is not finite (a head that diverged).
+    A token x sampled from draft distribution q is accepted with probability min(1, p(x) / q(x)) under the target's p.
+    The acceptance rate is sum_x min(p(x), q(x)) (Leviathan et al., 2023); for a deterministic draft it is p(x). Only
+    the temperature shapes q; the target's top-k and top-p shape p. The output follows p in either case. This also holds
+    for a sampled draft that is verified as a deterministic one. That happens where q is no longer known (the scheduler
+    left the request out of a step) or is not finite (a diverged head).
 
-    A draft that is less likely than asked for is not made, and none after it. What decides is the probability of the
-    likeliest token, known before one is drawn: to leave out drafts by what was drawn would change what is sampled.
+    Drafts end before the first one below the required probability. The criterion is the probability of the most likely
+    token, known before sampling: dropping drafts by their sampled token would bias the output.
 
-    The distributions of drafts that wait take (requests, drafts, draft vocabulary) floats of the device.
+    Distributions of pending drafts take (requests, drafts, draft vocabulary) floats on the device.
     """
 
     def __init__(self, runner: Any, probabilistic: bool) -> None:
-        """Take over the choice of draft tokens in ``runner``'s proposer."""
+        """Replace the choice of draft tokens in ``runner``'s proposer."""
         self._runner = runner
         self._proposer = runner.drafter
         self._probabilistic = probabilistic
@@ -58,19 +58,19 @@ class DraftSampler:
             runner._get_spec_decode_draft_probs = self._probabilities
 
     def clear(self) -> None:
-        """No draft waits for verification."""
+        """Drop all pending drafts."""
         self._waiting = {}
 
     def begin(self, rows: Sequence[DraftedRow], least_probability: float = 0.0) -> None:
-        """The head is about to draft for these requests, in this order.
+        """Start a pass that drafts for these requests, in this order.
 
-        A request's drafts end before the first one whose likeliest token has, with the likeliest ones before it, a
-        probability below ``least_probability``: where tokens are drawn too.
+        A request's drafts end before the first position where the product of the most likely tokens' probabilities is
+        below ``least_probability``, for sampled drafts too.
         """
         self._rows, self._least = rows, least_probability
-        self._tokens: list[torch.Tensor] = []  # of each depth: the target's ids (rows)
-        self._drawn: list[torch.Tensor] = []  # of each depth: (rows, draft vocabulary)
-        self._counts = [row.limit for row in rows]  # drafts that each request takes
+        self._tokens: list[torch.Tensor] = []  # per depth: the target's ids (rows)
+        self._drawn: list[torch.Tensor] = []  # per depth: (rows, draft vocabulary)
+        self._counts = [row.limit for row in rows]  # draft tokens of each request
         if self._probabilistic:
             self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
             self._positions = np.array([row.position for row in rows], dtype=np.uint64)
@@ -78,10 +78,10 @@ class DraftSampler:
             temperatures = torch.tensor([row.temperature for row in rows])
             self._greedy = temperatures <= 0.0
             self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
-            self._chances = torch.ones(len(rows))  # of all likeliest tokens so far
+            self._chances = torch.ones(len(rows))  # product over the most likely tokens so far
 
     def end(self) -> list[list[int]]:
-        """Each request's drafts, which wait for verification."""
+        """Return each request's drafts, which are then pending verification."""
         rows, self._rows = self._rows, ()
         if not self._tokens:
             return [[] for _ in rows]
@@ -98,14 +98,14 @@ class DraftSampler:
         return model.unwrap() if hasattr(model, "unwrap") else model
 
     def _offsets(self) -> torch.Tensor | None:
-        """The target's ids of the draft vocabulary less its own; None where it is the whole."""
+        """The target's ids of the draft vocabulary minus its own ids; None for the full vocabulary."""
         return getattr(self._model(), "draft_id_to_target_id", None)
 
     def _sample(self, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
-        """The proposer's ``_sample_draft_tokens``: final states (rows, hidden) -> the target's token ids (rows).
+        """Replacement of the proposer's ``_sample_draft_tokens``: final states (rows, hidden) -> target ids (rows).
 
         Raises:
-            DraftsEnded: no request takes the draft, or any after it.
+            DraftsEnded: no request takes this or a later draft token.
         """
         model, offsets = self._model(), self._offsets()
         if offsets is None:
@@ -125,10 +125,10 @@ class DraftSampler:
         return tokens, None
 
     def _end_unsure(self, probs: torch.Tensor) -> None:
-        """End the drafts of requests whose next one is too unlikely; ``probs`` (rows, draft vocabulary) is its."""
+        """End the drafts of requests whose next token is too unlikely; ``probs`` (rows, draft vocabulary) are its."""
         depth = len(self._tokens)
         self._chances *= probs.amax(dim=-1).cpu()
-        sure = (self._chances >= self._least).tolist()  # not where it is not a number
+        sure = (self._chances >= self._least).tolist()  # False for NaN
         self._counts = [count if ok else min(count, depth) for count, ok in zip(self._counts, sure, strict=True)]
         if max(self._counts) <= depth:
             raise DraftsEnded
@@ -144,10 +144,13 @@ class DraftSampler:
         return torch.where(self._greedy.to(device), likeliest, drawn)
 
     def _probabilities(self, metadata: Any) -> torch.Tensor | None:
-        """The runner's ``_get_spec_decode_draft_probs``: (draft tokens, vocabulary); None where all are certain.
+        """Replacement of the runner's ``_get_spec_decode_draft_probs``; None if all drafts are deterministic.
+
+        Returns:
+            Draft probabilities (draft tokens, vocabulary).
 
         Raises:
-            RunError: the head's vocabulary is not the target's.
+            RunError: the head's vocabulary differs from the target's.
         """
         parts: list[torch.Tensor] = []
         rows: list[int] = []

@@ -1,4 +1,4 @@
-"""The weights of a drafter model inside a live vLLM engine."""
+"""Access to the weights of a drafter model inside a live vLLM engine."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def read_drafter_weights(
 
     Args:
         drafter: vLLM's proposer.
-        target: the model it drafts for; an embedding or output head that is the target's own is left out.
-        names: of the tensors in the drafter's folder.
+        target: the target model; an embedding or output head shared with it is omitted.
+        names: tensor names in the drafter's folder.
 
     Raises:
-        RunError: a parameter that the folder does not have.
+        RunError: the folder lacks a parameter.
     """
     model = drafter.model
     model = model.unwrap() if hasattr(model, "unwrap") else model
-    table = getattr(model, "draft_id_to_target_id", None)  # of a reduced vocabulary; whole on every rank
+    table = getattr(model, "draft_id_to_target_id", None)  # of a reduced vocabulary; replicated on every rank
     if table is not None:
         yield "d2t", table.data, None
     without = {id(param) for param in (*target.parameters(), table) if param is not None}
     for name, tensor, shard in read_weights(model, without):
         short = name.removeprefix("model.")
-        # EAGLE-3 folders call their first layer so; a few, like vLLM, do not
+        # EAGLE-3 folders name their first layer "midlayer"; a few use vLLM's name
         known = [form for form in (short, short.replace("layers.0.", "midlayer.", 1)) if form in names]
         if not known:
             raise RunError(

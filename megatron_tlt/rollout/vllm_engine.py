@@ -1,4 +1,4 @@
-"""The in-process vLLM engine: requests in, responses out, step by step, beside an actor in the same process."""
+"""The in-process vLLM engine, driven step by step in the same process as the actor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 @dataclass
 class _Rollout:
-    """A rollout in progress: vLLM's ids of the requests that are not done, and those a callback has aborted."""
+    """State of the running rollout: vLLM's ids of unfinished requests, and the requests that a callback aborted."""
 
     internal_of: dict[str, str] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -50,9 +50,9 @@ class _Rollout:
 class VllmEngine(RolloutEngine):
     """One rank of one vLLM engine, driven by the calling thread.
 
-    In a world of several ranks all ranks must construct their engine at the same time (vLLM builds process groups);
-    with ``rollout.tensor_parallel_size`` 1 the engines are independent afterwards, with more the ranks of one engine
-    must call each method with the same arguments, and get the same results. The default process group stays as it is.
+    With several ranks, all ranks must construct their engine at the same time, because vLLM builds process groups.
+    With ``rollout.tensor_parallel_size`` 1 the engines are independent afterwards. With more, the ranks of one engine
+    must call each method with the same arguments and get the same results. The default process group is not changed.
     """
 
     capabilities = ALL
@@ -67,13 +67,13 @@ class VllmEngine(RolloutEngine):
     ) -> None:
         """Build the engine and load the Hugging Face folder ``model_path``.
 
-        ``rollout.vllm`` goes to vLLM's EngineArgs (``dtype``, ``max_num_seqs``, ``gpu_memory_utilization``, ...).
-        An engine that speculates can draft up to ``speculation.num_speculative_tokens`` with its head, if its drafter
-        is a model, and with those of the section that have none; ``token_drafters`` go in their place, by name.
+        ``rollout.vllm`` is passed to vLLM's EngineArgs (``dtype``, ``max_num_seqs``, ``gpu_memory_utilization``, ...).
+        With speculation enabled, every drafter drafts up to ``speculation.num_speculative_tokens`` tokens: the drafter
+        model, if there is one, and the section's token drafters. ``token_drafters`` replaces token drafters by name.
 
         Raises:
-            ConfigError: what was asked for does not fit the model, the world or the installed vLLM's arguments.
-            RunError: the installed vLLM is not the one this was written against, or no group exists in a larger world.
+            ConfigError: the configuration does not fit the model, the world size or vLLM's arguments.
+            RunError: the installed vLLM is not supported, or a world of several ranks has no process group.
         """
         vllm_setup.prepare_environment()
         self.vllm_version = check_vllm()
@@ -137,13 +137,13 @@ class VllmEngine(RolloutEngine):
                 config = EngineArgs(**arguments)
                 return LLMEngine.from_engine_args(config)
             except (ValueError, TypeError) as error:
-                # vLLM's own validation of its arguments against the model; its messages are long, but name the field
+                # vLLM validates its arguments against the model; its messages are long but name the field
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"vLLM refused rollout.vllm: {reason}{vllm_setup.cache_hint(reason)}") from error
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """As ``RolloutEngine.tensor_parallel_group``."""
+        """See ``RolloutEngine.tensor_parallel_group``."""
         return self._tp_group
 
     def generate(
@@ -153,17 +153,16 @@ class VllmEngine(RolloutEngine):
         on_step: OnStep | None = None,
         chooser: StrategyChooser | None = None,
     ) -> list[Response]:
-        """Generate one response per request, in the requests' order.
+        """Generate one response per request, in the order of the requests.
 
         The same weights, requests and strategies give the same tokens and bit-equal log-probabilities, in any process.
-        ``on_finished`` is called with each response as soon as it ends, ``on_step`` after each engine step.
-        ``chooser`` sets the strategy before each step; the last one stays in force.
-        ``token_ids`` end with the stop token where it stopped at one (``finish_reason`` "stop"; else "length", or
-        "abort" after ``abort``).
+        ``on_finished`` is called with each response when it ends, ``on_step`` after each engine step.
+        ``chooser`` sets the strategy before each step; its last strategy remains active.
+        ``finish_reason`` is "stop" if ``token_ids`` end with a stop token, "abort" after ``abort``, else "length".
 
         Raises:
-            ConfigError: a prompt or a length limit that does not fit; raised before anything is generated.
-            RunError: the weights are not whole (``versions``), now or after a callback; vLLM dropped a request.
+            ConfigError: a prompt or a length limit does not fit; raised before anything is generated.
+            RunError: weights are incomplete (``versions``), now or after a callback, or vLLM dropped a request.
         """
         self._check_weights()
         check_requests(requests, self._rollout.max_prompt_tokens, self.max_model_len, self.vocab_size)
@@ -209,13 +208,13 @@ class VllmEngine(RolloutEngine):
                     raise RunError(f"request {name}: vLLM ended it without a response")
             finally:
                 self._rollout_state = None
-                if rollout.internal_of:  # a callback or a signal cut the rollout short: leave the engine empty
+                if rollout.internal_of:  # a callback or a signal interrupted the rollout: empty the engine
                     self._llm.abort_request(list(rollout.internal_of.values()), internal=True)
                 self._switch.clear()
         return [response for response in responses if response is not None]
 
     def _choose(self, chooser: StrategyChooser) -> None:
-        """Put the chooser's strategy in force, the first rank's on all ranks of the engine."""
+        """Activate the chooser's strategy on all ranks of the engine; the first rank chooses."""
         running = RunningRequests(self._scheduler.running, self._switch.external_id)
         batch = len(running) or min(len(self._scheduler.waiting), self._runner.max_num_reqs)
         choice = chooser.next(batch, running) if self._tp_rank == 0 else None
@@ -244,56 +243,56 @@ class VllmEngine(RolloutEngine):
         return to_response(request, completion, self._accounts.take_request(internal_id), now)
 
     def abort(self, request_id: str) -> None:
-        """End a request of the rollout in progress, from one of its callbacks; its response is what it has by then.
+        """End a request of the running rollout from a callback; its response has the tokens generated so far.
 
         Raises:
-            RunError: no such request is unfinished.
+            RunError: no unfinished request has this id.
         """
         if self._rollout_state is None or request_id not in self._rollout_state.internal_of:
             raise RunError(f"request {request_id} cannot be aborted: it is not one of a rollout in progress")
         self._rollout_state.aborted.append(request_id)
 
     def set_strategy(self, strategy: Strategy, budgets: Mapping[str, int] | None = None) -> None:
-        """Draft under ``strategy`` from the next drafts on; responses keep their distribution.
+        """Draft under ``strategy`` from the next step on; the distribution of responses does not change.
 
-        Between rollouts or in a step's callback. ``budgets`` gives requests, by id, fewer tokens (down to none).
+        Call it between rollouts or in ``on_step``. ``budgets`` lowers the draft token limit by request id (0: none).
 
         Raises:
-            ConfigError: a drafter that this engine lacks (``drafters``), or more tokens than it was built for.
+            ConfigError: the engine lacks a drafter of the strategy (``drafters``) or was built for fewer draft tokens.
         """
         self._switch.set(strategy, budgets)
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in force; at first the one of the ``speculation`` section."""
+        """The active strategy; initially that of the ``speculation`` section."""
         return self._switch.strategy
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Drafters that a strategy for this engine may draft with."""
+        """Drafters that a strategy for this engine may use."""
         return self._switch.drafters
 
     def record_into(self, recorded: RecordedStates | None) -> None:
-        """Keep there what the drafter model reads of each request, while it ``records``; None: nowhere."""
+        """Record the drafter model's inputs for each request in ``recorded`` while it ``records``; None stops it."""
         self._switch.recorded = recorded
 
     @property
     def skipped(self) -> SkippedCounts:
-        """Tokens that the drafter model skipped under other strategies, and what became of them."""
+        """Counts of the tokens that the drafter model skipped under other strategies."""
         return self._switch.skipped
 
     @property
     def versions(self) -> dict[str, int | None]:
         """The version of each part's weights (``policy``; ``drafter``, where the drafter is a model).
 
-        0 as loaded from the folder, None where the weights are not whole: dummy ones, or between ``begin_update`` and
-        ``finish_update``, or after an update that failed, or dropped by ``sleep``. Without its policy's version the
-        engine does not generate, without its drafter's not while a strategy uses that.
+        A version is 0 after loading from the folder. It is None while weights are incomplete: dummy weights, between
+        ``begin_update`` and ``finish_update``, after a failed update, or after ``sleep`` dropped them. The engine needs
+        the policy's version to generate, and the drafter's version while a strategy uses the drafter model.
         """
         return self._versions.as_dict()
 
     def begin_update(self, part: Part) -> None:
-        """Announce that weights will be written in place; until ``finish_update`` the part has no version.
+        """Announce an in-place update of the weights; the part has no version until ``finish_update``.
 
         Raises:
             RunError: the engine has no such part.
@@ -301,10 +300,10 @@ class VllmEngine(RolloutEngine):
         self._versions.begin(part)
 
     def finish_update(self, part: Part, version: int) -> None:
-        """All weights of the part are written: they are ``version`` from now on, and what was cached is forgotten.
+        """Set the part's version after all its weights are written, and clear the caches.
 
         Raises:
-            RunError: no update had begun, or requests are still running; the part stays without a version.
+            RunError: no update was started, or requests are still running; the part remains without a version.
         """
         self._versions.check_begun(part, version)
         if part == POLICY:
@@ -312,13 +311,13 @@ class VllmEngine(RolloutEngine):
         self._versions.finish(part, version)
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Write full Hugging Face tensors into the engine in place; returns how many were given.
+        """Write full Hugging Face tensors into the engine in place; returns their number.
 
-        An update of its own, to the next version; between ``begin_update`` and ``finish_update`` a part of that one.
-        Where it fails, the policy is left without a version.
+        Outside an update this is a whole update, to the next version; between ``begin_update`` and ``finish_update`` it
+        is a part of that update. If it fails, the policy has no version.
 
         Raises:
-            RunError: an unknown name, a shape that does not fit, or a weight that nothing was given for.
+            RunError: a name is unknown, a shape does not fit, or a weight is missing.
         """
         with self._versions.loading(POLICY):
             count = vllm_weights.load_weights(self._runner.get_model(), named)
@@ -333,7 +332,7 @@ class VllmEngine(RolloutEngine):
         return vllm_weights.read_weights(self._runner.get_model())
 
     def read_drafter_weights(self) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
-        """As ``read_weights``, for the drafter model's own parameters, under the names in its folder.
+        """Like ``read_weights``, for the drafter model's own parameters, under their names in its folder.
 
         Raises:
             RunError: the engine has no drafter model.
@@ -344,7 +343,7 @@ class VllmEngine(RolloutEngine):
         return read_drafter_weights(self._runner.drafter, self._runner.get_model(), self._drafter_names)
 
     def restore_drafter(self) -> None:
-        """Write the drafter's folder into the engine again, as version 0, where ``sleep`` dropped it."""
+        """Reload the drafter's folder as version 0 if ``sleep`` dropped the drafter's weights."""
         if self.versions.get(DRAFTER, 0) is not None or self._drafter_folder is None:
             return
         folder = SafetensorsFolder(self._drafter_folder)
@@ -361,13 +360,13 @@ class VllmEngine(RolloutEngine):
         self._switch.drafter_ready = self._versions.as_dict().get(DRAFTER) is not None
 
     def reset(self) -> None:
-        """Forget cached prefixes and accounts, as after a change of weights."""
+        """Clear the prefix cache and the scheduler's counts, for example after a change of weights."""
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM could not reset its prefix cache: requests are still running")
         self._accounts.clear()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device: level 1 keeps weights on the host, 2 drops them. On a CPU only skipped states go."""
+        """Free the device. Level 1 keeps weights on the host, 2 drops them; a CPU frees only skipped hidden states."""
         self._switch.release()
         if not self._is_cpu():
             self._llm.sleep(level)
@@ -375,7 +374,7 @@ class VllmEngine(RolloutEngine):
                 self._versions.drop()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the device back: all, or only ``weights`` or ``kv_cache``."""
+        """Reallocate device memory: everything, or only ``weights`` or ``kv_cache``."""
         if not self._is_cpu():
             self._llm.wake_up(tags)
 
@@ -386,7 +385,7 @@ class VllmEngine(RolloutEngine):
         return bool(current_platform.is_cpu())
 
     def shutdown(self) -> None:
-        """Release the engine; the default process group goes only where this engine started it."""
+        """Release the engine, and the default process group if this engine created it."""
         if self._llm is None:
             return
         with nullcontext() if self._owns_group else vllm_setup.kept_process_groups():

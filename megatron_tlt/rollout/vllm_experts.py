@@ -1,8 +1,8 @@
-"""Mixtures of experts in vLLM: weights that stay plain, and where each expert's projections lie in them.
+"""Mixtures of experts in vLLM: keeps their weights plain and locates each expert's projections in them.
 
 A layer's local experts are two parameters: ``w13_weight`` (experts, gate rows then up rows, hidden) and ``w2_weight``
-(experts, hidden, width). Some of vLLM's kernels take them so; others swap, shuffle or pack them once after
-loading, and what is written or read under an expert's name afterwards would be something else.
+(experts, hidden, width). Some of vLLM's kernels use this layout. Others swap, shuffle or pack the weights after
+loading; a later write or read by expert name would then access the wrong values.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import ShardSlice
 
-# vLLM's UnquantizedMoeBackend members that leave the layout alone, with the value of rollout.vllm.moe_backend for each.
-# Triton is also what it picks by itself on Hopper. FLASHINFER_CUTLASS swaps gate and up, FLASHINFER_TRTLLM and AITER
-# shuffle into blocks, MOONEP takes the up projection out, XPU transposes.
+# vLLM's UnquantizedMoeBackend members that keep the layout, with the value of rollout.vllm.moe_backend for each.
+# vLLM also chooses Triton itself on Hopper. FLASHINFER_CUTLASS swaps gate and up, FLASHINFER_TRTLLM and AITER shuffle
+# into blocks, MOONEP separates the up projection, XPU transposes.
 PLAIN_BACKENDS = {"TRITON": "triton", "BATCHED_TRITON": "batched_triton"}
 
 
 @contextmanager
 def plain_cpu_experts() -> Iterator[None]:
-    """Within this, CPU builds of vLLM give mixtures of experts a kernel that takes plain weights."""
+    """Make CPU builds of vLLM use a mixture-of-experts kernel with plain weights within the context."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     from megatron_tlt.rollout.vllm_cpu_experts import PlainCpuExperts
@@ -42,7 +42,7 @@ def plain_cpu_experts() -> Iterator[None]:
 
 
 def check_experts(model: torch.nn.Module) -> None:
-    """Raise ConfigError where a layer's experts are quantised, replicated, padded, or in a kernel's own layout."""
+    """Raise ConfigError if a layer's experts are quantised, replicated, padded, or in a kernel's own layout."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for prefix, layer in model.named_modules():
@@ -78,15 +78,15 @@ def _check_layer(prefix: str, layer: Any) -> None:
 def expert_weights(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
     """Yield (Hugging Face name, view, slice or None) of each local expert's gate, up and down projection.
 
-    Without expert parallelism a rank holds a slice of every expert, along its width; with it whole experts, those that
-    vLLM's expert map gives to the rank.
+    Without expert parallelism a rank holds a slice of every expert, along its width. With it, a rank holds the full
+    experts that vLLM's expert map assigns to it.
 
     Raises:
-        RunError: a parameter that is no expert's weight.
+        RunError: a parameter is not an expert's weight.
     """
     parallel = layer.moe_config.moe_parallel_config
     width = layer.moe_config.intermediate_size_per_partition
-    # (parameter, first row of it, the dimension that is cut)
+    # (parameter, its first row, sharded dimension)
     places = {
         layer.ckpt_gate_proj_name: ("w13_weight", 0, 0),
         layer.ckpt_up_proj_name: ("w13_weight", width, 0),

@@ -1,18 +1,18 @@
-"""vLLM captures the CUDA graphs of a plan (``speculation/graph_pool.py``), on GPUs.
+"""Make vLLM capture the CUDA graphs of a plan (``speculation/graph_pool.py``) on GPUs.
 
 vLLM 0.32 has two model runners. V2, the default for EAGLE and ngram on GPUs, captures full graphs of uniform decode
-batches by (requests, tokens per request). Left alone it takes every capture size at every draft length of its
-schedule, the naive plan. ``planned_graphs`` puts the plan's in their place: the target's, EAGLE's prefill and decode.
+batches by (requests, tokens per request). By default it captures every capture size at every draft length of its
+schedule. ``planned_graphs`` replaces them by the plan's: the target's graphs and EAGLE's prefill and decode graphs.
 V1, which other methods (suffix, custom classes) and ``StrategySwitch`` use, captures piecewise graphs by number of
-tokens alone: strategies share them whatever they verify, and nothing is hooked. Engines get ``pool_of``'s that way.
+tokens. All strategies share them, so nothing is replaced; engines receive the sizes of ``pool_of``.
 
-V2 runs a drafter's prefill in every step, also where it is asked for no drafts (its KV cache has no gaps then). So
-where the plan has a drafter model, each target graph has its draft prefill: plain ones too, which the plan leaves out.
+V2 runs a drafter's prefill in every step, even without draft tokens, so that its KV cache has no gaps. A plan with a
+drafter model therefore gets a draft prefill for each target graph, including plain ones, which the plan omits.
 
-What no GPU has shown yet: that capture, memory and replay are as planned. Without one, ``tests/rollout/test_graphs.py``
-asks vLLM's own classes what would be captured and which graph a batch would run in; nothing is captured there.
-Batches in which requests have different numbers of drafts (budgets by length) are not uniform: V2 runs them without a
-graph. The same holds for steps with a prompt in them, as full graphs are for decoding only.
+Capture, memory and replay have not been tested on a GPU. Without one, ``tests/rollout/test_graphs.py`` checks with
+vLLM's own classes which graphs would be captured and which graph a batch would use; it captures nothing.
+Batches whose requests have different numbers of draft tokens (budgets by length) are not uniform: V2 runs them without
+a graph. The same holds for steps that include a prompt, since full graphs are for decoding only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Shapes = frozenset[tuple[int, int]]
 
 _UTILS = "vllm.v1.worker.gpu.cudagraph_utils"
 _DRAFT_UTILS = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
-# all of vLLM that this file touches beyond ``vllm_versions.REQUIRED_ATTRIBUTES``
+# vLLM attributes that this file uses in addition to ``vllm_versions.REQUIRED_ATTRIBUTES``
 REQUIRED_GRAPH_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.config.compilation", "CUDAGraphMode.FULL_DECODE_ONLY"),
     (_UTILS, "BatchExecutionDescriptor"),
@@ -53,13 +53,13 @@ _DESCRIPTOR_FIELDS = {"cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
 def engine_arguments(
     plan: GraphPlan, max_num_seqs: int, max_num_batched_tokens: int, runner: Runner = "v2"
 ) -> dict[str, Any]:
-    """The plan's part of vLLM's EngineArgs: ``compilation_config``, and ``speculative_config`` where it speculates.
+    """The plan as arguments of vLLM's EngineArgs: ``compilation_config``, and ``speculative_config`` if it speculates.
 
-    ``speculative_config`` has the longest draft and the schedule of draft lengths by batch size (the longest of each
-    bucket, none above the last); method and model are the caller's to add. Without buckets there is no schedule.
+    ``speculative_config`` has the maximum draft length and the schedule of draft lengths by batch size (each bucket's
+    longest, 0 above the last bucket). The caller adds method and model. Without buckets there is no schedule.
 
     Raises:
-        ConfigError: no graphs, or ones that the engine's limits leave no use for.
+        ConfigError: the plan has no target graphs, or graphs larger than the engine's limits.
     """
     shapes = plan_shapes(plan, "target")
     if not shapes:
@@ -84,13 +84,13 @@ def engine_arguments(
 
 
 def pool_of(speculation: SpeculationConfig, max_num_seqs: int, max_num_batched_tokens: int) -> GraphPlan:
-    """The pool for a section's strategies: all of them up to the gate's upper bound, plain decoding for every batch.
+    """Graph pool for a section's strategies up to the gate's upper bound, and plain decoding for every batch size.
 
-    The tuner may choose any strategy below that bound, so there is one bucket; a graph of more tokens than a step may
-    have is left out.
+    The tuner may choose any strategy below that bound, so there is one bucket. Graphs with more tokens than a step may
+    have are omitted.
 
     Raises:
-        ConfigError: strategies that the engine cannot have.
+        ConfigError: the engine does not support one of the strategies.
     """
     strategies = {OFF, *strategies_of(speculation)}
     gate = speculation.adaptive
@@ -101,9 +101,9 @@ def pool_of(speculation: SpeculationConfig, max_num_seqs: int, max_num_batched_t
 
 
 def plan_shapes(plan: GraphPlan, kind: GraphKind) -> Shapes:
-    """The shapes that vLLM tells graphs of one kind apart by (draft decode: see ``draft_lengths`` too).
+    """The shapes by which vLLM distinguishes graphs of one kind (for draft decode also see ``draft_lengths``).
 
-    Draft prefill has the target's shapes, as it runs in every step, or none.
+    Draft prefill has the target's shapes, because it runs in every step, or none.
     """
     if kind == "draft_prefill" and plan.count(kind):
         kind = "target"
@@ -111,9 +111,9 @@ def plan_shapes(plan: GraphPlan, kind: GraphKind) -> Shapes:
 
 
 def draft_lengths(plan: GraphPlan) -> dict[int, tuple[int, ...]]:
-    """The draft lengths that each batch size of a draft decode graph is for.
+    """The draft lengths to capture for each batch size of a draft decode graph.
 
-    Where the attention backend allows it, vLLM records all draft decode steps as one graph, and then one per length.
+    Where the attention backend allows it, vLLM captures all draft decode steps as one graph per length.
     """
     lengths: dict[int, set[int]] = {}
     for graph in plan.graphs:
@@ -123,10 +123,10 @@ def draft_lengths(plan: GraphPlan) -> dict[int, tuple[int, ...]]:
 
 
 def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH_ATTRIBUTES) -> None:
-    """That the installed vLLM has what ``planned_graphs`` hooks into.
+    """Check that the installed vLLM has the attributes that ``planned_graphs`` replaces.
 
     Raises:
-        RunError: a part moved; names it.
+        RunError: attributes are missing; the message names them.
     """
     missing = missing_attributes(required)
     if not missing:
@@ -142,12 +142,12 @@ def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH
 
 @contextmanager
 def planned_graphs(plan: GraphPlan) -> Iterator[None]:
-    """Within this, engines that are built capture the plan's full decode graphs, not vLLM's own choice (V2 runner).
+    """Make engines built in this context capture the plan's full decode graphs instead of vLLM's choice (V2 runner).
 
-    Build the engine with ``engine_arguments(plan, ...)``. Other graphs, if the engine's mode has any, stay vLLM's.
+    Build the engine with ``engine_arguments(plan, ...)``. Other graphs of the engine's mode remain vLLM's choice.
 
     Raises:
-        RunError: the installed vLLM is not the one this was written against.
+        RunError: the installed vLLM is not supported.
     """
     check_graph_interface()
     from vllm.v1.worker.gpu import model_runner
@@ -188,7 +188,7 @@ def _draft_manager(upstream: Any, prefill: Shapes, decode: Shapes, lengths: Mapp
 
         @_capture_descs.setter
         def _capture_descs(self, descs: dict[Any, list[Any]]) -> None:
-            # vLLM crosses all sizes with all draft lengths right before it captures
+            # vLLM combines all sizes with all draft lengths right before it captures
             self._planned_descs = {mode: specialized(found) for mode, found in descs.items()}
 
     def specialized(descs: list[Any]) -> list[Any]:
@@ -205,16 +205,16 @@ def _draft_manager(upstream: Any, prefill: Shapes, decode: Shapes, lengths: Mapp
 
 
 def _restrict(manager: Any, shapes: Shapes) -> None:
-    """Make ``shapes`` a manager's full decode graphs, and let each batch find the smallest that holds it.
+    """Make ``shapes`` the manager's full decode graphs, and dispatch each batch to the smallest one that fits.
 
-    vLLM looks only among the graphs of the next larger number of tokens, where another draft length's may stand alone.
+    vLLM considers only graphs of the next larger number of tokens, which may all have another draft length.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     mode = manager.cudagraph_mode
     if not mode.separate_routine() or mode.decode_mode() != CUDAGraphMode.FULL:
-        return  # vLLM found that this model or attention backend has no full decode graphs
+        return  # this model or attention backend has no full decode graphs
     descs = [
         BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.FULL,

@@ -1,4 +1,4 @@
-"""A drafter model's forward over any tokens of any requests, in vLLM's proposer."""
+"""Forward pass of a drafter model over arbitrary tokens of arbitrary requests, in vLLM's proposer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megatron_tlt.rollout.vllm_draft_sampling import DraftsEnded
 
 @dataclass
 class HeadInput:
-    """Tokens of a request that the head has not seen: their states are rows of (features) in ``states``.
+    """Consecutive tokens of a request that the head has not processed.
 
-    ``row`` is the request's in vLLM's batch, ``position`` the first token's; ``states`` has a row for each token.
+    ``row`` is the request's row in vLLM's batch, ``position`` the first token's position. ``states`` (tokens, features)
+    are the target's hidden states.
     """
 
     row: int
@@ -25,7 +26,7 @@ class HeadInput:
     states: torch.Tensor
 
     def cut(self, length: int) -> tuple[HeadInput, HeadInput]:
-        """The first ``length`` tokens, and the others."""
+        """Split into the first ``length`` tokens and the rest."""
         return (
             HeadInput(self.row, self.position, self.states[:length]),
             HeadInput(self.row, self.position + length, self.states[length:]),
@@ -33,7 +34,7 @@ class HeadInput:
 
 
 def chunks(inputs: Iterable[HeadInput], limit: int) -> Iterable[list[HeadInput]]:
-    """Group ``inputs``, cut where needed, so that no group has more than ``limit`` tokens; order is kept."""
+    """Group ``inputs`` in order, splitting them where needed, so that no group has more than ``limit`` tokens."""
     group: list[HeadInput] = []
     room = limit
     for whole in inputs:
@@ -51,10 +52,10 @@ def chunks(inputs: Iterable[HeadInput], limit: int) -> Iterable[list[HeadInput]]
 
 
 class DrafterHead:
-    """Runs vLLM's EAGLE proposer on inputs that we put together; its KV cache is filled at their positions.
+    """Runs vLLM's EAGLE proposer on inputs assembled here; fills its KV cache at their positions.
 
-    The head at position i reads the target's states at i and token i + 1. It is one layer deep, so what it stores for a
-    token depends on that token's input alone: a gap can be filled later, in any pieces, and gives the same cache.
+    The head at position i reads the target's states at i and token i + 1. It has one layer, so a token's KV cache entry
+    depends on that token's input alone. A gap can therefore be filled later, in any pieces, with the same result.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -63,19 +64,19 @@ class DrafterHead:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that one forward can take."""
+        """Maximum number of tokens of one forward pass."""
         return int(self._proposer.max_num_tokens)
 
     def fill(self, inputs: Iterable[HeadInput], metadata: Any, sampling: Any) -> None:
-        """Compute the cache at the inputs' positions, drafting nothing."""
+        """Fill the KV cache at the inputs' positions without drafting."""
         for group in chunks(inputs, self.max_tokens):
             self.propose(group, 0, metadata, sampling)
 
     def propose(self, inputs: Sequence[HeadInput], num_tokens: int, metadata: Any, sampling: Any) -> None:
-        """Compute the cache, then draft up to ``num_tokens`` behind each input's last token: ``DraftSampler`` has them.
+        """Fill the KV cache, then draft up to ``num_tokens`` tokens after each input; ``DraftSampler`` receives them.
 
         Args:
-            inputs: at most ``max_tokens`` tokens in all; each request's are its newest where something is drafted.
+            inputs: at most ``max_tokens`` tokens in total; a request that drafts must end with its newest token.
             metadata: vLLM's CommonAttentionMetadata of the target's step, for its block table.
             sampling: vLLM's SamplingMetadata of the step.
         """
@@ -129,7 +130,7 @@ class DrafterHead:
         return CommonAttentionMetadata(
             query_start_loc=starts_cpu.to(slots.device),
             query_start_loc_cpu=starts_cpu,
-            # the proposer counts these up in place as its drafts grow
+            # the proposer increments these in place for each draft token
             seq_lens=ends_cpu.to(slots.device, copy=True),
             seq_lens_cpu_upper_bound=ends_cpu.clone(),
             num_reqs=len(ends),

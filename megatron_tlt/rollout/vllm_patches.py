@@ -1,14 +1,14 @@
-"""The patches of what goes wrong in vLLM's CPU builds; other builds are left alone.
+"""Patches for defects of vLLM's CPU builds; other builds are not changed.
 
-``apply_cpu_patch``: speculation is wrong at temperature > 0. vLLM 0.32's CPU stand-in for the Triton kernel behind
-``expand_batch_to_tokens`` writes into an int64 copy of its output and never copies back, so that the rejection sampler
-divides logits by uninitialised memory instead of by each request's temperature (top-k and top-p suffer likewise).
-Greedy requests are unaffected.
+``apply_cpu_patch``: speculation is wrong at temperature > 0. vLLM 0.32's CPU replacement for the Triton kernel of
+``expand_batch_to_tokens`` writes into an int64 copy of its output and never copies back. The rejection sampler then
+divides logits by uninitialised memory instead of each request's temperature; top-k and top-p are wrong as well.
+Greedy requests are not affected.
 
 ``survive_steps_without_drafts``: a step in which no request has a draft crashes if one of them samples with top-k.
-``draft_without_padding``: drafts that are padding may be accepted.
+``draft_without_padding``: padding draft tokens may be accepted.
 ``harden_kernel_scan``: a second engine cannot start.
-``rank_without_compiling``: the first log-prob compiles for 20 s.
+``rank_without_compiling``: the first log-prob triggers a 20 s compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from megatron_tlt.errors import RunError
 
-# Set to 1 only to show that the losslessness tests notice: they must fail then.
+# Set to 1 only to demonstrate that the losslessness tests fail without the patch.
 LEAVE_OUT_ENV = "TLT_WITHOUT_CPU_PATCH"
 
 _upstream: Callable[..., Any] | None = None
@@ -33,18 +33,18 @@ def expand_batch_to_tokens(
 ) -> torch.Tensor:
     """Repeat each request's value once per token: x (batch), cu_num_tokens (batch, inclusive sums) -> (num_tokens).
 
-    Values equal to ``replace_from`` become ``replace_to`` first: the contract of vLLM's function of this name.
+    Values equal to ``replace_from`` are replaced by ``replace_to`` first, as in vLLM's function of this name.
     """
-    # upstream's defaults (0, 0) replace nothing
+    # vLLM's defaults (0, 0) replace nothing
     values = x if replace_from == replace_to else torch.where(x == replace_from, replace_to, x)
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return values.to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
 def apply_cpu_patch() -> bool:
-    """Replace the broken function; returns whether the patch is in place now.
+    """Replace the defective function; returns whether the patch is active.
 
-    Does nothing on builds for other devices and where the environment says to leave it out. Safe to call twice.
+    Does nothing on builds for other devices or if the environment disables the patch. Safe to call twice.
     """
     global _upstream
     from vllm.platforms import current_platform
@@ -59,7 +59,7 @@ def apply_cpu_patch() -> bool:
 
 
 def remove_cpu_patch() -> None:
-    """Put vLLM's own function back (for tests that compare the two)."""
+    """Restore vLLM's own function, for tests that compare the two."""
     global _upstream
     from vllm.v1.sample import rejection_sampler
 
@@ -69,7 +69,7 @@ def remove_cpu_patch() -> None:
 
 
 def survive_steps_without_drafts() -> None:
-    """Let a step of zero draft tokens through: without Triton vLLM takes the maximum of zero top-k values there."""
+    """Allow a step of zero draft tokens: without Triton vLLM takes the maximum of zero top-k values there."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
@@ -89,12 +89,12 @@ def survive_steps_without_drafts() -> None:
 def draft_without_padding(scheduler: Any, num_speculative_tokens: int, max_num_seqs: int) -> None:
     """Keep a CPU engine's scheduler from padding requests with draft tokens of id -1.
 
-    It pads requests that have one token left to compute (a prompt whose rest is cached), to keep a CUDA graph's shape.
-    vLLM's CPU rejection kernel reads a probability at index -1 for them, and so may accept one. A schedule of draft
-    lengths by batch size, here the same for all, switches the padding off.
+    vLLM pads requests with one token left to compute (a prompt whose rest is cached) to keep a CUDA graph's shape.
+    Its CPU rejection kernel then reads a probability at index -1 and may accept a padding token. A schedule of draft
+    lengths by batch size, here constant, disables the padding.
 
     Raises:
-        RunError: the scheduler has no such schedule in this release.
+        RunError: this release's scheduler has no such schedule.
     """
     from vllm.platforms import current_platform
 
@@ -108,9 +108,9 @@ def draft_without_padding(scheduler: Any, num_speculative_tokens: int, max_num_s
 def harden_kernel_scan() -> None:
     """Let vLLM's scan of all loaded modules survive objects whose ``__dict__`` is not a dictionary.
 
-    Starting a CPU worker, vLLM looks at ``vars(value)`` of everything in every module; llvmlite (loaded by numba, which
-    the ngram drafter uses) holds a proxy that answers any attribute, ``__dict__`` included, with a function. So no
-    engine could start in a process that has imported numba before, nor a second one after a first with a drafter.
+    At the start of a CPU worker vLLM reads ``vars(value)`` of every module member. llvmlite (loaded by numba, which
+    the ngram drafter uses) has a proxy that returns a function for any attribute, ``__dict__`` included. Without the
+    patch no engine can start after numba is imported, nor a second engine after one with a drafter.
     """
     from vllm.platforms import current_platform
 
@@ -127,7 +127,7 @@ def _plain_vars(value: Any) -> Mapping[str, Any]:
 
 
 def rank_without_compiling() -> None:
-    """Replace a compiled one-liner behind log-probs by itself: on a CPU compiling costs 20 s and gains nothing."""
+    """Replace a compiled one-line function of log-probs by its plain form: compiling on a CPU takes 20 s."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import sampler
 
@@ -136,12 +136,12 @@ def rank_without_compiling() -> None:
 
 
 def _count_greater_or_equal(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """For each row of x (batch, vocabulary) how many entries reach values (batch, 1): (batch)."""
+    """Number of entries of each row of x (batch, vocabulary) that are at least values (batch, 1): (batch)."""
     return (x >= values).sum(-1)
 
 
 def apply_all_patches() -> bool:
-    """All that must happen before an engine is built; returns what ``apply_cpu_patch`` does. Safe to call again."""
+    """Apply all patches needed before an engine is built; returns ``apply_cpu_patch``'s result. Repeatable."""
     survive_steps_without_drafts()
     harden_kernel_scan()
     rank_without_compiling()

@@ -1,4 +1,4 @@
-"""Requests on their way into vLLM, and responses on their way out."""
+"""Conversion of requests to vLLM's form, and of vLLM's outputs to responses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FINISH_REASONS = ("stop", "length", "abort")
 
 
 def check_requests(requests: Sequence[Request], max_prompt_tokens: int, max_model_len: int, vocab_size: int) -> None:
-    """Refuse by name what does not fit.
+    """Check that all requests fit the engine.
 
     Raises:
-        ConfigError: the first request that does not fit, and why.
+        ConfigError: a request does not fit; names the first one and the reason.
     """
     seen: set[str] = set()
     for request in requests:
@@ -67,12 +67,12 @@ def add_request(llm: Any, request: Request) -> str:
             stop_token_ids=list(sampling.stop_token_ids),
             stop=list(sampling.stop),
             seed=request.seed,
-            logprobs=sampling.logprobs,  # besides the sampled token's
+            logprobs=sampling.logprobs,  # in addition to the sampled token
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         if params.temperature != sampling.temperature:
-            # the actor scores responses at the temperature that was asked for
+            # the actor scores responses at the requested temperature
             raise ConfigError(
                 f"request {request.request_id}: temperature {sampling.temperature}; allowed: 0, or at least "
                 f"{params.temperature}, which vLLM would take instead"
@@ -84,7 +84,7 @@ def add_request(llm: Any, request: Request) -> str:
 
 
 def _load_tokenizer(llm: Any, request: Request) -> None:
-    """Give vLLM's detokenizer its tokenizer, at the first request that needs it: prompts and responses are ids."""
+    """Load vLLM's detokenizer at the first request that needs it; prompts and responses are token ids."""
     if llm.output_processor.tokenizer is not None:
         return
     from vllm.tokenizers import cached_get_tokenizer
@@ -99,10 +99,10 @@ def _load_tokenizer(llm: Any, request: Request) -> None:
 
 
 def to_response(request: Request, completion: Any, draft: DraftStats, now: float) -> Response:
-    """A response from vLLM's CompletionOutput.
+    """Convert vLLM's CompletionOutput to a response.
 
     Raises:
-        RunError: the accounts have another number of tokens than vLLM, or a fault in vLLM ended the request.
+        RunError: the counts differ from vLLM's number of tokens, or a fault in vLLM ended the request.
     """
     tokens = array("i", completion.token_ids)
     reason = str(completion.finish_reason)
@@ -112,7 +112,7 @@ def to_response(request: Request, completion: Any, draft: DraftStats, now: float
             f"allowed: {', '.join(_FINISH_REASONS)}"
         )
     if isinstance(completion.stop_reason, str) and len(tokens) <= draft.num_tokens:
-        # a stop string is found behind the engine's accounts, which may have had more of the step's tokens
+        # a stop string is found after the step was counted, so the counts may include later tokens of the step
         draft = dataclasses.replace(draft, num_tokens=len(tokens))
     if draft.num_tokens != len(tokens):
         raise RunError(f"request {request.request_id}: {draft.num_tokens} tokens accounted for, {len(tokens)} returned")
@@ -138,7 +138,7 @@ def _likeliest(entry: Any, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def abort_request(llm: Any, internal_id: str) -> Any:
-    """End a request where it is; returns vLLM's CompletionOutput of what it has."""
+    """End a request now; returns vLLM's CompletionOutput with the tokens generated so far."""
     from vllm.v1.engine import FinishReason
 
     state = llm.output_processor.request_states[internal_id]

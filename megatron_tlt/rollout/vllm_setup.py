@@ -1,4 +1,4 @@
-"""What must be true around a vLLM engine: environment, process group, random state, engine arguments."""
+"""Environment of a vLLM engine: variables, process group, random state, engine arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GIB = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 _GPU_SEQUENCES, _GPU_BATCHED_TOKENS = 256, 8192
 
-# rollout.vllm may not set these: they follow from other keys or are what the rest of the room relies on
+# rollout.vllm may not set these: they follow from other keys, or the rollout package relies on their value
 OWNED_ENGINE_ARGS: dict[str, str] = {
     "model": "model",
     "tokenizer": "model",
@@ -50,7 +50,7 @@ def prepare_environment() -> None:
     """Set what vLLM reads from the environment; must run before the first ``import vllm``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # colocated: cores are shared with the actor
-    # vLLM warns of what is on purpose here (an eager engine on a CPU), two dozen lines for each process
+    # vLLM warns about intended settings (an eager engine on a CPU) in two dozen lines per process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that StrategySwitch was written against
@@ -60,9 +60,9 @@ def prepare_environment() -> None:
 
 
 def ensure_process_group() -> bool:
-    """Start a one-rank group in a plain process, since the external launcher needs one; True where it did.
+    """Create the one-rank group that the external launcher needs; return whether one was created.
 
-    Never touches a group that exists.
+    An existing group is not changed.
 
     Raises:
         RunError: several processes were launched, but the group was not initialised before the engine.
@@ -79,9 +79,9 @@ def ensure_process_group() -> bool:
 
 @contextmanager
 def launcher_variables() -> Iterator[None]:
-    """Within this, the environment names the rank as torchrun would, which is where vLLM's external launcher reads it.
+    """Set the rank variables that vLLM's external launcher reads, as torchrun sets them, within the context.
 
-    Gone again afterwards: programs started from this process must not take themselves for ranks of a launch.
+    They are removed afterwards, so that programs started from this process do not act as ranks of a launch.
     """
     missing = {"RANK": str(dist.get_rank()), "LOCAL_RANK": "0"}
     missing = {name: value for name, value in missing.items() if name not in os.environ}
@@ -99,7 +99,7 @@ def model_runner_of(llm: Any) -> Any:
 
 
 def engine_group() -> dist.ProcessGroup | None:
-    """The group of the ranks of the engine just built, over CPU tensors; None where the engine has one rank."""
+    """CPU group of the ranks of the engine just built; None for an engine of one rank."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -108,7 +108,7 @@ def engine_group() -> dist.ProcessGroup | None:
 
 @contextmanager
 def kept_process_groups() -> Iterator[None]:
-    """Within this, an engine that shuts down leaves process groups alone: the actor and other engines live in them."""
+    """Keep an engine's shutdown from destroying process groups that the actor and other engines use."""
     from vllm.v1.engine import core
 
     upstream = core.cleanup_dist_env_and_memory
@@ -121,9 +121,9 @@ def kept_process_groups() -> Iterator[None]:
 
 @contextmanager
 def isolated_random_state(seed: int | None = None) -> Iterator[None]:
-    """Run with global generators of its own, seeded from ``seed`` if given; the caller's come back at the end.
+    """Use separate global random generators within the context, seeded from ``seed`` if given; restore the caller's.
 
-    vLLM reseeds and draws from the global generators; the actor in the same process must not notice.
+    vLLM reseeds and draws from the global generators, which must not affect the actor in the same process.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -141,7 +141,7 @@ def isolated_random_state(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def untouched_torch_threads() -> Iterator[None]:
-    """Undo what starting an engine does to torch's thread count and to ``torch.set_num_threads`` itself."""
+    """Undo the changes that an engine's start makes to torch's thread count and ``torch.set_num_threads``."""
     setter, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
@@ -153,10 +153,10 @@ def untouched_torch_threads() -> Iterator[None]:
 
 @contextmanager
 def shared_memory_of_its_own() -> Iterator[None]:
-    """Within this, what an engine's ranks on CPUs share has a name that no other launch uses; all ranks enter together.
+    """Give the shared memory of an engine's CPU ranks a name unique to this launch; all ranks must enter together.
 
-    vLLM names it by the ranks alone where an external launcher started them: two launches on one machine would meet in
-    it, and what a killed one left would keep the next from starting.
+    Under an external launcher vLLM names it by the ranks alone. Two launches on one machine would then share it, and
+    leftovers of a killed launch would prevent the next start.
     """
     from vllm.platforms import current_platform
 
@@ -175,10 +175,10 @@ def shared_memory_of_its_own() -> Iterator[None]:
 
 @contextmanager
 def readable_weights() -> Iterator[None]:
-    """Within this, CPU builds of vLLM keep linear and experts' weights as plain tensors instead of packing them away.
+    """Make CPU builds of vLLM keep linear and expert weights as plain tensors within the context.
 
-    A packed weight is emptied after loading: it can be neither written in place nor read back. Measured on a 1.3 M
-    parameter float32 model the plain path is as fast as the packed one. Other devices never pack.
+    vLLM empties a packed weight after loading, so it can be neither written in place nor read back. Measured on a
+    1.3 M parameter float32 model, the plain path is as fast as the packed one. Other devices do not pack.
     """
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -200,17 +200,17 @@ def readable_weights() -> Iterator[None]:
 
 
 def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
-    """vLLM's ``speculative_config`` for ours; None where speculation is off.
+    """Convert the section to vLLM's ``speculative_config``; None if speculation is off.
 
     Raises:
-        ConfigError: the section contradicts itself, or the drafter's folder is none.
+        ConfigError: the section contradicts itself, or the drafter's folder is invalid.
     """
     if not speculation.enabled:
         return None
     if problems := drafter_problems(speculation):
         raise ConfigError("; ".join(problems))
     if speculation.path is None:
-        # vLLM's own place for drafters that are no models
+        # vLLM's hook for drafters that are not models
         proposer = "megatron_tlt.rollout.vllm_strategies.NoProposer"
         return {
             "method": "custom_class",
@@ -219,21 +219,21 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
         }
     from vllm.config.load import LoadConfig
 
-    # loaded from its folder also where the policy's weights are dummies; cut over the same ranks as the policy's
+    # loaded from its folder even if the policy's weights are dummies; sharded over the policy's ranks
     return {
         "method": kind_of(speculation.drafter).method,
         "model": str(speculation.path),
         "num_speculative_tokens": speculation.num_speculative_tokens,
         "draft_load_config": LoadConfig(),
-        # draft behind the sampled tokens, on the host, where StrategySwitch decides what drafts
+        # draft on the host after sampling, where StrategySwitch selects the drafter
         "disable_padded_drafter_batch": True,
     }
 
 
 def _max_model_len(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig) -> int:
-    """The longest sequence, and behind a drafter model's as many positions as it drafts, where the model has them.
+    """Maximum sequence length, plus the positions that a drafter model drafts, if the model has that many.
 
-    vLLM stops drafting for a whole batch as soon as one of its sequences leaves no room for drafts.
+    vLLM stops drafting for the whole batch once one sequence has no room for drafts.
     """
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if not speculation.enabled or speculation.path is None:
@@ -244,11 +244,11 @@ def _max_model_len(model_path: Path, rollout: RolloutConfig, speculation: Specul
 
 
 def engine_args(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> dict[str, Any]:
-    """Keyword arguments for vLLM's EngineArgs: what this room fixes, its defaults, then ``rollout.vllm``.
+    """Keyword arguments for vLLM's EngineArgs: fixed ones, this package's defaults, then ``rollout.vllm``.
 
     Raises:
-        ConfigError: no such model folder, a key of ``rollout.vllm`` that is ours or unknown, or a size of the CPU's KV
-            cache that is no number.
+        ConfigError: the model folder does not exist, a key of ``rollout.vllm`` is managed here or unknown, or the size
+            of the CPU's KV cache is not a number.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -278,7 +278,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         if rollout.vllm.get("enable_chunked_prefill"):
             raise ConfigError("rollout.vllm.enable_chunked_prefill is true; on a CPU only false is allowed")
         args["enforce_eager"] = True
-        # where vLLM cuts a prompt in pieces it rewinds the request's generator, which a CPU generator cannot do
+        # where vLLM splits a prompt it rewinds the request's generator, which a CPU generator cannot do
         args["enable_chunked_prefill"] = False
         args["max_num_batched_tokens"] = max(
             _CPU_BATCHED_TOKENS, rollout.vllm.get("max_model_len", args["max_model_len"])
@@ -286,7 +286,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         args["kv_cache_memory_bytes"] = _cpu_cache_gib() * _GIB
     else:
         args["enable_sleep_mode"] = True
-        args["moe_backend"] = "triton"  # of the kernels that leave experts' weights plain; dense models ignore it
+        args["moe_backend"] = "triton"  # keeps expert weights plain; dense models ignore it
         args |= _graph_args(rollout, speculation)
     return args | rollout.vllm
 
@@ -299,7 +299,7 @@ def _cpu_cache_gib() -> int:
 
 
 def cache_hint(reason: str) -> str:
-    """What to add to vLLM's refusal of a KV cache: on a CPU its own advice has no effect here."""
+    """Suffix for vLLM's error about the KV cache, because on a CPU vLLM's own advice has no effect here."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or "KV cache" not in reason:
@@ -309,7 +309,7 @@ def cache_hint(reason: str) -> str:
 
 
 def _graph_args(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any]:
-    """The CUDA graphs of an engine that speculates, unless ``rollout.vllm`` says which it is to have."""
+    """CUDA graph arguments for an engine that speculates, unless ``rollout.vllm`` sets its own."""
     own = {"enforce_eager", "compilation_config", "cudagraph_capture_sizes"}
     if not speculation.enabled or own & set(rollout.vllm):
         return {}

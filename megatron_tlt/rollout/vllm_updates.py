@@ -1,4 +1,4 @@
-"""Which version of its weights an engine holds, and that it never generates from half-written ones."""
+"""Versions of an engine's weights; keeps it from generating with partly written weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAFTER: Final = "drafter"
 
 
 class WeightVersions:
-    """The version of each part's weights: None from the beginning of an update to its end, and before the first.
+    """The version of each part's weights: None before the first update and during an update.
 
     A part is ``policy`` or, in an engine with a drafter model, ``drafter``.
     """
@@ -28,17 +28,17 @@ class WeightVersions:
         return dict(self._versions)
 
     def begin(self, part: str) -> None:
-        """The part's weights are about to be written. Again after an update that failed is fine.
+        """Start an update of the part's weights. It may be repeated after a failed update.
 
         Raises:
-            RunError: no such part.
+            RunError: the engine has no such part.
         """
         self._check(part)
         self._versions[part] = None
         self._open.add(part)
 
     def check_begun(self, part: str, version: int) -> None:
-        """Raise RunError unless an update of the part has begun and ``version`` can end it."""
+        """Raise RunError unless an update of the part was started and ``version`` is valid."""
         self._check(part)
         if part not in self._open:
             raise RunError(f"an update of the {part}'s weights ended that had not begun; call begin_update first")
@@ -46,20 +46,20 @@ class WeightVersions:
             raise RunError(f"the {part}'s weights were to become version {version}; allowed: 0 or above")
 
     def finish(self, part: str, version: int) -> None:
-        """All of the part's weights are written."""
+        """Set the version after all of the part's weights are written."""
         self.check_begun(part, version)
         self._versions[part] = self._last[part] = version
         self._open.discard(part)
 
     def drop(self) -> None:
-        """The weights of all parts are gone."""
+        """Mark the weights of all parts as dropped."""
         self._versions = dict.fromkeys(self._versions, None)
 
     @contextmanager
     def loading(self, part: str) -> Iterator[None]:
-        """A load of all of a part's weights: an update of its own, to the next version, or part of one that has begun.
+        """Load all of a part's weights: as an update of its own to the next version, or within a started update.
 
-        Where it fails the part has no version, and the next load still leads to the next one.
+        If it fails the part has no version, and the next load still produces the next version.
         """
         self._check(part)
         inside = part in self._open
@@ -70,7 +70,7 @@ class WeightVersions:
             self._versions[part] = self._last[part]
 
     def require(self, part: str) -> None:
-        """Raise RunError where the part is in the middle of an update, or has never had weights."""
+        """Raise RunError if the part is being updated or never had weights."""
         if self._versions[part] is None:
             state = (
                 "are half-written: an update has begun and not ended" if part in self._open else "are not wholly loaded"

