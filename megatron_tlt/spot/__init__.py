@@ -1,4 +1,4 @@
-"""The spot trainer: the drafter learns on released ranks, as a coordinator says; its checkpoints are written beside."""
+"""The spot trainer: trains the drafter on released ranks under a coordinator, with asynchronous checkpoints."""
 
 from megatron_tlt.spot.checkpointer import SelectiveCheckpointer, newest
 from megatron_tlt.spot.client import CoordinatorClient

@@ -1,22 +1,23 @@
-"""Checkpoints of a session's training that hold it up only for a copy, written while it goes on (TLT).
+"""Selective asynchronous checkpoints of a session: training waits only for a copy; a thread writes (TLT).
 
-Selective: what is given is written and nothing else, so a drafter's trainable tensors and their optimizer's state, not
-the target's embedding and LM head. Asynchronous: ``save`` copies into staging memory and returns; a thread writes.
+Selective: only the given tensors are written, that is a drafter's trainable tensors and their optimizer state, not the
+target's embedding and LM head. Asynchronous: ``save`` copies into staging memory and returns; a thread writes.
 
-A session's leader saves every n steps; what a preempted session loses is then at most n steps and those of the write
-in flight. The next session starts, on whichever ranks, from what its leader holds or finds, whichever is newer::
+A session's leader saves every n steps. A preempted session then loses at most n steps and those of the write in
+flight. The next session may run on other ranks; it starts from its leader's state or the checkpoint, whichever is
+newer::
 
     checkpointer.save(trainer.version, payload_of(trainer.state, {"step": step}))   # the leader, every n steps
     ...
-    checkpointer.wait(timeout_s)                        # who led, before another leader looks: one writer at a time
+    checkpointer.wait(timeout_s)                        # the old leader, before a new one reads: one writer at a time
     ...
-    found = newest(folder, KIND)                        # the next leader
+    found = newest(folder, KIND)                        # the new leader
     if found is not None and found.payload.header["version"] > trainer.version:
         trainer.load_state(state_of(found.payload)[0])
     trainer.synchronize(leader, group)                  # all ranks of the session
 
-A run that goes back to a checkpoint of its own repeats steps that later sessions have trained on: it starts with an
-empty folder, or holds the step in the header against its own.
+A run that resumes from an earlier checkpoint repeats steps that later sessions were trained on. It must start with an
+empty folder, or compare the step in the header with its own.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ _READ_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class CheckpointCounts:
-    """What a checkpointer has done so far.
+    """Counts of a checkpointer.
 
-    ``stall_s`` is what training stood still in ``save``; ``write_s`` what the thread spent meanwhile. ``superseded``
-    were replaced by a newer save before their write began. ``problem`` is the last failure's message.
+    ``stall_s`` is the time that training was blocked in ``save``, ``write_s`` the time that the thread spent writing.
+    ``superseded`` saves were replaced by a newer one before their write. ``problem`` is the last failure's message.
     """
 
     saves: int = 0
@@ -71,7 +72,7 @@ class CheckpointCounts:
 
 @dataclass(frozen=True)
 class _Staged:
-    """A save that waits for its write."""
+    """A save that waits to be written."""
 
     version: int
     kind: str
@@ -80,17 +81,17 @@ class _Staged:
 
 
 class SelectiveCheckpointer:
-    """Writes ``folder/version-N`` with the state and a manifest, points ``latest`` at it, removes what is too old.
+    """Writes ``folder/version-N`` with the state and a manifest, points ``latest`` to it, removes old checkpoints.
 
-    One write is in flight at most and one save waits behind it; a newer save takes the place of the one that waits. A
-    write that fails is logged, counted and otherwise no matter to training; what was there before stays.
+    At most one write is in flight and one save waits; a newer save replaces the waiting one. A failed write is logged
+    and counted but does not affect training or earlier checkpoints.
 
-    One process at a time writes to a folder, and one thread calls its methods. Any process may read it with
-    :func:`newest` at any time.
+    Only one process at a time may write to a folder, and only one thread may call the methods. Any process may read the
+    folder with :func:`newest` at any time.
 
     Args:
-        folder: of this training's checkpoints alone; made if need be, also when it disappears later.
-        keep: so many checkpoints remain.
+        folder: for this training's checkpoints only; created if missing, also if it is deleted later.
+        keep: number of checkpoints to keep.
 
     Raises:
         ValueError: ``keep`` is below 1.
@@ -101,7 +102,7 @@ class SelectiveCheckpointer:
             raise ValueError(f"keep is {keep}; allowed: 1 and more")
         self._folder, self._keep = folder, keep
         self._counts = CheckpointCounts()
-        self._changed = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all attributes below
         self._waiting: _Staged | None = None
         self._free = [StagingBuffer(), StagingBuffer()]
         self._writing = False
@@ -110,33 +111,33 @@ class SelectiveCheckpointer:
 
     @property
     def counts(self) -> CheckpointCounts:
-        """As of now."""
+        """A copy of the current counts."""
         with self._changed:
             return self._counts
 
     def save(self, version: int, payload: Payload) -> float:
-        """Stages a state to be written; the tensors may be overwritten once this returns.
+        """Stage a state for writing; the tensors may be overwritten after the return.
 
         Args:
-            version: of the state; what is saved last is the newest, whatever its version.
-            payload: tensors on any device, of the same names and shapes every time if the memory is to be reused.
+            version: the state's version; the last save is the newest checkpoint, whatever its version.
+            payload: tensors on any device; the memory is reused if names and shapes stay the same.
 
         Returns:
-            Seconds that the caller stood still.
+            Seconds for which the caller was blocked.
 
         Raises:
             RunError: this checkpointer is closed.
-            TypeError: the header holds what JSON cannot.
+            TypeError: the header is not JSON-serializable.
             ValueError: a negative version.
         """
         began = time.perf_counter()
         if version < 0:
             raise ValueError(f"version is {version}; allowed: 0 and more")
-        header = json.loads(json.dumps(payload.header))  # a copy: training goes on changing its numbers
+        header = json.loads(json.dumps(payload.header))  # a copy, since training continues to change the header
         buffer = self._take_buffer()
         try:
             buffer.copy_from(payload.tensors)
-        except RuntimeError as error:  # out of memory: training can do without a checkpoint
+        except RuntimeError as error:  # out of memory: training continues without this checkpoint
             with self._changed:
                 self._free.append(buffer)
             self._fail(version, error)
@@ -171,12 +172,12 @@ class SelectiveCheckpointer:
         return stall_s
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is left to write; False where that takes longer than ``timeout_s``."""
+        """Wait until all saves are written; return False if that takes longer than ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Waits as :meth:`wait` does, then ends the thread; it may be called again."""
+        """Wait like :meth:`wait`, then end the thread; may be called again."""
         done = self.wait(timeout_s)
         with self._changed:
             self._closed = True
@@ -194,7 +195,7 @@ class SelectiveCheckpointer:
         self.close()
 
     def _write_all(self) -> None:
-        """The thread: one write after another, the newest that waits, until closed."""
+        """Thread body: write the newest waiting save until closed."""
         swept = False
         while True:
             with self._changed:
@@ -206,10 +207,10 @@ class SelectiveCheckpointer:
             began = time.perf_counter()
             try:
                 if not swept:
-                    clean_leftovers(self._folder)  # of a leader that was killed
+                    clean_leftovers(self._folder)  # of a killed leader
                     swept = True
                 self._write(staged)
-            except Exception as error:  # whatever it is: training goes on, and the next save tries again
+            except Exception as error:  # training continues after any failure, and the next save retries
                 self._fail(staged.version, error)
             finally:
                 with self._changed:
@@ -244,21 +245,21 @@ class SelectiveCheckpointer:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that was read, and its folder."""
+    """A checkpoint and the folder that it was read from."""
 
     folder: Path
     payload: Payload
 
 
 def newest(folder: Path, kind: str) -> LoadedCheckpoint | None:
-    """The newest checkpoint in ``folder`` whose every byte is as it was written; None where there is none.
+    """The newest intact checkpoint in ``folder``; None if there is none.
 
-    A damaged one is passed over, with a warning, for the one before it. Another process may be writing meanwhile: when
-    a checkpoint goes away under the reader's hands, a newer one is there, and it looks again.
+    A damaged checkpoint is skipped with a warning. Another process may write at the same time: if a checkpoint is
+    removed while it is read, a newer one exists, and the search restarts.
 
     Raises:
-        ConfigError: what is there is of another kind than ``kind``.
-        RunError: the file system refuses.
+        ConfigError: the checkpoint is of another kind than ``kind``.
+        RunError: the file system refuses access.
     """
     found: LoadedCheckpoint | None = None
     warnings: list[str] = []
@@ -283,7 +284,7 @@ def newest(folder: Path, kind: str) -> LoadedCheckpoint | None:
 
 
 def _listing(folder: Path) -> frozenset[tuple[str, int]]:
-    """Names and inodes: another set wherever a checkpoint came, went or was replaced."""
+    """Names and inodes, which change whenever a checkpoint is added, removed or replaced."""
     try:
         with os.scandir(folder) as entries:
             return frozenset((entry.name, entry.inode()) for entry in entries if not entry.name.startswith("."))

@@ -1,4 +1,4 @@
-"""A rank's line to the coordinator: reports go out and orders come in on a thread of its own while it computes."""
+"""A rank's connection to the coordinator: a thread sends reports and receives orders while the rank computes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 
 
 class CoordinatorClient(Threaded):
-    """What a rank says to the coordinator, and what it is to do; no call waits for the coordinator but ``wait``.
+    """Sends a rank's reports to the coordinator and receives its orders; only ``wait`` blocks.
 
-    The loop of a rank whose share of the rollout is done::
+    Loop of a rank whose share of the rollout is done::
 
         client.released(rl_step, len(buffer), trainer.version)
         while not client.rollout_over(rl_step) and not client.is_silent:
@@ -34,19 +34,19 @@ class CoordinatorClient(Threaded):
             if order is None or not client.enter(order):
                 client.wait(0.05)
                 continue
-            ...  # build a group over order.members, keys below order.name; all take over order.leader's drafter
+            ...  # build a group over order.members, keys below order.name; broadcast order.leader's drafter
             while (advice := client.poll()) is not Advice.LEAVE:
                 if advice is Advice.TRAIN:
-                    ...  # one step; between its micro-batches: give it up if client.poll() is Advice.LEAVE
+                    ...  # one step; abandon it between micro-batches if client.poll() is Advice.LEAVE
                     client.at_step_boundary(trainer.version)
                 else:
                     client.wait(0.05)
-            ...  # give up the group
+            ...  # destroy the group
             client.leave()
 
-    All that waits for other members (building the group, a collective) has to look at ``poll`` meanwhile, as they may
-    have been told to leave already. A member whose group breaks, as another died, waits for LEAVE where it is: the
-    others' next generation comes as soon as the dead one is missed. One that cannot train says :meth:`withdraw`.
+    Code that waits for other members (group construction, a collective) must also check ``poll``, because they may
+    already have been ordered to leave. If a member dies and the group breaks, the others wait for LEAVE; their next
+    generation starts once the dead member's heartbeat times out. A rank that cannot train calls :meth:`withdraw`.
 
     Any thread may call. Args as of :class:`CoordinatorService`; ``endpoint`` is the service's.
     """
@@ -61,14 +61,14 @@ class CoordinatorClient(Threaded):
     ) -> None:
         super().__init__(
             f"spot-client-{rank}",
-            f"rank {rank}'s line to the spot coordinator failed; it trains no drafter from here on",
+            f"rank {rank}'s connection to the spot coordinator failed; it trains no drafter from now on",
         )
         self.rank = rank
-        self._seal = seal
+        self._signer = seal
         self._hooks = FaultHooks("report")
         self._clock = clock
         self._heartbeat_s = config.heartbeat_s
-        # above what this rank used before, had it been started again with the same secret
+        # above the numbers that this rank used before a restart with the same secret
         self._follower = Follower(rank, config.silent_after_s, clock(), first_sequence=time.time_ns())
         self._dropped: Counter[str] = Counter()
         self._news = threading.Condition()
@@ -76,61 +76,61 @@ class CoordinatorClient(Threaded):
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_DIRECTIVE)
-        # nothing is kept for a coordinator that is not there: the next report says it all
+        # queue nothing for an absent coordinator: the next report contains the full state
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(endpoint)
         self._start()
 
-    # What the rank tells
+    # Reports of the rank
 
     def rollout_started(self, rl_step: int) -> None:
-        """Its share of ``rl_step``'s rollout begins.
+        """Report that this rank's share of ``rl_step``'s rollout starts.
 
         Raises:
-            ValueError: an RL step that is not after the one before.
-            RuntimeError: it is still inside a session.
+            ValueError: ``rl_step`` is not greater than the previous one.
+            RuntimeError: the rank is still in a session.
         """
         self._tell(lambda: self._follower.rollout_started(rl_step))
 
     def released(self, rl_step: int, num_entries: int, drafter_version: int = 0) -> None:
-        """Its share of ``rl_step``'s rollout is done, and it may train; its buffer holds ``num_entries`` responses.
+        """Report that this rank finished its share of the rollout and may train on ``num_entries`` buffered responses.
 
         Raises:
-            ValueError: another RL step than the one whose rollout was started.
+            ValueError: ``rl_step`` is not that of the started rollout.
         """
         self._tell(lambda: self._follower.released(rl_step, num_entries, drafter_version))
 
     def withdraw(self) -> None:
-        """Something else needs it, or it cannot train: it left, and enters no session until ``released`` again."""
+        """Report that this rank left and cannot train; it enters no session until ``released`` is called again."""
         self._tell(self._follower.withdraw)
 
     def enter(self, order: SessionOrder) -> bool:
-        """Whether ``order`` still stands; the rank counts as inside from then on, and builds its group."""
+        """Enter the session of ``order``; returns whether the order is still valid, so that the group can be built."""
         return self._tell(lambda: self._follower.enter(order, self._clock()))
 
     def at_step_boundary(self, drafter_version: int) -> None:
-        """A step of the session that it is in is done.
+        """Report that a step of the current session is done.
 
         Raises:
-            RuntimeError: it is in no session.
+            RuntimeError: the rank is in no session.
         """
         self._tell(lambda: self._follower.at_step_boundary(drafter_version))
 
     def leave(self) -> None:
-        """It is out of the session's group, as it was advised; unbidden, that is to withdraw."""
+        """Report that this rank left the session's group; without an order to leave this is a :meth:`withdraw`."""
         self._tell(self._follower.leave)
 
-    # What it is told
+    # Orders to the rank
 
     def poll(self) -> Advice:
-        """What to do now, from what has arrived; takes microseconds."""
+        """What to do now, according to the received orders; takes microseconds."""
         with self._news:
             self._news_seen = self._news_count
             return self._follower.advice(self._clock())
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for orders that ``poll`` has not seen, ``timeout_s`` at most; whether there are any."""
+        """Wait up to ``timeout_s`` for orders that ``poll`` has not seen; return whether there are any."""
         with self._news:
             found = self._news.wait_for(lambda: self._news_count != self._news_seen, timeout_s)
             self._news_seen = self._news_count
@@ -138,12 +138,12 @@ class CoordinatorClient(Threaded):
 
     @property
     def order(self) -> SessionOrder | None:
-        """The session that this rank is wanted in."""
+        """The session that this rank should join."""
         return self._follower.order
 
     @property
     def place(self) -> MemberProgress | None:
-        """Where it trains."""
+        """The rank's position in its session."""
         return self._follower.place
 
     def rollout_over(self, rl_step: int) -> bool:
@@ -152,28 +152,28 @@ class CoordinatorClient(Threaded):
 
     @property
     def silent_for(self) -> float:
-        """Seconds without a word from the coordinator."""
+        """Seconds since the last message from the coordinator."""
         return self._follower.silent_for(self._clock())
 
     @property
     def is_silent(self) -> bool:
-        """Whether the coordinator cannot be relied on: who trains leaves, and the rollout's end shows otherwise."""
+        """Whether the coordinator is unresponsive: training ranks leave, and only the rollout itself shows its end."""
         return self._follower.is_silent(self._clock())
 
     @property
     def counts(self) -> dict[str, int]:
-        """Directives passed over, and ``messages REASON`` of what was dropped."""
+        """Ignored directives by reason, and ``messages REASON`` for dropped messages."""
         with self._news:
             return {**self._follower.counts, **{f"messages {reason}": n for reason, n in self._dropped.items()}}
 
     def _tell(self, change: Callable[[], _T]) -> _T:
-        """Change what is reported, and have it reported at once."""
+        """Change the reported state and send it at once."""
         with self._news:
             result = change()
         self._wake_up()
         return result
 
-    # The thread
+    # Thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -194,8 +194,8 @@ class CoordinatorClient(Threaded):
     def _report(self) -> None:
         with self._news:
             report = self._follower.report()
-        # not connected, or nobody reads: the next report says it all
-        frames = self._seal.close(report)
+        # not connected, or the peer does not read: the next report contains the full state
+        frames = self._signer.close(report)
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
             self._hooks.sent(frames)
@@ -208,7 +208,7 @@ class CoordinatorClient(Threaded):
                 return
             with self._news:
                 try:
-                    directive = self._seal.open(frames, Directive)
+                    directive = self._signer.open(frames, Directive)
                 except Dropped as dropped:
                     self._dropped[dropped.reason] += 1
                     continue

@@ -1,8 +1,8 @@
-"""Who trains the drafter while the longest responses still decode: reports in, directives out.
+"""Decides which ranks train the drafter while the longest responses decode: reports in, directives out.
 
-A pure state machine: no socket, no thread, no clock. A replica whose ranks have all been released is idle; enough idle
-ones with enough data form a session; the session ends the moment the last rollout does. There is one session at most,
-as there is one drafter. Public code ends it when any worker completes; here only the last one does.
+A pure state machine without sockets, threads or clocks. A replica is idle once all its ranks are released. Enough idle
+replicas with enough data form a session, which ends when the last rollout ends. There is at most one session, since
+there is one drafter. TLT's public code ends a session when any worker completes; here only the last one ends it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_tlt.spot.types import NO_RL_STEP, Directive, ReplicaState, Report
 
 
 class _Alarm(IntEnum):
-    """What a deadline is for; the number that goes with it is in brackets."""
+    """Purpose of a deadline, with its number's meaning in brackets."""
 
-    LOST = 0  # [rank] it has not been heard of
-    STUCK = 1  # [session] no step
-    STOP = 2  # [sequence of the directive] who has not left since is hanging
+    LOST = 0  # [rank] heartbeat missing
+    STUCK = 1  # [session] no step completed
+    STOP = 2  # [sequence of the directive] ranks that have not left since then hang
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class _Rank:
     report: Report | None = None
     lost: bool = False
     stop: int | None = None
-    """The directive (or the first after it) that told it to leave a session, until it has."""
+    """Sequence number of the first directive that ordered the rank to leave, until it has left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,10 @@ class _Replica:
     lost: bool = False
     released: bool = False
     idle_since: float | None = None
-    """When it became free to train; None where it is not."""
+    """When it became free to train; None if it is not free."""
     num_entries: int = 0
     excluded: bool = False
-    """From sessions, for the rest of this RL step."""
+    """Whether it is excluded from sessions for the rest of this RL step."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -56,24 +56,24 @@ class _Replica:
 
 
 class Coordinator:
-    """``handle`` each report, ``tick`` when ``next_deadline`` has come; both give the directives to be sent.
+    """Call ``handle`` for each report and ``tick`` at ``next_deadline``; both return the directives to send.
 
-    A rank is told whenever what is wanted of it changes, and again in answer to each of its reports: so nothing has to
-    be acknowledged, sent again or remembered but the state itself. Reports that are not newer than the newest of their
-    rank are passed over. ``now`` is in seconds of any clock that only grows.
+    A rank gets a directive whenever its order changes, and in answer to each of its reports. So no message needs
+    acknowledgement or retransmission, and the current state is the only memory. Reports older than a rank's newest one
+    are ignored. ``now`` is in seconds of any monotonic clock.
 
-    Handling a report costs O(ranks of a replica) and O(log ranks) where it sets a deadline. What concerns all members
-    (a new generation, an end) or all ranks (a new RL step, the end of its rollout) costs a directive for each of them;
-    a session grows only after all its members have reported, so that is O(1) per report too.
+    Handling a report costs O(ranks of a replica), plus O(log ranks) if it sets a deadline. Events for all members (a
+    new generation, an end) or all ranks (a new RL step, the end of its rollout) cost one directive each. A session
+    grows only after all its members have reported, so that is O(1) per report too.
 
     Args:
         replicas: the ranks of each engine.
         config: without ``min_replicas`` or ``min_entries``, any idle replica starts a session.
-        first_sequence: above whatever directives these ranks have heard before.
+        first_sequence: above all sequence numbers of directives that these ranks received before.
         steps_ahead: steps that members may train beyond what all have reported; with 2 they need not wait.
 
     Raises:
-        ValueError: no replica, one without ranks, or a rank in two of them.
+        ValueError: no replica, a replica without ranks, or a duplicate rank.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Coordinator:
         self.rl_step = NO_RL_STEP
         self.rollout_over = True
         self.counts: Counter[str] = Counter()
-        """What happened so far, by name: sessions, generations, lost replicas, reports passed over and why."""
+        """Event counts by name: sessions, generations, lost replicas, ignored reports by reason."""
         self._sequence = first_sequence
         self._session: Session | None = None
         self._sessions = 0
@@ -106,7 +106,7 @@ class Coordinator:
                 raise ValueError(f"replica {replica.index} has no ranks; allowed: 1 and more")
             for number in ranks:
                 if number in self._ranks:
-                    raise ValueError(f"rank {number} is there twice; allowed: in one replica, once")
+                    raise ValueError(f"rank {number} is listed twice; allowed: once, in one replica")
                 rank = self._ranks[number] = _Rank(number, replica, now)
                 replica.ranks.append(rank)
                 self._alarm(now + config.lost_after_s, _Alarm.LOST, number)
@@ -116,7 +116,7 @@ class Coordinator:
     # Events
 
     def handle(self, report: Report, now: float) -> list[Directive]:
-        """Take in a report. An answer to its sender is always among the directives, unless it was passed over."""
+        """Process a report. Unless it is ignored, the directives include an answer to its sender."""
         rank = self._ranks.get(report.rank)
         if rank is None:
             self.counts["reports of unknown ranks"] += 1
@@ -140,7 +140,7 @@ class Coordinator:
         return self._directives()
 
     def tick(self, now: float) -> list[Directive]:
-        """See to the deadlines that have passed. What has arrived by then is to be handled first."""
+        """Process expired deadlines. Handle all received reports first."""
         lost: list[_Replica] = []
         while self._alarms and self._alarms[0][0] <= now:
             _, kind, number = heapq.heappop(self._alarms)
@@ -155,18 +155,18 @@ class Coordinator:
         return self._directives()
 
     def next_deadline(self) -> float:
-        """When ``tick`` is next of use."""
+        """Time of the next deadline, at which to call ``tick``."""
         return self._alarms[0][0] if self._alarms else float("inf")
 
-    # What is so
+    # State
 
     @property
     def session(self) -> Session | None:
-        """The one that is going on."""
+        """The current session, if any."""
         return self._session
 
     def state_of(self, replica: int) -> ReplicaState:
-        """Of the replica with this index."""
+        """State of the replica with this index."""
         found = self._replicas[replica]
         if found.lost:
             return ReplicaState.LOST
@@ -175,7 +175,7 @@ class Coordinator:
         return ReplicaState.IDLE if found.released else ReplicaState.BUSY
 
     def is_excluded(self, replica: int) -> bool:
-        """Whether the replica takes no part in sessions for the rest of this RL step."""
+        """Whether the replica is excluded from sessions for the rest of this RL step."""
         return self._replicas[replica].excluded
 
     def _is_member(self, replica: _Replica) -> bool:
@@ -184,7 +184,7 @@ class Coordinator:
     # Rules
 
     def _begin_rl_step(self, rl_step: int, now: float) -> None:
-        """A rank is in it, so the one before is over for all, whether they were told or not."""
+        """Start an RL step once any rank has entered it; the previous one is then over for all ranks."""
         self._end_session("ended by the next RL step", now)
         self.rl_step, self.rollout_over = rl_step, False
         for replica in self._replicas:
@@ -192,7 +192,7 @@ class Coordinator:
             self._refresh(replica, now)
 
     def _follow(self, rank: _Rank, report: Report, now: float) -> None:
-        """What a member's report means to the session."""
+        """Apply a member's report to the session."""
         session, replica, place = self._session, rank.replica, report.place
         if session is None or replica.index not in session.replicas:
             return
@@ -205,7 +205,7 @@ class Coordinator:
             self._enlarge(now)
 
     def _decide(self, now: float) -> None:
-        """End the rollout, or start a session, if it is time."""
+        """End the rollout or start a session if the conditions hold."""
         if self.rollout_over:
             return
         if self._living and self._released == self._living:
@@ -230,13 +230,13 @@ class Coordinator:
             self._tell(replica)
 
     def _enlarge(self, now: float) -> None:
-        """Idle replicas join at a later step, once all members have come as far as the newest generation."""
+        """Add idle replicas from a later step on, once all members have entered the newest generation."""
         session = self._session
         if session is not None and session.settled and self._idle:
             self._regroup([*self._members(session), *self._idle], now, at_once=False)
 
     def _remove(self, replicas: Iterable[_Replica], now: float) -> None:
-        """Members stop; the others go on without them, or not at all."""
+        """Remove members; the others continue without them, or the session ends."""
         session = self._session
         gone = dict.fromkeys(replica for replica in replicas if self._is_member(replica))
         if session is None or not gone:
@@ -271,7 +271,7 @@ class Coordinator:
         self._stop(members, suspects, now)
 
     def _stop(self, replicas: Iterable[_Replica], suspects: Iterable[_Replica], now: float) -> None:
-        """Have replicas leave; ``suspects`` among them are excluded until others are found to be the ones that hang."""
+        """Order replicas to leave; ``suspects`` are excluded unless others turn out to hang."""
         sequence = self._sequence + 1
         for replica in suspects:
             replica.excluded = True
@@ -280,14 +280,14 @@ class Coordinator:
                 rank.stop = sequence
             self._refresh(replica, now)
             self._tell(replica)
-        # one entry, should several stops precede the same directive
+        # one entry even if several stops precede the same directive
         stopped, suspected = self._stopped.setdefault(sequence, ([], []))
         stopped += replicas
         suspected += suspects
         self._alarm(now + self.config.preempt_timeout_s, _Alarm.STOP, sequence)
 
     def _elect(self, replicas: Iterable[_Replica]) -> int:
-        """The rank whose drafter the others take over: the newest, then of the longest in service, then the lowest."""
+        """Rank whose drafter is broadcast: highest version, then longest idle, then lowest replica index."""
 
         def order(replica: _Replica) -> tuple[int, float, int]:
             report = replica.ranks[0].report
@@ -299,7 +299,7 @@ class Coordinator:
     # Deadlines
 
     def _check_heartbeat(self, rank: _Rank, now: float) -> list[_Replica]:
-        """The rank's replica if it is lost with it."""
+        """The rank's replica, if the rank's heartbeat is missing and the replica is therefore lost."""
         due = rank.heard_at + self.config.lost_after_s
         if due > now:
             self._alarm(due, _Alarm.LOST, rank.rank)
@@ -321,7 +321,7 @@ class Coordinator:
         self._end_session("cut off", now, [self._replicas[index] for index in session.behind()])
 
     def _check_stopped(self, sequence: int, now: float) -> None:
-        """Who was told to leave and has not, hangs; then whoever was only suspected, and has left, does not."""
+        """Exclude the replicas that were ordered to leave and have not; suspects that left are then cleared."""
         if sequence not in self._stopped:
             return
         stopped, suspects = self._stopped.pop(sequence)
@@ -339,13 +339,13 @@ class Coordinator:
     def _alarm(self, when: float, kind: _Alarm, number: int) -> None:
         heapq.heappush(self._alarms, (when, kind, number))
 
-    # Book-keeping
+    # Bookkeeping
 
     def _members(self, session: Session) -> list[_Replica]:
         return [self._replicas[index] for index in session.replicas]
 
     def _refresh(self, replica: _Replica, now: float) -> None:
-        """Bring what follows from a replica's reports, and the totals over all replicas, up to date."""
+        """Update a replica's state from its ranks' reports, and the totals over all replicas."""
         lost, released, available, left, entries = False, True, not replica.excluded, True, 0
         for rank in replica.ranks:
             lost, left, report = lost or rank.lost, left and rank.stop is None, rank.report
@@ -376,7 +376,7 @@ class Coordinator:
             self._to_tell[rank.rank] = rank
 
     def _directives(self) -> list[Directive]:
-        """What is now wanted of the ranks that are to be told; those never heard of ask first."""
+        """Directives for the ranks to notify; ranks that have not reported yet must report first."""
         told = [self._directive(rank, rank.report) for rank in self._to_tell.values() if rank.report is not None]
         self._to_tell.clear()
         return told

@@ -1,6 +1,6 @@
-"""What fault tests need from outside: the messages that were sent, and a coordinator that stops when it is told to.
+"""Hooks for fault tests: record the messages that were sent, and hold the coordinator on request.
 
-Both work through the folder that the environment variable ``TLT_SPOT_FAULTS`` names. Without it nothing happens.
+Both use the folder that the environment variable ``TLT_SPOT_FAULTS`` names. Without it they do nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 VARIABLE = "TLT_SPOT_FAULTS"
 HOLD = "hold"
-"""While the folder has a file of this name, the coordinator does nothing."""
+"""While the folder has a file of this name, the coordinator pauses."""
 
 
 class FaultHooks:
-    """Of one sender of messages; ``kind`` is ``report`` or ``directive``, the beginning of its file's name."""
+    """Hooks of one message sender; ``kind`` is ``report`` or ``directive``, the prefix of its file's name."""
 
     def __init__(self, kind: str) -> None:
         folder = os.environ.get(VARIABLE)
@@ -24,12 +24,12 @@ class FaultHooks:
         self._name = f"{kind}-{os.getpid()}"
 
     def sent(self, frames: Sequence[bytes]) -> None:
-        """Append the frames of a message to the sender's file: a line of hexadecimal numbers."""
+        """Append the frames of a message to the sender's file, as a line of hexadecimal numbers."""
         if self._folder is not None:
             with (self._folder / self._name).open("a") as file:
                 file.write(" ".join(frame.hex() for frame in frames) + "\n")
 
     def hold(self) -> None:
-        """Return once the folder has no file ``hold``."""
+        """Wait until the folder has no file ``hold``."""
         while self._folder is not None and (self._folder / HOLD).exists():
             time.sleep(0.05)

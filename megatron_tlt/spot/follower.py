@@ -1,4 +1,4 @@
-"""A rank's side of the coordination, without socket, thread or clock: what it reports, and what it is to do."""
+"""A rank's state machine in the coordination, without sockets, threads or clocks: its reports and its advice."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megatron_tlt.spot.types import NO_RL_STEP, Advice, Directive, MemberProgres
 
 
 class Follower:
-    """Keeps what a rank reports, and the newest directive that it has heard.
+    """Holds the state that a rank reports, and the newest directive that it received.
 
-    Times are seconds of any clock that only grows. ``first_sequence`` must be above whatever this rank used before.
+    Times are seconds of any monotonic clock. ``first_sequence`` must be above all numbers that this rank used before.
     """
 
     def __init__(self, rank: int, silent_after_s: float, now: float, first_sequence: int = 0) -> None:
         self.rank = rank
         self.rl_step = NO_RL_STEP
         self.counts: Counter[str] = Counter()
-        """Directives passed over, by reason."""
+        """Ignored directives, by reason."""
         self._silent_after_s = silent_after_s
         self._news_at = now
         self._sequence = first_sequence
@@ -28,20 +28,20 @@ class Follower:
         self._released = False
         self._available = False
         self._left_early = False
-        """It left unbidden, and the coordinator is not known to have noticed."""
+        """Whether it left without an order and the coordinator may not know yet."""
         self._entries = 0
         self._version = 0
         self._place: MemberProgress | None = None
         self._entered = (0, 0)
 
-    # What the rank tells
+    # Reports of the rank
 
     def rollout_started(self, rl_step: int) -> None:
-        """Its share of ``rl_step``'s rollout begins; whatever it was told before no longer counts.
+        """Report that this rank's share of ``rl_step``'s rollout starts; earlier orders become invalid.
 
         Raises:
-            ValueError: an RL step that is not after the one before.
-            RuntimeError: it is still inside a session.
+            ValueError: ``rl_step`` is not greater than the previous one.
+            RuntimeError: the rank is still in a session.
         """
         if rl_step <= self.rl_step:
             raise ValueError(f"rl_step is {rl_step}; allowed: above {self.rl_step}, the one before")
@@ -52,10 +52,10 @@ class Follower:
         self._order = None
 
     def released(self, rl_step: int, num_entries: int, drafter_version: int = 0) -> None:
-        """Its share of the rollout is done, and it may train (again).
+        """Report that this rank finished its share of the rollout, and may train (again).
 
         Raises:
-            ValueError: another RL step than the one whose rollout was started.
+            ValueError: ``rl_step`` is not that of the started rollout.
         """
         if rl_step != self.rl_step:
             raise ValueError(f"rl_step is {rl_step}; allowed: {self.rl_step}, whose rollout was started")
@@ -63,12 +63,12 @@ class Follower:
         self._entries, self._version = num_entries, drafter_version
 
     def withdraw(self) -> None:
-        """Something else needs it, or its training failed: no session until :meth:`released` is called again."""
+        """Report that this rank cannot train; it enters no session until :meth:`released` is called again."""
         self._available = False
         self.leave()
 
     def enter(self, order: SessionOrder, now: float) -> bool:
-        """Whether it may build the group of ``order``; False where that is not, or no longer, what is wanted."""
+        """Enter ``order`` if it is still valid; returns whether the rank may build the session's group."""
         standing = self._enterable(now)
         if standing is None or standing.name != order.name:
             return False
@@ -77,10 +77,10 @@ class Follower:
         return True
 
     def at_step_boundary(self, drafter_version: int) -> None:
-        """A step of the session is done.
+        """Report that a step of the session is done.
 
         Raises:
-            RuntimeError: it is in no session.
+            RuntimeError: the rank is in no session.
         """
         if self._place is None:
             raise RuntimeError(f"rank {self.rank} is in no session")
@@ -88,16 +88,16 @@ class Follower:
         self._version = drafter_version
 
     def leave(self) -> None:
-        """It is out of the session's group; nothing where it was in none.
+        """Report that this rank left the session's group; does nothing outside a session.
 
-        Unless the newest order says so, that is to :meth:`withdraw`: whatever drove it out would do so again.
+        Without an order to leave this is a :meth:`withdraw`, since the cause would probably recur.
         """
         if self._place is not None and not self._told_to_leave(self._place):
             self._available, self._left_early = False, True
         self._place = None
 
     def report(self) -> Report:
-        """The whole state, under the next sequence number."""
+        """The full state, under the next sequence number."""
         self._sequence += 1
         return Report(
             self.rank,
@@ -111,10 +111,10 @@ class Follower:
             self._heard,
         )
 
-    # What the rank is told
+    # Orders to the rank
 
     def hear(self, directive: Directive, now: float) -> bool:
-        """Take in a directive; whether it changed anything. Old, repeated and misdirected ones are counted only."""
+        """Process a directive; returns whether it changed anything. Old and misdirected ones are only counted."""
         if directive.rank != self.rank:
             self.counts["misdirected"] += 1
             return False
@@ -123,7 +123,7 @@ class Follower:
             return False
         self._heard, self._news_at = directive.sequence, now
         if directive.rl_step != self.rl_step:
-            # written before the coordinator knew that this rank had gone on
+            # sent before the coordinator knew that this rank had started the next RL step
             self.counts["of another RL step"] += 1
             return False
         before = self._order, self._over
@@ -136,33 +136,33 @@ class Follower:
 
     @property
     def inside(self) -> bool:
-        """Whether it is in a session's group."""
+        """Whether the rank is in a session's group."""
         return self._place is not None
 
     @property
     def place(self) -> MemberProgress | None:
-        """Where it trains."""
+        """The rank's position in its session."""
         return self._place
 
     @property
     def order(self) -> SessionOrder | None:
-        """The session that the coordinator wants it in, as last heard."""
+        """The session that the coordinator wants this rank in, according to the newest directive."""
         return self._order
 
     def rollout_over(self, rl_step: int) -> bool:
-        """Whether the coordinator said that ``rl_step``'s rollout is over on all replicas."""
+        """Whether the coordinator reported that ``rl_step``'s rollout is over on all replicas."""
         return rl_step <= self._over
 
     def silent_for(self, now: float) -> float:
-        """Seconds without a word from the coordinator."""
+        """Seconds since the last message from the coordinator."""
         return now - self._news_at
 
     def is_silent(self, now: float) -> bool:
-        """Whether that is longer than it ever should be."""
+        """Whether the coordinator has been silent for longer than the limit."""
         return self.silent_for(now) > self._silent_after_s
 
     def advice(self, now: float) -> Advice:
-        """What to do next; it may be asked at any time, in the middle of a step too."""
+        """What to do next; may be called at any time, also during a step."""
         place, order = self._place, self._order
         if place is None:
             return Advice.WAIT if self._enterable(now) is None else Advice.ENTER
@@ -183,7 +183,7 @@ class Follower:
         return self._available and not self._left_early
 
     def _enterable(self, now: float) -> SessionOrder | None:
-        """The order that stands, unless its generation has been entered already."""
+        """The current order, unless its generation was already entered."""
         order = self._order
         if order is None or not self._is_free or self.is_silent(now):
             return None

@@ -1,9 +1,9 @@
-"""Reports and directives on the wire: MessagePack, signed with a secret of this run.
+"""Wire format of reports and directives: MessagePack, signed with a per-run secret.
 
-HMAC instead of ZeroMQ's CURVE: nothing in the messages is secret, one shared key is all that ranks need to be handed,
-and what is dropped is counted by reason here, where CURVE ends a connection out of sight. The signature covers the run,
-the direction, and the message with its rank and sequence number; the receiver's state machine passes over a sequence
-number that it has seen (``Coordinator.counts``, ``Follower.counts``), so nothing can be played again.
+HMAC replaces ZeroMQ's CURVE, because messages are not secret, ranks need only one shared key, and dropped messages can
+be counted by reason, whereas CURVE closes a connection silently. The signature covers the run, the direction, and the
+message with its rank and sequence number. The receiver ignores sequence numbers that it has seen
+(``Coordinator.counts``, ``Follower.counts``), so replayed messages have no effect.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_tlt.spot.types import Directive, Report
 SECRET_BYTES = 32
 _MAC_BYTES = 32
 LARGEST_REPORT, LARGEST_DIRECTIVE = 1 << 10, 1 << 20
-"""Bytes; a directive names all members of a session."""
+"""Bytes; a directive lists all members of a session."""
 _LARGEST = {Report: LARGEST_REPORT, Directive: LARGEST_DIRECTIVE}
 
 Message = TypeVar("Message", Report, Directive)
 
 
 class Drop(StrEnum):
-    """Why a message was dropped unread."""
+    """Why a message was dropped without processing."""
 
     UNSIGNED = "unsigned"
     FORGED = "forged"
@@ -37,7 +37,7 @@ class Drop(StrEnum):
 
 
 class Dropped(Exception):
-    """A message that is not to be believed."""
+    """A message that failed validation."""
 
     def __init__(self, reason: Drop) -> None:
         super().__init__(f"message dropped: {reason}")
@@ -45,15 +45,15 @@ class Dropped(Exception):
 
 
 def new_secret() -> bytes:
-    """For one run: made by rank 0, handed to the other ranks, never written anywhere."""
+    """Create a run's secret: rank 0 calls this and sends it to the other ranks; it is never stored."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 class MessageSigner:
-    """Signs messages of one run, and opens those that were signed with the same secret for the same run.
+    """Signs messages of one run, and verifies messages signed with the same secret for the same run.
 
     Raises:
-        ValueError: a secret of another length than SECRET_BYTES.
+        ValueError: the secret does not have SECRET_BYTES bytes.
     """
 
     def __init__(self, secret: bytes, run_id: str) -> None:
@@ -63,15 +63,15 @@ class MessageSigner:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def close(self, message: Report | Directive) -> list[bytes]:
-        """Frames to be sent: the signature and the message."""
+        """Frames to send: the signature and the message."""
         payload = self._encode(message)
         return [self._mac(type(message), payload), payload]
 
     def open(self, frames: Sequence[bytes], kind: type[Message]) -> Message:
-        """The message in received frames.
+        """Verify received frames and return their message.
 
         Raises:
-            Dropped: it is too large, not signed by the holder of the secret, or no ``kind``.
+            Dropped: it is too large, not signed with the secret, or not a ``kind``.
         """
         if sum(map(len, frames)) > _LARGEST[kind]:
             raise Dropped(Drop.OVERSIZED)

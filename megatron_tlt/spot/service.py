@@ -1,4 +1,4 @@
-"""The coordinator as a thread of rank 0: a ZeroMQ socket on one address around the state machine."""
+"""Runs the coordinator in a thread of rank 0, with a ZeroMQ socket on one address."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from megatron_tlt.spot.threaded import Threaded
 from megatron_tlt.spot.types import Directive, Report
 
 _MOST_AT_ONCE = 1 << 16
-"""Messages of a round: some from each of very many ranks, but no flood of them puts deadlines off for ever."""
+"""Messages per round: several from each of very many ranks, but a flood cannot postpone deadlines forever."""
 _LONGEST_ROUND_S = 1.0
 
 
 class CoordinatorService(Threaded):
-    """Listens at ``endpoint`` from its construction until ``close``.
+    """Listens at ``endpoint`` from construction until ``close``.
 
-    Nothing that arrives can raise in the owner's thread. Should the service's own thread fail, it ends, the failure is
-    logged and stays in ``failure``, and the clients see a silent coordinator: training drafters ends, the run goes on.
+    Received messages cannot raise in the owner's thread. If the service's own thread fails, the failure is logged and
+    stored in ``failure``. Clients then see a silent coordinator: drafter training ends and the run continues.
 
     Args:
         replicas: the ranks of each engine.
-        host: an address of this machine, or a name of one, that all ranks reach; never all of them.
-        port: 0 takes a free one.
-        clock: seconds, only growing.
+        host: a single address or host name of this machine that all ranks reach, not a wildcard.
+        port: 0 selects a free port.
+        clock: monotonic seconds.
 
     Raises:
-        ConfigError: ``host`` is no single address.
+        ConfigError: ``host`` is not a single address.
         RunError: the address cannot be bound.
     """
 
@@ -54,19 +54,19 @@ class CoordinatorService(Threaded):
     ) -> None:
         address = _one_address(host)
         super().__init__(
-            "spot-coordinator", "the spot coordinator failed; no drafter is trained during rollouts from here on"
+            "spot-coordinator", "the spot coordinator failed; no drafter is trained during rollouts from now on"
         )
-        self._seal = seal
+        self._signer = seal
         self._hooks = FaultHooks("directive")
         self._clock = clock
-        # above what an earlier coordinator of this run may have used
+        # above all numbers that an earlier coordinator of this run may have used
         self._machine = Coordinator(replicas, config, clock(), first_sequence=time.time_ns())
         self._routes: dict[int, bytes] = {}
         self._dropped: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # beyond what is merely dropped and counted, ZeroMQ ends the connection before it takes the message in
+        # above this size ZeroMQ closes the connection before it receives the message
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 * LARGEST_REPORT)
         try:
             self._socket.bind(f"tcp://{address}:{port or '*'}")
@@ -79,7 +79,7 @@ class CoordinatorService(Threaded):
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened so far, by name: of the state machine, and ``messages REASON`` of what was dropped."""
+        """Event counts by name: the state machine's, and ``messages REASON`` for dropped messages."""
         with self._lock:
             return {**self._machine.counts, **{f"messages {reason}": n for reason, n in self._dropped.items()}}
 
@@ -94,7 +94,7 @@ class CoordinatorService(Threaded):
             self._round(self._clock())
 
     def _round(self, now: float) -> None:
-        """What has arrived comes before any deadline: a coordinator that was held up takes nobody for lost."""
+        """Handle received messages before deadlines, so that a delayed coordinator does not declare ranks lost."""
         with self._lock:
             for _ in range(_MOST_AT_ONCE):
                 try:
@@ -106,33 +106,33 @@ class CoordinatorService(Threaded):
 
     def _receive(self, route: bytes, frames: Sequence[bytes], now: float) -> None:
         try:
-            report = self._seal.open(frames, Report)
+            report = self._signer.open(frames, Report)
         except Dropped as dropped:
             self._dropped[dropped.reason] += 1
             return
         directives = self._machine.handle(report, now)
         if directives:
-            # only what was new and signed says where a rank is to be found
+            # only new, signed messages update a rank's route
             self._routes[report.rank] = route
         self._send(directives)
 
     def _send(self, directives: Iterable[Directive]) -> None:
         for directive in directives:
-            # a peer that is gone, or takes nothing in, is passed over: its next report is answered again
-            frames = self._seal.close(directive)
+            # skip a peer that is gone or does not read: its next report is answered again
+            frames = self._signer.close(directive)
             with contextlib.suppress(zmq.Again):
                 self._socket.send_multipart([self._routes[directive.rank], *frames], zmq.NOBLOCK, copy=True)
                 self._hooks.sent(frames)
 
 
 def _one_address(host: str) -> str:
-    """The IPv4 address that ``host`` stands for."""
-    allowed = "allowed: one address of this machine, or a name of it"
+    """Resolve ``host`` to its IPv4 address."""
+    allowed = "allowed: one address of this machine, or a host name for it"
     try:
         address = socket.gethostbyname(host) if host else ""
         found = ipaddress.IPv4Address(address)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the coordinator's host: found {host!r}, which is no IPv4 address; {allowed}") from error
+        raise ConfigError(f"the coordinator's host: found {host!r}, which is not an IPv4 address; {allowed}") from error
     if found.is_unspecified or found.is_multicast or address == "255.255.255.255":
-        raise ConfigError(f"the coordinator's host: found {host!r}, which is not one interface; {allowed}")
+        raise ConfigError(f"the coordinator's host: found {host!r}, which is not a single interface; {allowed}")
     return address

@@ -1,4 +1,4 @@
-"""One session as the coordinator keeps it: its generations, and how far its members are."""
+"""A session's state in the coordinator: its generations and its members' progress."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_tlt.spot.types import MemberProgress, SessionOrder
 
 
 class Session:
-    """Replicas that train together; ``order`` is what their ranks are told.
+    """Replicas that train together; ``order`` is sent to their ranks.
 
-    Every call is O(1), amortised over the members' reports, but for :meth:`regroup`, which is O(members).
+    Every call is O(1), amortised over the members' reports, except :meth:`regroup`, which is O(members).
 
     Args:
-        replicas: index of a replica to its ranks.
+        replicas: ranks by replica index.
         leader: a rank of one of them.
         steps_ahead: steps that members may train beyond what all of them have reported.
     """
@@ -45,13 +45,13 @@ class Session:
 
     @property
     def settled(self) -> bool:
-        """Whether all members have entered the newest generation: only then may it grow again."""
+        """Whether all members have entered the newest generation, so that it may grow again."""
         return not self._unsettled
 
     def regroup(self, replicas: Mapping[int, Sequence[int]], leader: int, *, at_once: bool) -> None:
-        """A new generation over these replicas.
+        """Start a new generation over these replicas.
 
-        It begins at the first step that nobody was allowed to train before, so all members change at the same one.
+        It starts at the first step that no member was allowed to train yet, so all members change at the same step.
         """
         self.replicas = {index: tuple(replicas[index]) for index in sorted(replicas)}
         members = tuple(rank for ranks in self.replicas.values() for rank in ranks)
@@ -65,7 +65,7 @@ class Session:
         )
 
     def advance(self, rank: int, place: MemberProgress) -> bool:
-        """Take in where a member is; whether that moved the session as a whole on."""
+        """Record a member's progress; returns whether the session as a whole advanced."""
         moved = False
         if place.generation == self.order.generation and rank in self._unsettled:
             self._unsettled.remove(rank)
@@ -90,12 +90,12 @@ class Session:
         return moved
 
     def take_freed(self) -> list[int]:
-        """Ranks that stood at ``until_step`` and may go on since it moved: their own report's answer did not say so."""
+        """Ranks waiting at ``until_step`` that may continue since it advanced; their reports were answered before."""
         freed, self._freed = self._freed, []
         return freed
 
     def behind(self) -> set[int]:
-        """Indices of the replicas that the others wait for; all of them where that cannot be told."""
+        """Indices of the replicas that the others wait for; all of them if that is unknown."""
         ranks = self._unsettled
         if not ranks:
             furthest = max(self._at_step)

@@ -1,4 +1,4 @@
-"""Host memory that tensors are copied into, the same memory at every copy."""
+"""Reusable host memory into which tensors are copied."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Layout = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 class StagingBuffer:
-    """One piece of host memory with a place for each of some named tensors.
+    """One block of host memory with a place for each of several named tensors.
 
-    It is allocated anew only for tensors that do not fit: memory that was written before takes a copy several times
-    faster than fresh pages do. Where tensors come from a GPU it is pinned, so that copies run beside the host.
+    It is reallocated only if the tensors do not fit: a copy into memory that was written before is several times faster
+    than into new pages. For tensors on a GPU the memory is pinned, so that copies do not block the host.
     """
 
     def __init__(self) -> None:
@@ -25,20 +25,20 @@ class StagingBuffer:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The copies, views of one memory; valid between :meth:`wait` and the next :meth:`copy_from`."""
+        """Views of the copies; valid between :meth:`wait` and the next :meth:`copy_from`."""
         return self._places
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors."""
+        """Size of the tensors in bytes."""
         return sum(place.nbytes for place in self._places.values())
 
     @torch.no_grad()
     def copy_from(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies all of ``tensors``, which may be overwritten as soon as this returns.
+        """Copy all of ``tensors``, which may be overwritten after the return.
 
-        On a GPU the copies are queued on the current stream: what is queued behind them sees to the same order, and
-        the host has not waited.
+        On a GPU the copies are queued on the current stream without blocking the host. Work queued later on this stream
+        runs after them.
 
         Raises:
             RuntimeError: there is not enough memory (torch's own error).
@@ -53,12 +53,12 @@ class StagingBuffer:
             self._copied.append(event)
 
     def wait(self) -> None:
-        """Until the copies are there; for the thread that reads them."""
+        """Wait until the copies are complete; for the thread that reads them."""
         for event in self._copied:
             event.synchronize()
 
     def _arrange(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Makes a place for each tensor, in new memory only where the old is too small or of the wrong kind."""
+        """Assign a place to each tensor; allocate only if the memory is too small or of the wrong kind."""
         layout = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
         pinned = any(tensor.is_cuda for tensor in tensors.values())
         wrong_kind = pinned and not self._memory.is_pinned()
@@ -70,7 +70,7 @@ class StagingBuffer:
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._layout, self._places = (), {}
         if wrong_kind or end > self._memory.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # gone before its successor comes
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
             self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
         self._places = {
             name: self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""What the two ends of the coordinator's line share: a thread of their own that a file descriptor wakes."""
+"""Base of the coordinator's client and service: a thread that a file descriptor wakes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 class Threaded:
-    """Runs ``_run`` in a thread until closed; a subclass gives ``_run``, sets itself up, and calls ``_start``.
+    """Runs ``_run`` in a thread until closed; a subclass implements ``_run``, sets itself up, and calls ``_start``.
 
     Args:
-        name: of the thread.
-        complaint: what it means to the run should the thread fail, for the log.
+        name: the thread's name.
+        complaint: log message with the consequence of a failure of the thread.
     """
 
     def __init__(self, name: str, complaint: str) -> None:
         self.failure: BaseException | None = None
-        """What ended the thread, if anything did."""
+        """The exception that ended the thread, if any."""
         self._complaint = complaint
         self._closing = False
         self._context = zmq.Context()
@@ -36,13 +36,13 @@ class Threaded:
         self._thread.start()
 
     def _abandon(self) -> None:
-        """It could not be set up: there is no thread to end."""
+        """Clean up if the setup failed, so that no thread has to be ended."""
         self._closing = True
         self._context.destroy(linger=0)
         os.close(self._wake)
 
     def _run(self) -> None:
-        """What the thread does; looks at ``_closing`` whenever ``_wake`` can be read."""
+        """Thread body; must check ``_closing`` whenever ``_wake`` is readable."""
         raise NotImplementedError
 
     def _work(self) -> None:
@@ -60,7 +60,7 @@ class Threaded:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Ends the thread and frees its sockets. May be called twice."""
+        """End the thread and close its sockets. May be called twice."""
         if self._closing:
             return
         self._closing = True

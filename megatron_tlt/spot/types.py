@@ -1,6 +1,6 @@
-"""What ranks report to the coordinator, and what it wants of them: plain data, each message the whole state.
+"""Reports of ranks and directives of the coordinator: plain data; each message contains the full state.
 
-As every message says everything, a lost one is mended by the next, and of several only the newest counts.
+A lost message is therefore repaired by the next one, and of several messages only the newest counts.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ from dataclasses import dataclass
 from enum import Enum
 
 NO_RL_STEP = -1
-"""The RL step of a rank whose first rollout has not begun."""
+"""The RL step of a rank before its first rollout."""
 
 
 class ReplicaState(Enum):
     """A replica is one engine: all of its tensor-parallel ranks."""
 
     BUSY = "busy"
-    """A rank of it has not finished its share of this RL step's rollout."""
+    """At least one of its ranks has not finished its share of this RL step's rollout."""
     IDLE = "idle"
     """All of its ranks are released, and none trains."""
     TRAINING = "training"
-    """In the session, or told to leave one and not known to have left."""
+    """In the session, or ordered to leave one and not known to have left."""
     LOST = "lost"
-    """A rank of it has not been heard of for too long."""
+    """The heartbeat of at least one of its ranks is missing."""
 
 
 class Advice(Enum):
     """What a released rank does next; see :meth:`megatron_tlt.spot.client.CoordinatorClient.poll`."""
 
     WAIT = "wait"
-    """Nothing, until there is news."""
+    """Wait for orders."""
     ENTER = "enter"
-    """There is an order to enter."""
+    """Enter the current order."""
     TRAIN = "train"
-    """The next step of the session that it is in."""
+    """Train the next step of the current session."""
     LEAVE = "leave"
-    """Out of the session's group, at once: a step in flight is abandoned."""
+    """Leave the session's group at once; abandon a step in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """Train with these ranks: what a process group over them, and nobody else, is made of.
+    """An order to train in a process group of exactly these ranks.
 
-    ``members`` are global ranks in the order of their ranks in the group; ``leader`` is the one whose drafter all
-    others take over when the generation begins. Steps are numbered through all generations of a session: this one's
-    are ``effective_step`` up to, not including, ``until_step``, which moves on as members report. Nobody trains beyond
-    it, so a further generation that begins there is missed by none. Members of the generation before train up to
-    ``effective_step`` and change over then, or, with ``at_once``, without delay (numbers in between are left out).
+    ``members`` are global ranks in group order. ``leader`` is the rank whose drafter is broadcast when the generation
+    starts. Steps are numbered through all generations of a session: this one's are ``effective_step`` up to, but not
+    including, ``until_step``, which advances as members report. No member trains beyond it, so no member misses a
+    further generation that starts there. Members of the previous generation train up to ``effective_step`` and then
+    change or, with ``at_once``, change immediately (numbers in between are skipped).
     """
 
     rl_step: int
@@ -66,7 +66,7 @@ class SessionOrder:
 
 @dataclass(frozen=True, slots=True)
 class MemberProgress:
-    """Where a rank trains: session, generation, and its next step."""
+    """A rank's position: session, generation, and its next step."""
 
     session: int
     generation: int
@@ -75,12 +75,12 @@ class MemberProgress:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a rank has to say.
+    """The full state of a rank.
 
     ``sequence`` grows with every report of this rank. ``released``: its share of ``rl_step``'s rollout is done.
-    ``available``: nothing else needs it. ``num_entries`` is how many responses its buffer holds, ``drafter_version``
+    ``available``: nothing else needs the rank. ``num_entries`` is the number of buffered responses, ``drafter_version``
     its drafter's number of optimizer steps. ``place`` is None outside a session's group. ``heard`` is the sequence of
-    the newest directive that it goes by.
+    the newest directive that it received.
     """
 
     rank: int
@@ -96,9 +96,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Directive:
-    """All that the coordinator wants of ``rank``, which is in ``rl_step``.
+    """The coordinator's order to ``rank``, which is in ``rl_step``.
 
-    ``order`` None means: no session; leave the one that you are in. ``sequence`` grows with every directive.
+    ``order`` None means: leave the current session, if any. ``sequence`` grows with every directive.
     """
 
     rank: int
