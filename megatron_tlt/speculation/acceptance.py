@@ -1,4 +1,4 @@
-"""How many tokens a request gains in a step, by strategy, while drafters and responses change."""
+"""Estimates tokens per request and step by strategy, while drafters and responses change."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 from megatron_tlt.speculation.strategy import OFF, BudgetMix, StepRecord, Strategy, drafters_of
 
 _UNKNOWN = 0.5
-"""Acceptance assumed of the first draft token of a drafter never seen."""
+"""Prior acceptance rate of an unseen drafter's first draft token."""
 _PRIOR_WEIGHT = 0.25
-"""Requests' steps that this guess counts for."""
+"""Weight of this prior, in request steps."""
 _NEXT_WEIGHT, _NEXT_SHARE = 12.0, 0.5
-"""A position counts for the next one: with this share of its evidence, of which at most this much."""
+"""A position is evidence for the next one: with this share of its weight, up to this maximum."""
 _MAX_WEIGHT = 8
-"""Requests' steps that one engine step counts for at most: its requests are not a sample of all that follow."""
+"""Maximum weight of one engine step, in request steps: its requests are not a random sample of later ones."""
 _CLUSTER = 1.5
-"""Steps of one sequence resemble each other: variances of means are larger by this factor."""
+"""Variance factor of means, because steps of one sequence are correlated."""
 _FADING = 0.002
-"""A mean from 1 / _FADING steps ago counts for at most one request's step of now: drafters change meanwhile."""
+"""A mean from 1 / _FADING steps ago counts for at most one current request step, as drafters change."""
 _RECENT = 0.5 ** (1.0 / 10.0)
 _RENEWED = 20.0
-"""Requests' steps that the knowledge of a drafter counts for at most once it has a new version."""
+"""Maximum weight of a drafter's estimate after it gets a new version, in request steps."""
 _AFTER_DRIFT = 0.02
-"""Share of its evidence that a position without recent steps keeps when its drafter has drifted."""
+"""Share of its weight that a position without recent steps keeps after its drafter drifted."""
 _FEWEST = 6.0
-"""Requests' steps without which neither the recent nor the earlier ones say anything of a drift."""
+"""Minimum request steps of both recent and earlier evidence for the drift test."""
 _LEAST_VARIANCE = 0.04
-"""Of one acceptance in the test for a drift: a token that was always accepted is not certain to be."""
+"""Margin of an acceptance rate in the drift test: a token that was always accepted is not certain to be."""
 
 
 @dataclass
 class _Position:
-    """One position of a drafter's chains, counted in requests' steps, discounted.
+    """Discounted counts of one position in a drafter's chains, in request steps.
 
     ``reached``: its token could be verified, as the budget allowed it and the tokens before it were accepted.
-    ``accepted``: so was its own. ``recent_*``: the part of both that comes from the latest steps. ``seen``: the clock
-    of its last step.
+    ``accepted``: its token was accepted too. ``recent_*``: the part of both from the latest steps. ``seen``: clock of
+    its last step.
     """
 
     reached: float = 0.0
@@ -65,15 +65,15 @@ class _Position:
 class AcceptanceLengths:
     """Tokens per request and step of any strategy under any draft budgets.
 
-    Verification sees each sequence for itself, so nothing here depends on the batch. For each position of a drafter's
-    chains it learns how often the token is accepted where those before it are. A missing draft counts as rejected, the
-    end of a request's budget does not count. All strategies of a source
-    share this. A request with budget b then gains
+    Each sequence is verified independently, so the estimate does not depend on the batch. It learns, per position of a
+    drafter's chains, the acceptance rate given that the tokens before it were accepted. A missing draft counts as
+    rejected, but not beyond a request's budget. All strategies of a source share the estimate. A request with budget b
+    then gains
     ``1 + sum over j <= b of P(the first j drafts are accepted)``.
 
-    Old steps are discounted over all steps (``half_life``), and positions unused for long count for little. Where the
-    latest steps of a drafter contradict the earlier ones by ``drift`` standard deviations (log-rank test over its
-    positions), the drafter has changed and what is older is dropped.
+    Old steps are discounted (``half_life``, in steps of any strategy), and long unused positions lose weight. If a
+    drafter's latest steps contradict the earlier ones by ``drift`` standard deviations (log-rank test over its
+    positions), the drafter has changed and older evidence is discarded.
     """
 
     def __init__(self, half_life: float = 300.0, drift: float = 3.5) -> None:
@@ -85,7 +85,7 @@ class AcceptanceLengths:
         self.drifts = 0
 
     def observe(self, step: StepRecord) -> bool:
-        """Take in a step; whether it reveals a drift."""
+        """Record a step; returns whether it reveals a drift."""
         self._clock += 1
         strategy = step.strategy
         self._chains.clear()  # evidence ages with each step
@@ -110,7 +110,7 @@ class AcceptanceLengths:
                 else:
                     position.decay(_AFTER_DRIFT)
         weight = min(allowed[0], _MAX_WEIGHT) / allowed[0]
-        # of the requests that had the tokens before it accepted, those whose budget goes on
+        # requests whose earlier draft tokens were accepted and whose budget continues
         reached = float(allowed[0])
         for j, position in enumerate(positions[: len(allowed)]):
             accepted = step.accepted_per_position[j] if j < len(step.accepted_per_position) else 0
@@ -133,7 +133,7 @@ class AcceptanceLengths:
         return abs(surplus) > self._drift * math.sqrt(_CLUSTER * variance)
 
     def renew(self, drafter: str) -> None:
-        """The drafter has a new version: what is known of it is a guess, and no drift is told from it."""
+        """Discount the estimate of a drafter that has a new version, and restart its drift test."""
         self._chains.clear()
         for source, positions in self._positions.items():
             if drafter in drafters_of(source):
@@ -149,13 +149,13 @@ class AcceptanceLengths:
             position.seen = self._clock
 
     def _evidence(self, position: _Position) -> float:
-        """Requests' steps that are known of it, discounted."""
+        """Discounted weight of the evidence, in request steps."""
         age = self._clock - position.seen
         samples = position.reached * self._decay**age
         return samples / (1.0 + max(0, age - 1) * _FADING * samples)
 
     def knows_drafter(self, strategy: Strategy) -> bool:
-        """Whether any strategy of its source was ever observed."""
+        """Whether any strategy of its source was observed."""
         return strategy == OFF or strategy.source in self._positions
 
     def predict(self, strategy: Strategy, budgets: BudgetMix | None = None) -> tuple[float, float]:
@@ -172,7 +172,7 @@ class AcceptanceLengths:
         for share, (rate, _) in zip(shares, chain, strict=False):
             product *= rate
             gains.append(share * product)
-        # Greenwood's formula: what follows a position is as uncertain as that position's rate
+        # Greenwood's formula: an error of a position's rate affects all later positions
         error, rest = 0.0, 0.0
         for gain, (rate, evidence) in zip(reversed(gains), reversed(chain[: len(gains)]), strict=True):
             rest += gain
@@ -181,10 +181,10 @@ class AcceptanceLengths:
         return 1.0 + sum(gains), math.sqrt(_CLUSTER * error)
 
     def _chain(self, source: str, num_tokens: int) -> list[tuple[float, float]]:
-        """Of at least ``num_tokens`` positions: chance of acceptance after acceptance, and requests' steps behind it.
+        """(acceptance rate given earlier acceptance, weight in request steps) of at least ``num_tokens`` positions.
 
-        Each position starts from the one before it, the second one at least from ``_UNKNOWN``: where the first token is
-        rarely accepted, drafts are often missing, which says nothing of those that are there.
+        Each position's prior is the previous position, the second one's at least ``_UNKNOWN``: where the first token is
+        rarely accepted, drafts are often missing, which says nothing about existing drafts.
         """
         chain = self._chains.setdefault(source, [])
         positions = self._positions.get(source, [])
@@ -204,7 +204,7 @@ class AcceptanceLengths:
         return chain
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The state as JSON."""
         return {
             "clock": self._clock,
             "drifts": self.drifts,
@@ -212,7 +212,7 @@ class AcceptanceLengths:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result, or from one that counts by strategy, as earlier releases wrote it."""
+        """Restore the result of ``state()``, or an earlier release's state with counts by strategy."""
         drafters = state["drafters"] if "drafters" in state else _from_strategies(state["strategies"])
         self._clock, self.drifts = int(state["clock"]), int(state["drifts"])
         self._positions = {name: [_Position(*row) for row in rows] for name, rows in drafters.items()}
@@ -220,10 +220,10 @@ class AcceptanceLengths:
 
 
 def _from_strategies(entries: list[Any]) -> dict[str, list[tuple[float, float, float, float, int]]]:
-    """Positions by drafter from an earlier release's sums by strategy, each a chain of one rate.
+    """Positions by drafter from an earlier release's sums by strategy, each a chain with one rate.
 
-    Of a drafter the strategy with most samples counts. Those by length are left out: their sums were in units of full
-    budgets, whatever the budgets.
+    The drafter's strategy with most samples is used. Strategies by length are ignored, because their sums are in units
+    of full budgets, whatever the budgets were.
     """
     best: dict[str, tuple[float, list[tuple[float, float, float, float, int]]]] = {}
     for name, seen, sums, _ in entries:
@@ -242,7 +242,7 @@ def _from_strategies(entries: list[Any]) -> dict[str, list[tuple[float, float, f
 
 
 def implied_rate(accepted: float, num_tokens: int) -> float:
-    """The chance of each token under which ``accepted`` of a chain's ``num_tokens`` are accepted on average."""
+    """Per-token acceptance rate at which ``accepted`` of a chain's ``num_tokens`` tokens are accepted on average."""
     low, high = 0.0, 1.0
     for _ in range(16):
         rate = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Which strategies a batch may choose among: the bucket mapping of BEG-MAB, and the token budget."""
+"""Strategies allowed per batch size: the bucket mapping of BEG-MAB, and the token budget."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 
 @dataclass(frozen=True)
 class TunerBucket:
-    """The ``arms`` of all batches up to ``upper`` requests that no smaller bucket takes."""
+    """The ``arms`` of all batches up to ``upper`` requests that are in no smaller bucket."""
 
     upper: int
     arms: tuple[Strategy, ...]
 
 
 def group_by_verify_tokens(strategies: Iterable[Strategy]) -> list[tuple[Strategy, ...]]:
-    """Those that speculate, grouped by their tokens to verify, most tokens first."""
+    """Speculating strategies grouped by their tokens to verify, most tokens first."""
     speculating = sorted(set(strategies) - {OFF})
     counts = sorted({strategy.verify_tokens for strategy in speculating}, reverse=True)
     return [tuple(s for s in speculating if s.verify_tokens == count) for count in counts]
 
 
 def default_bounds(count: int, max_batch: int) -> tuple[int, ...]:
-    """``count`` upper bounds (fewer where batches are few) that grow like a power and end at ``max_batch``."""
+    """``count`` upper bounds (fewer for small ``max_batch``) that grow like a power and end at ``max_batch``."""
     bounds = {max(1, round(max_batch ** ((i + 1) / count))) for i in range(count)}
     return tuple(sorted(bounds))
 
@@ -37,17 +37,17 @@ def map_buckets(
     neighbours: int | None = 0,
     always: bool = True,
 ) -> tuple[TunerBucket, ...]:
-    """Groups of like tokens to verify onto buckets of batch sizes, most tokens to the smallest batches (TLT, BEG-MAB).
+    """Map groups of equal tokens to verify to buckets of batch sizes, most tokens to smallest batches (TLT, BEG-MAB).
 
     Args:
-        max_batch: the largest batch, which the last bucket must take.
-        bounds: upper bounds of the buckets, ascending; by default one bucket for each group, growing like a power.
-        neighbours: so many groups on either side of a bucket's own are in it too; None: all of them.
-        always: every bucket also has "off" and, where ``strategies`` has any, the model-free strategy whose tokens to
+        max_batch: the largest batch, which the last bucket must include.
+        bounds: upper bounds of the buckets, ascending; by default one bucket per group, growing like a power.
+        neighbours: number of neighbouring groups on either side that a bucket includes; None: all of them.
+        always: every bucket also has "off" and, if ``strategies`` has any, the model-free strategy whose tokens to
             verify are nearest to the bucket's own group.
 
     Raises:
-        ValueError: no strategies, or bounds that are not ascending and positive, or that end below ``max_batch``.
+        ValueError: there are no strategies, or bounds are not ascending and positive, or end below ``max_batch``.
     """
     if not strategies:
         raise ValueError("there are no strategies; at least one is needed")
@@ -65,7 +65,7 @@ def map_buckets(
     reach = count if neighbours is None else neighbours
     buckets = []
     for i, upper in enumerate(bounds):
-        # where buckets and groups differ in number, the more numerous are spread evenly over the others
+        # if buckets and groups differ in number, the more numerous are spread evenly over the others
         own = [j for j in range(count) if j * len(bounds) // count == i] or [i * count // len(bounds)]
         near = range(max(0, own[0] - reach), min(count, own[-1] + reach + 1))
         arms = {strategy for j in near for strategy in groups[j]}
@@ -85,7 +85,7 @@ def _always(strategies: Sequence[Strategy], group: tuple[Strategy, ...]) -> set[
 
 
 def bucket_of(buckets: Sequence[TunerBucket], batch: int) -> int | None:
-    """The index of the bucket that takes a batch; None where the batch is larger than any bucket."""
+    """The index of a batch's bucket; None if the batch is larger than any bucket."""
     return next((i for i, bucket in enumerate(buckets) if batch <= bucket.upper), None)
 
 
@@ -94,10 +94,10 @@ def within_budget(
 ) -> list[Strategy]:
     """The arms whose tokens to verify, over the whole batch, are at most ``token_budget`` (None: no bound).
 
-    Those of ``withheld`` drafters are left out.
+    Arms of ``withheld`` drafters are omitted.
 
-    What would not fit is filtered, or a step could run out of memory (TLT). "off" is what an engine does without
-    speculation, so it always fits; where nothing else does, it is what is left.
+    Larger steps could run out of memory (TLT). "off" always fits, because it is plain decoding; it remains if nothing
+    else fits.
     """
     allowed = [arm for arm in arms if not arm.uses(withheld)]
     if token_budget is not None:

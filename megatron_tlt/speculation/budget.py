@@ -1,4 +1,4 @@
-"""Length-aware draft budgets in closed form, and the fit of what they are computed from (DAS, length-aware budget).
+"""Length-aware draft budgets in closed form, and the fits of their inputs (DAS, length-aware budget).
 
 Units: lengths and budgets are tokens, N is target forward passes, costs are seconds.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# what the fit of an acceptance curve searches
+# search range for alpha in the fit of an acceptance curve
 _LOWEST_ALPHA, _HIGHEST_ALPHA = 1e-2, 1e2
 _LOWEST_SHARE = 1e-3
-# a cost that was measured as nothing, relative to the step's own time
+# minimum cost relative to the step's own time
 _LEAST_COST = 1e-6
-# Huber's usual constant: 95 % efficient where errors are normal
+# Huber's usual constant: 95 % efficiency for normally distributed errors
 _HUBER = 1.345
 
 
@@ -24,14 +24,14 @@ _HUBER = 1.345
 class AcceptanceCurve:
     """Accepted tokens of a response of ``l`` tokens for ``p`` drafted ones: ``A(p) = k l (1 - exp(-alpha p / l))``.
 
-    ``k`` is the share of a response that drafts can ever cover; ``alpha k`` of the first drafts are accepted.
+    ``k`` is the maximum share of a response that drafts can cover; ``alpha k`` is the initial acceptance rate.
     """
 
     alpha: float
     k: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no such curve.
+        """Validate the parameters.
 
         Raises:
             ValueError: ``alpha`` is not positive, or ``k`` is not in (0, 1].
@@ -48,16 +48,16 @@ class AcceptanceCurve:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a decode step: ``base`` for itself and ``token`` for each token that it computes."""
+    """Seconds of a decode step: ``base`` per step and ``token`` per token that it computes."""
 
     base: float
     token: float
 
     def __post_init__(self) -> None:
-        """Refuse costs that would make drafts free or forbid all.
+        """Reject costs that would make drafts free or forbid all drafts.
 
         Raises:
-            ValueError: one is not positive and finite.
+            ValueError: a cost is not positive and finite.
         """
         if not all(cost > 0 and math.isfinite(cost) for cost in (self.base, self.token)):
             raise ValueError(f"costs are {self.base} per step and {self.token} per token; allowed: above 0")
@@ -65,7 +65,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The optimum: ``tokens`` to draft for each response in all, and the ``passes`` N that it then takes."""
+    """The optimum: the total ``tokens`` to draft for each response, and the resulting number of ``passes`` N."""
 
     passes: float
     tokens: tuple[float, ...]
@@ -85,7 +85,7 @@ def optimal_budgets(lengths: Sequence[float], curves: Sequence[AcceptanceCurve],
     grows with N, so N is bisected; it jumps where N passes a length, and the optimum may lie there.
 
     Raises:
-        ValueError: lengths that are not positive, or not as many curves.
+        ValueError: a length is not positive, or the number of curves differs.
     """
     if len(curves) != len(lengths):
         raise ValueError(f"{len(curves)} curves for {len(lengths)} lengths; allowed: one each")
@@ -93,7 +93,7 @@ def optimal_budgets(lengths: Sequence[float], curves: Sequence[AcceptanceCurve],
         raise ValueError(f"the lengths hold {min(lengths)}; allowed: above 0")
     if not lengths:
         return Budgets(0.0, ())
-    # N is searched as an excess over its lower bound: there the arguments of the logarithm cancel to nothing
+    # N is searched as an excess over its lower bound, where the arguments of the logarithm cancel exactly
     lower = max(length * (1.0 - curve.k) for length, curve in zip(lengths, curves, strict=True))
     margins = [lower / length - (1.0 - curve.k) for length, curve in zip(lengths, curves, strict=True)]
 
@@ -121,7 +121,7 @@ def optimal_budgets(lengths: Sequence[float], curves: Sequence[AcceptanceCurve],
 
 
 def _huber_weights(errors: np.ndarray) -> np.ndarray:
-    """1 for usual errors, less the further an error lies out; the scale is the median absolute error."""
+    """Weights of 1 for usual errors, decreasing for outliers; the scale is the median absolute error."""
     scale = 1.4826 * float(np.median(np.abs(errors)))
     if scale <= 0:
         return np.ones_like(errors)
@@ -131,11 +131,11 @@ def _huber_weights(errors: np.ndarray) -> np.ndarray:
 def fit_step_costs(num_tokens: Sequence[float], seconds: Sequence[float]) -> StepCosts | None:
     """Least squares of ``seconds = base + token num_tokens`` over steps, outliers weighted down (Huber).
 
-    ``base`` holds all that a step costs whatever its tokens (``c_base`` and ``C`` of DAS). A cost that comes out as
-    nothing is a millionth of the median step. None where all steps have the same number of tokens.
+    ``base`` includes all costs that do not depend on tokens (``c_base`` and ``C`` of DAS). A cost fitted as zero is
+    replaced by a millionth of the median step. None if all steps have the same number of tokens.
 
     Raises:
-        ValueError: not as many of each.
+        ValueError: the numbers of entries differ.
     """
     if len(num_tokens) != len(seconds):
         raise ValueError(f"{len(num_tokens)} numbers of tokens and {len(seconds)} times; allowed: as many of each")
@@ -158,11 +158,11 @@ def fit_acceptance(
     """Least squares of ``A / l = k (1 - exp(-alpha p / l))`` over finished responses, outliers weighted down (Huber).
 
     For a given alpha the best k is linear; alpha is searched on a grid and then refined. No draft counts twice, so
-    ``alpha k <= 1``. None where no response had drafts. Responses whose ``p / l`` are alike or small tell little more
-    than the product ``alpha k``; the curve is then one of many that fit.
+    ``alpha k <= 1``. None if no response had drafts. Responses with similar or small ``p / l`` determine little more
+    than the product ``alpha k``, so that many curves fit.
 
     Raises:
-        ValueError: not as many of each.
+        ValueError: the numbers of entries differ.
     """
     if not len(lengths) == len(drafted) == len(accepted):
         raise ValueError(f"{len(lengths)} lengths, {len(drafted)} drafted, {len(accepted)} accepted; allowed: as many")
@@ -193,7 +193,7 @@ def fit_acceptance(
 
 
 def _golden(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one minimum in [low, high] has it, by golden sections."""
+    """Minimum of a function with one minimum in [low, high], by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(60):
         width = ratio * (high - low)

@@ -1,4 +1,4 @@
-"""What an engine asks before each of its steps: gate, tuner, hold and draft budgets put together."""
+"""Chooses an engine's strategy and draft budgets before each step: combines gate, tuner, hold and length policy."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from megatron_tlt.speculation.tuner import Tuner
 
 
 class SpeculationController:
-    """``next(batch, requests)`` before each engine step, ``observe(step)`` after it; one for each engine.
+    """Speculation of one engine: call ``next(batch, requests)`` before each step and ``observe(step)`` after it.
 
-    Above the gate nothing is drafted. Below it the tuner's choice is held for ``hold_steps`` steps, as the first step
-    after a change belongs to no strategy alone; a batch that grows, or that has halved, ends the hold.
+    Above the gate's batch size nothing is drafted. Below it, the tuner's choice is held for ``hold_steps`` steps,
+    because the first step after a change verifies drafts of the previous strategy. A batch that grows or has halved
+    ends the hold.
 
-    Decisions depend on nothing but what it is given. The ranks of a tensor-parallel engine measure different durations
-    but must decide alike: have one rank ask a controller and broadcast the strategy, or give all ranks' controllers
-    one rank's duration. Independent engines (data parallel) have a controller each.
+    Decisions depend only on the inputs. The ranks of a tensor-parallel engine measure different durations but need the
+    same decision: broadcast the strategy from one rank, or give all controllers one rank's duration. Independent
+    engines (data parallel) each have a controller.
 
     Args:
-        lengths: gives requests draft budgets by their expected length; None: each request may have all drafts.
+        lengths: sets draft budgets from expected response lengths; None: each request may have all drafts.
 
     Raises:
-        ValueError: ``hold_steps`` is below 2: no step would ever be steady.
+        ValueError: ``hold_steps`` is below 2, so that no step would be steady.
     """
 
     def __init__(
@@ -44,18 +45,18 @@ class SpeculationController:
         self.hold_steps = hold_steps
         self.lengths = lengths
         self.steps: Counter[str] = Counter()
-        """Steps so far by the name of the strategy."""
+        """Steps so far by strategy name."""
         self._current = OFF
         self._chosen_at = 0
         self._held = 0
-        # budgets of the drafts that the step to come makes, and of those that it verifies
+        # budgets of the drafts made in the next step, and of the drafts it verifies
         self._budgets: Mapping[str, int] | None = None
         self._verified: BudgetMix | None = None
 
     def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
-        """The strategy that drafts in the step to come, of this many requests.
+        """Return the strategy that drafts in the next step, of ``batch`` requests.
 
-        ``budgets`` are the requests' draft budgets under each strategy; it is called only where a choice is made.
+        ``budgets`` returns the requests' draft budgets under a strategy; called only if the tuner has to choose.
         """
         if not self.gate.update(batch):
             self._current, self._held = OFF, 0
@@ -69,7 +70,7 @@ class SpeculationController:
 
     def next(self, batch: int, requests: Mapping[str, int]) -> tuple[Strategy, Mapping[str, int] | None]:
         """As ``StrategyChooser.next``."""
-        # the drafts of a request that has ended meanwhile are not verified
+        # drafts of a request that has ended since are not verified
         before = self._budgets
         self._verified = None if before is None else BudgetMix.of(before[name] for name in requests if name in before)
         self._budgets = None
@@ -96,11 +97,11 @@ class SpeculationController:
         return strategy, self._budgets
 
     def make_plain(self) -> None:
-        """The step to come drafts nothing, whatever ``next`` chose."""
+        """Cancel the drafts of the next step, whatever ``next`` returned."""
         self._budgets = None
 
     def observe(self, step: StepRecord) -> bool:
-        """Take in a step; whether the tuner learnt from it."""
+        """Record a step; returns whether the tuner learned from it."""
         if not step.is_steady:
             return False
         if self._verified is not None:
@@ -111,7 +112,7 @@ class SpeculationController:
         return True
 
     def begin_rollout(self, problems: Mapping[str, str] | None = None) -> None:
-        """A new rollout, of requests with these problem keys: the gate closes, what the tuner has learnt stays."""
+        """Start a rollout of requests with these problem keys: close the gate, keep the tuner's state."""
         self.gate.reset()
         self._current, self._held = OFF, 0
         self._budgets = self._verified = None
@@ -120,7 +121,7 @@ class SpeculationController:
                 self.lengths.start(request_id, problem_key)
 
     def state(self) -> dict[str, Any]:
-        """All that it has learnt, as JSON: to be kept across rollouts, RL steps and resumes."""
+        """The complete learned state as JSON, kept across rollouts, RL steps and resumes."""
         controller = {
             "tuner": self.tuner.state(),
             "gate": self.gate.state(),
@@ -132,12 +133,12 @@ class SpeculationController:
         return {"controller": controller, "lengths": None if self.lengths is None else self.lengths.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result.
+        """Continue from the result of ``state()``.
 
         Raises:
-            ValueError: it is of another tuner, or over other strategies.
+            ValueError: the state is from another tuner or from other strategies.
         """
-        # the lengths first: they hold whatever the tuner
+        # lengths first: they are valid even if the tuner's state is rejected
         if self.lengths is not None and state["lengths"] is not None:
             self.lengths.load_state(state["lengths"])
         own = state["controller"]

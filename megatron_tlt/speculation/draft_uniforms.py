@@ -1,8 +1,8 @@
 """Uniform random numbers for drafts: a pure function of a request's seed and a token's position.
 
-A draft then does not depend on what else is decoded, nor on how often a position was drafted. That is allowed: what
-was drawn at a position has had no influence on the response before one of its drafts there is verified, and a verified
-position is not drafted again.
+A draft then does not depend on other requests, or on how often a position was drafted. Reuse at a position is valid:
+its number does not influence the response before a draft at this position is verified, and a verified position is not
+drafted again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_STREAM = np.uint64(0xD1B54A32D192ED03)  # apart from other uses of the same seeds
+_STREAM = np.uint64(0xD1B54A32D192ED03)  # separates these numbers from other uses of the same seeds
 _TO_UNIT = 2.0**-53
 
 

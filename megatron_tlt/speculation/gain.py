@@ -1,4 +1,4 @@
-"""What speculation gained in a rollout: how long the same responses would have taken without it."""
+"""The gain of speculation in a rollout: an estimate of the time that the same responses take without it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_tlt.speculation.plain_times import OUTLIER, SETTLING, StepSeconds
 from megatron_tlt.speculation.strategy import OFF, StepRecord, Strategy
 
 LEAST_COVERAGE = 0.9
-"""Share of the time without speculation that has to be at batches near measured ones."""
+"""Minimum share of the time without speculation at batch sizes near measured ones."""
 
 
 def running_batches(lengths: Sequence[int], slots: int) -> list[tuple[int, int]]:
-    """(batch, steps in a row) of a rollout of one token per request and step, in order.
+    """Running batches of a rollout that decodes one token per request and step, as (batch, consecutive steps).
 
-    Requests, of these lengths in tokens, start in order, at most ``slots`` at once; a free slot is taken by the next.
-    The batches times their steps add up to all tokens.
+    Requests of these lengths (in tokens) start in order, at most ``slots`` at once; the next request takes a free slot.
+    The sum of batch times steps is the total number of tokens.
     """
     waiting = iter([length for length in lengths if length > 0])
     ends: list[int] = []
@@ -37,12 +37,12 @@ def running_batches(lengths: Sequence[int], slots: int) -> list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class RolloutGain:
-    """A rollout of one engine, or the slowest of several, with and without speculation.
+    """Time of a rollout with and without speculation, of one engine or of the slowest of several.
 
     Attributes:
-        seconds: from the start of its first step to the end of its last one, as measured.
-        plain_seconds: the same without speculation, estimated; 0 where nothing is known.
-        coverage: share of ``plain_seconds`` at batches near which a step without drafts was measured.
+        seconds: measured, from the start of the first step to the end of the last.
+        plain_seconds: estimated time without speculation; 0 if unknown.
+        coverage: share of ``plain_seconds`` at batch sizes near which a step without drafts was measured.
     """
 
     seconds: float
@@ -51,13 +51,13 @@ class RolloutGain:
 
     @property
     def gain(self) -> float | None:
-        """How many times as long the rollout takes without speculation; None where too little was measured."""
+        """Time without speculation divided by the time with it; None if too little was measured."""
         known = self.coverage >= LEAST_COVERAGE and self.seconds > 0
         return self.plain_seconds / self.seconds if known else None
 
 
 def slowest(rollouts: Sequence[RolloutGain]) -> RolloutGain | None:
-    """Of all engines: the rollout ends with the last one, with speculation and without."""
+    """The rollout of all engines: it ends with the slowest engine, with and without speculation."""
     if not rollouts:
         return None
     return RolloutGain(
@@ -68,29 +68,29 @@ def slowest(rollouts: Sequence[RolloutGain]) -> RolloutGain | None:
 
 
 class GainMeter:
-    """Follows the steps of an engine over its rollouts and estimates what each rollout would take without speculation.
+    """Observes an engine's steps and estimates how long each rollout would take without speculation.
 
-    Without it a request of n tokens is in n steps, so lengths, and how many requests the engine held at once, give the
-    batch of every step (``running_batches``). Each takes what steps without drafts took at that batch, and the time
-    between two steps, less what the chooser of strategies took. Of steps without drafts in a row the first ``SETTLING``
-    do not count. What is the same either way is added as measured: what a prompt added to its step over steps of the
-    same batch without one (less its first drafts), and what responses that ended added between two. Steps that took
-    far longer than others of their kind (other processes on the machine) lengthen both alike, by their share of the
-    rollout.
+    Without speculation a request of n tokens takes n steps. The response lengths and the number of concurrent requests
+    therefore give the batch of every step (``running_batches``). The estimate of a step is the measured time of steps
+    without drafts at that batch, plus the time between steps without the chooser's share. Of consecutive steps without
+    drafts the first ``SETTLING`` do not count.
 
-    What this leaves out: a step's time depends on the batch alone, not on the contexts' lengths or on which of a
-    mixture's experts are used. Requests that were preempted for want of KV cache are taken to fit at once. The engine
-    is one that could speculate: it keeps hidden states for its drafter also in steps without drafts.
+    Costs that speculation does not change are added as measured: the extra time of a step with a prompt over steps of
+    the same batch without one (minus its first drafts), and the extra time between steps when responses end. Outliers
+    (other processes on the machine) lengthen the estimate by their share of the rollout.
+
+    Limits: a step's time depends only on the batch, not on context lengths or on the experts used. Requests preempted
+    for lack of KV cache are assumed to fit. Steps without drafts still include keeping hidden states for the drafter.
     """
 
     def __init__(self) -> None:
         self.plain = StepSeconds()
-        """Of steps without drafts."""
+        """Step times without drafts."""
         self._drafted: dict[Strategy, StepSeconds] = {}
         self.begin_rollout()
 
     def begin_rollout(self) -> None:
-        """A rollout begins."""
+        """Start a rollout."""
         self._first: float | None = None
         self._end = self._chooser_s = 0.0
         self._plain_in_a_row = SETTLING  # nothing was drafted before
@@ -100,11 +100,11 @@ class GainMeter:
         self._steps: list[StepRecord] = []
 
     def used(self, seconds: float) -> None:
-        """So long the chooser of strategies took between two steps: to learn from the last one, to choose the next."""
+        """Add time that the chooser took between two steps, for observing the last and choosing the next strategy."""
         self._chooser_s += seconds
 
     def observe(self, step: StepRecord) -> bool:
-        """Take in a step; whether it shows what one without drafts takes."""
+        """Record a step; returns whether it measures the time of a step without drafts."""
         if self._first is None:
             self._first = step.start
         else:
@@ -122,7 +122,7 @@ class GainMeter:
         return plain and counts
 
     def end_rollout(self, lengths: Sequence[int]) -> RolloutGain:
-        """The rollout is over; ``lengths`` are its responses' in tokens, in the order of their requests."""
+        """End the rollout; ``lengths`` are its responses' token counts, in the order of the requests."""
         if self._first is None:
             return RolloutGain(0.0, 0.0, 0.0)
         seconds = self._end - self._first
@@ -141,7 +141,7 @@ class GainMeter:
         for step in self._steps:
             beyond = step.duration - self._usual(step)
             if step.had_prefill:
-                # a step that verifies drafts is compared with steps that made drafts too
+                # a verification step is compared with steps that also drafted
                 drafting = step.drafting_s if step.strategy == OFF else 0.0
                 prompts += max(0.0, beyond - drafting)
             elif step.duration > OUTLIER * self._usual(step):
@@ -149,14 +149,14 @@ class GainMeter:
                 undisturbed += self._usual(step)
             else:
                 undisturbed += step.duration
-        # in few of them a response ends
+        # a response ends between few of the steps, so the median is the time without that
         between = statistics.median(self._between) if self._between else 0.0
         others = prompts + between * num_steps + sum(self._between) - between * len(self._between)
         slowdown = 1.0 + disturbed / undisturbed if undisturbed else 1.0
         return RolloutGain(seconds, total * slowdown + others, near / total if total else 0.0)
 
     def _usual(self, step: StepRecord) -> float:
-        """Seconds of a step without prompts that verifies drafts of the same strategy at this batch."""
+        """Usual seconds of a step without prompts that verifies drafts of the same strategy at this batch."""
         alike = self._drafted.get(step.strategy)
         known = alike if alike is not None and alike.covers(step.batch) else self.plain
         return known.seconds(step.batch)

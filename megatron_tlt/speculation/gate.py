@@ -1,4 +1,4 @@
-"""When to speculate at all: only where the running batch is small, and has been for a while."""
+"""Decides whether to speculate: only after the running batch has been small for some steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 
 class ElasticGate:
-    """On after ``patience`` engine steps in a row with at most ``threshold`` requests (TLT, adaptive rollout engine).
+    """Opens after ``patience`` consecutive steps with at most ``threshold`` requests (TLT, adaptive rollout engine).
 
-    Off as soon as a batch is above ``threshold + hysteresis``; in between it stays as it is. So it never opens without
-    ``patience`` small batches since it closed, and never closes without a batch above the upper bound.
+    Closes at the first batch above ``threshold + hysteresis``; in between its state does not change.
     """
 
     def __init__(self, threshold: int = 32, patience: int = 3, hysteresis: int = 4) -> None:
@@ -31,19 +30,19 @@ class ElasticGate:
 
     @property
     def max_batch(self) -> int:
-        """The largest batch that it can be open for."""
+        """The largest batch at which it can be open."""
         return self.threshold + self.hysteresis
 
     @property
     def is_open(self) -> bool:
-        """As the last ``update`` said."""
+        """The result of the last ``update``."""
         return self._open
 
     def update(self, batch: int) -> bool:
-        """Take in the batch of the engine step to come; whether to speculate in it.
+        """Update with the batch size of the next engine step; returns whether to speculate in it.
 
         Raises:
-            ValueError: a negative batch.
+            ValueError: ``batch`` is negative.
         """
         if batch < 0:
             raise ValueError(f"batch is {batch}; allowed: 0 and more")
@@ -55,13 +54,13 @@ class ElasticGate:
         return self._open
 
     def reset(self) -> None:
-        """Closed, as at the start of a rollout."""
+        """Close the gate, as at the start of a rollout."""
         self._open, self._calm = False, 0
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The state as JSON."""
         return {"open": self._open, "calm": self._calm}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result."""
+        """Restore the result of ``state()``."""
         self._open, self._calm = bool(state["open"]), min(int(state["calm"]), self.patience)

@@ -1,4 +1,4 @@
-"""Which CUDA graphs to capture for a set of strategies (TLT, adaptive rollout engine: bucketed CUDA-graph pool)."""
+"""Plans the CUDA graphs to capture for a set of strategies (TLT: bucketed CUDA-graph pool)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GraphKind = Literal["target", "draft_prefill", "draft_decode"]
 
 @dataclass(frozen=True)
 class BatchBucket:
-    """Strategies that may run where ``low`` to ``high`` requests do (both included)."""
+    """Strategies that may run with ``low`` to ``high`` requests (both included)."""
 
     low: int
     high: int
     strategies: tuple[Strategy, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what holds no batch or no strategy.
+        """Reject an empty bucket.
 
         Raises:
             ValueError: ``low`` is below 1 or above ``high``, or there is no strategy (``OFF`` is one).
@@ -37,9 +37,9 @@ class BatchBucket:
 class Graph:
     """One graph: ``batch`` requests with ``tokens_per_request`` each.
 
-    ``target`` verifies, or decodes plainly with one token per request; ``draft_prefill`` runs the drafter over the
-    tokens verified and makes the first draft, ``draft_decode`` makes the next one of every request. ``owner`` is the
-    strategy whose graph it is, None where strategies share it.
+    ``target`` verifies drafts, or decodes plainly with one token per request. ``draft_prefill`` runs the drafter over
+    the verified tokens and makes the first draft token; ``draft_decode`` makes the next one. ``owner`` is the only
+    strategy that uses the graph, None for a shared graph.
     """
 
     kind: GraphKind
@@ -59,7 +59,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The graphs to capture, each once, and the strategies that they serve (``OFF``: there are plain ones)."""
+    """The distinct graphs to capture, and the strategies that they serve (``OFF`` if there are plain graphs)."""
 
     kind: PlanKind
     graphs: tuple[Graph, ...]
@@ -67,7 +67,7 @@ class GraphPlan:
     buckets: tuple[BatchBucket, ...] = ()
 
     def find(self, strategy: Strategy, batch: int) -> Graph | None:
-        """The target graph in which a batch runs under a strategy: the smallest that holds it; None: it has none."""
+        """The smallest target graph for a batch under a strategy; None if there is none."""
         fitting = [
             graph
             for graph in self.graphs
@@ -79,7 +79,7 @@ class GraphPlan:
         return min(fitting, key=lambda graph: graph.batch, default=None)
 
     def count(self, kind: GraphKind | None = None) -> int:
-        """How many graphs, of one kind or of all."""
+        """Number of graphs, of one kind or of all."""
         return sum(kind in (None, graph.kind) for graph in self.graphs)
 
 
@@ -95,7 +95,7 @@ def buckets_by_verify_tokens(
     """Buckets that begin at ``starts``, the last up to ``threshold``; most tokens to verify on the smallest batches.
 
     Raises:
-        ValueError: not as many starts as there are different numbers of tokens to verify, or not ascending from 1.
+        ValueError: the number of starts and of different token counts differ, or starts do not ascend from 1.
     """
     groups: dict[int, list[Strategy]] = {}
     for strategy in sorted(strategies, key=lambda strategy: -strategy.verify_tokens):
@@ -112,7 +112,7 @@ def buckets_by_verify_tokens(
 
 
 def plan_single(strategy: Strategy, capture_sizes: Iterable[int]) -> GraphPlan:
-    """One strategy for all batches: what an engine without adaptation captures.
+    """One strategy for all batches, as an engine without adaptation captures it.
 
     Raises:
         ValueError: no capture size, or one below 1.
@@ -122,7 +122,7 @@ def plan_single(strategy: Strategy, capture_sizes: Iterable[int]) -> GraphPlan:
 
 
 def plan_naive(strategies: Iterable[Strategy], capture_sizes: Iterable[int]) -> GraphPlan:
-    """Each strategy as if it were alone: all sizes, nothing shared.
+    """Each strategy with its own graphs for all sizes, without sharing.
 
     Raises:
         ValueError: no capture size, or one below 1.
@@ -133,11 +133,11 @@ def plan_naive(strategies: Iterable[Strategy], capture_sizes: Iterable[int]) -> 
 
 
 def plan_bucketed(buckets: Iterable[BatchBucket], threshold: int, capture_sizes: Iterable[int]) -> GraphPlan:
-    """Each strategy for the sizes of its buckets only; target graphs of equal verify size are one.
+    """Each strategy for the sizes of its buckets only; target graphs of equal verify size are shared.
 
-    A bucket's sizes are those of ``capture_sizes`` within it and its own end, so that each batch in it has a graph that
-    is not larger than the bucket. Above ``threshold``, where speculation is off, there are plain graphs, and nowhere
-    else except in buckets that list ``OFF``. Batches above the largest capture size run without a graph.
+    A bucket's sizes are those of ``capture_sizes`` within it and its own end, so that each batch in it has a graph not
+    larger than the bucket. Plain graphs are captured above ``threshold``, where speculation is off, and in buckets that
+    list ``OFF``. Batches above the largest capture size run without a graph.
 
     Raises:
         ValueError: no capture size or one below 1, or buckets that do not cover 1 to ``threshold`` once each.
@@ -165,9 +165,9 @@ def plan_bucketed(buckets: Iterable[BatchBucket], threshold: int, capture_sizes:
 
 
 def _captured_as(strategy: Strategy) -> Strategy:
-    """Budgets by length, and drafts that are not sure enough, only leave places of the same graphs empty.
+    """The strategy whose graphs this one uses: that of a pair's head, without budgets by length or bounds.
 
-    A pair runs its head's.
+    Budgets and bounds only leave slots of the same graphs empty.
     """
     return Strategy(strategy.drafters[-1], strategy.num_tokens) if strategy.drafters else OFF
 
@@ -177,13 +177,13 @@ def _graphs(strategy: Strategy, sizes: Sequence[int], shared: bool) -> list[Grap
     graphs = [Graph("target", size, verify, None if shared else strategy) for size in sizes]
     if strategy.drafter != "off" and strategy.drafter not in MODEL_FREE:
         graphs += [Graph("draft_prefill", size, verify, strategy) for size in sizes]
-        # a single draft comes out of the prefill
+        # the prefill makes the first draft token
         graphs += [Graph("draft_decode", size, 1, strategy) for size in sizes if strategy.num_tokens > 1]
     return graphs
 
 
 def _distinct(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """Each once, larger ones first: later captures then fit into the memory of earlier ones."""
+    """Distinct graphs, largest first, so that later captures reuse the memory of earlier ones."""
     return tuple(sorted(dict.fromkeys(graphs), key=lambda graph: (graph.kind, -graph.num_tokens, -graph.batch)))
 
 

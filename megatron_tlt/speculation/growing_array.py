@@ -1,4 +1,4 @@
-"""Arrays that grow in place and give their memory back."""
+"""Arrays that grow in place and release their memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 MAPPED_FROM = 1 << 16
-"""Bytes from which an array is a mapping of its own: malloc keeps arrays of some MiB that were freed, in pieces."""
+"""Size above which an array has its own mapping: malloc fragments and keeps freed arrays of some MiB."""
 
 
 class GrowingArray:
-    """A one-dimensional array, zero where nothing was written. ``array`` is its present form; no other may be kept."""
+    """A one-dimensional array, initially zero. ``array`` is its current form; callers must keep no other reference."""
 
     def __init__(self, length: int, dtype: DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
@@ -22,7 +22,7 @@ class GrowingArray:
         self.grow(length)
 
     def grow(self, length: int) -> None:
-        """Lengthens it; a large array is remapped, so it is never there twice."""
+        """Lengthen the array; a large one is remapped, so that it never exists twice."""
         nbytes = length * self._dtype.itemsize
         if nbytes < MAPPED_FROM:
             self.array.resize(length, refcheck=False)
@@ -35,12 +35,12 @@ class GrowingArray:
 
     def _remap(self, mapped: mmap.mmap, length: int, nbytes: int) -> None:
         before = len(self.array)
-        self.array = np.zeros(0, self._dtype)  # a mapping that an array looks at cannot be moved
+        self.array = np.zeros(0, self._dtype)  # a mapping that an array refers to cannot be resized
         try:
             try:
                 mapped.resize(nbytes)
             except BufferError:
-                # somebody else still looks at it, as an exception that is not collected yet: it keeps the old memory
+                # another reference exists, for example in an uncollected exception; it keeps the old memory
                 self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, SystemError, ValueError):
             self.array = np.frombuffer(mapped, self._dtype, before)

@@ -1,4 +1,4 @@
-"""How many drafts each request is given, by the length that its response is expected to have (DAS)."""
+"""Sets each request's draft budget from the expected length of its response (DAS)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_tlt.speculation.strategy import StepRecord
 
 Policy = Literal["classes", "optimal"]
 POLICIES: tuple[Policy, ...] = ("classes", "optimal")
-# of a medium response's drafts, relative to a long one's [reconstruction]
+# drafts of a medium response relative to a long one's [reconstruction]
 MEDIUM_SHARE = 0.5
-# before anything was fitted: six in ten of the first drafts are accepted, and a token costs a hundredth of a step
+# before the first fit: six in ten of the first drafts are accepted, and a token costs a hundredth of a step
 DEFAULT_CURVE = AcceptanceCurve(alpha=0.7, k=0.85)
 DEFAULT_COSTS = StepCosts(base=1.0, token=0.01)
-# how many observations are kept for the fits, how many a fit needs, and after how many new ones it is made again
+# observations kept for the fits, needed for a fit, and between two fits
 _WINDOW = 512
 _FEWEST = 16
 _REFIT = 32
@@ -40,23 +40,23 @@ class _Running:
 
 
 class LengthPolicy:
-    """Budgets for the running requests, from the lengths of earlier responses.
+    """Draft budgets of the running requests, from the lengths of earlier responses.
 
     ``classes`` (the policy that DAS deploys): long responses have all drafts, medium ones half, short ones none.
-    ``optimal`` (the closed form): the drafts that end the running batch soonest, where each request's remaining tokens
-    are the median of those earlier responses that grew longer than it has, or all up to ``max_length`` where none did;
-    acceptance and costs are fitted from what ``finish`` and ``observe`` are told.
+    ``optimal`` (the closed form): the budgets that end the running batch soonest. A request's remaining tokens are the
+    median over earlier responses that grew longer than it is now, or all up to ``max_length`` if none did.
+    Acceptance and costs are fitted to the arguments of ``finish`` and ``observe``.
 
-    A pure function of the calls made to it. The ranks of one engine must be told the same durations.
+    A pure function of its calls. The ranks of one engine must pass the same durations.
     """
 
     def __init__(
         self, policy: Policy = "classes", max_length: int = 1 << 15, history: LengthHistory | None = None
     ) -> None:
-        """Without any history, unless one is given.
+        """Start without history, unless one is given.
 
         Raises:
-            ValueError: an unknown policy, or a longest response below 1 token.
+            ValueError: an unknown policy, or ``max_length`` below 1.
         """
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r}: allowed are {', '.join(POLICIES)}")
@@ -72,10 +72,10 @@ class LengthPolicy:
         self._new_responses = self._new_steps = 0
 
     def start(self, request_id: str, problem_key: str) -> LengthClass:
-        """A request begins; returns its initial class, from the problem's history or, without one, from all.
+        """Start a request; returns its initial class, from the problem's history or, without one, from all responses.
 
         Raises:
-            ValueError: it is running already.
+            ValueError: it is already running.
         """
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is running already")
@@ -83,7 +83,7 @@ class LengthPolicy:
         return self._running[request_id].initial
 
     def update(self, request_id: str, num_tokens: int) -> None:
-        """The request's response has ``num_tokens`` tokens now.
+        """Set the number of tokens of a request's response.
 
         Raises:
             ValueError: it is not running.
@@ -91,7 +91,7 @@ class LengthPolicy:
         self._get(request_id).num_tokens = num_tokens
 
     def finish(self, request_id: str, num_tokens: int, num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> None:
-        """The response is finished: all its tokens, and of its drafts all that were verified and accepted.
+        """Finish a request: its response's tokens, and its verified and accepted draft tokens.
 
         Raises:
             ValueError: it is not running.
@@ -104,20 +104,20 @@ class LengthPolicy:
             self._new_responses += 1
 
     def drop(self, request_id: str) -> None:
-        """The request ended without a response to learn from (it was aborted); unknown ones are let through."""
+        """End a request without learning from its response (it was aborted); unknown requests are ignored."""
         self._running.pop(request_id, None)
 
     def record(self, problem_key: str, num_tokens: int) -> None:
-        """A response that ran elsewhere, on another engine, is finished."""
+        """Record a response that finished on another engine."""
         self.history.add(problem_key, num_tokens)
 
     def observe(self, step: StepRecord) -> None:
-        """Learn from a decode step what steps and tokens cost."""
+        """Learn the costs of steps and tokens from a decode step."""
         self._steps.append((step.batch + step.num_draft_tokens, step.duration))
         self._new_steps += 1
 
     def current_class(self, request_id: str) -> LengthClass:
-        """The class that the request is in now.
+        """The current class of a request.
 
         Raises:
             ValueError: it is not running.
@@ -126,7 +126,7 @@ class LengthPolicy:
         return self.history.current_class(request.initial, request.num_tokens)
 
     def budgets(self, requests: Iterable[str], max_tokens: int) -> dict[str, int]:
-        """Drafts of each request in the next round, in [0, ``max_tokens``].
+        """Draft budget of each request in the next step, in [0, ``max_tokens``].
 
         Raises:
             ValueError: a request is not running, or ``max_tokens`` is negative.
@@ -134,10 +134,10 @@ class LengthPolicy:
         return self.plan(requests)(max_tokens)
 
     def plan(self, requests: Iterable[str]) -> Callable[[int], dict[str, int]]:
-        """``budgets`` of these requests as a function of ``max_tokens``; what it does not change is computed once.
+        """``budgets`` of these requests as a function of ``max_tokens``; computes everything else only once.
 
         Raises:
-            ValueError: a request is not running; the function raises it where ``max_tokens`` is negative.
+            ValueError: a request is not running; the function raises it if ``max_tokens`` is negative.
         """
         ids = list(requests)
         shares, optimum = [], Budgets(0.0, ())
@@ -163,7 +163,7 @@ class LengthPolicy:
         return max(1, (self._max_length if expected is None else expected) - request.num_tokens)
 
     def _fit(self) -> None:
-        """Fit again what enough was learnt about since the last time."""
+        """Repeat the fits that have enough new observations."""
         if self._new_responses >= _REFIT or (self.curve is DEFAULT_CURVE and len(self._responses) >= _FEWEST):
             self._new_responses = 0
             self.curve = fit_acceptance(*zip(*self._responses, strict=True)) or self.curve
@@ -177,7 +177,7 @@ class LengthPolicy:
         return self._running[request_id]
 
     def state(self) -> dict[str, Any]:
-        """All that it has learnt, as JSON; requests that are running are not part of it."""
+        """The learned state as JSON, without running requests."""
         return {
             "history": self.history.state(),
             "responses": [list(response) for response in self._responses],
@@ -188,10 +188,10 @@ class LengthPolicy:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result; requests that run go on running.
+        """Restore the result of ``state()``; running requests are kept.
 
         Raises:
-            ValueError: it is not one.
+            ValueError: the state is malformed.
         """
         try:
             responses = [_row(row, 3) for row in state["responses"]]

@@ -1,4 +1,4 @@
-"""Classes of response lengths, learnt from history and revised while decoding (DAS, length-aware budget)."""
+"""Classes of response lengths, learned from history and revised while decoding (DAS, length-aware budget)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-# quantiles of all lengths that part the classes [reconstruction]: half of all responses are short, a fifth is the tail
+# quantiles that separate the classes [reconstruction]: half of all responses are short, a fifth is the tail
 QUANTILES = (0.5, 0.8)
 
 
 class LengthClass(IntEnum):
-    """How long a response is among all."""
+    """Length of a response relative to all responses."""
 
     SHORT = 0
     MEDIUM = 1
@@ -43,31 +43,31 @@ class LengthWindow:
         return self._sorted[min(len(self._sorted) - 1, max(0, round(share * len(self._sorted)) - 1))]
 
     def count(self, above: int, up_to: float) -> int:
-        """How many are in (``above``, ``up_to``]."""
+        """Number of lengths in (``above``, ``up_to``]."""
         return max(0, bisect_right(self._sorted, up_to) - bisect_right(self._sorted, above))
 
     def median_above(self, above: int) -> int | None:
-        """The (lower) median of those above; None where none is."""
+        """The (lower) median of the lengths greater than ``above``; None if there are none."""
         start = bisect_right(self._sorted, above)
         return self._sorted[(start + len(self._sorted) - 1) // 2] if start < len(self._sorted) else None
 
     def to_list(self) -> list[int]:
-        """In order of arrival."""
+        """The lengths in order of arrival."""
         return list(self._arrived)
 
 
 class LengthHistory:
-    """Response lengths by problem, over all problems, and by the class that a response was given at its start.
+    """Response lengths by problem, over all problems, and by the class assigned at the start of a response.
 
-    Bounded: ``per_problem`` lengths for each of ``num_problems`` problems (the one that finished longest ago goes
+    Bounded: ``per_problem`` lengths for each of ``num_problems`` problems (least recently finished problems are dropped
     first), ``window`` lengths over all and for each initial class.
     """
 
     def __init__(self, num_problems: int = 4096, per_problem: int = 16, window: int = 4096) -> None:
-        """Empty.
+        """Start with an empty history.
 
         Raises:
-            ValueError: a bound below 1.
+            ValueError: a bound is below 1.
         """
         for name, bound in (("num_problems", num_problems), ("per_problem", per_problem), ("window", window)):
             if bound < 1:
@@ -78,7 +78,7 @@ class LengthHistory:
         self._by_initial = {initial: LengthWindow(window) for initial in LengthClass}
 
     def add(self, problem: str, length: int, initial: LengthClass | None = None) -> None:
-        """A response of ``length`` tokens is finished; ``initial`` is the class that it was given, if any."""
+        """Record a finished response of ``length`` tokens; ``initial`` is its class at the start, if any."""
         num_problems, per_problem, _ = self._bounds
         lengths = self._problems.setdefault(problem, LengthWindow(per_problem))
         lengths.add(length)
@@ -91,7 +91,7 @@ class LengthHistory:
 
     @property
     def thresholds(self) -> tuple[int, int] | None:
-        """The longest length that is short, and the longest that is medium; None before any response."""
+        """The maximum length of short and of medium responses; None before any response."""
         if not self._all:
             return None
         return self._all.quantile(QUANTILES[0]), self._all.quantile(QUANTILES[1])
@@ -103,7 +103,7 @@ class LengthHistory:
         return LengthClass(sum(length > threshold for threshold in thresholds))
 
     def initial_class(self, problem: str) -> LengthClass:
-        """From the median of the problem's own lengths; without any, the most frequent class over all problems."""
+        """The class of the median of the problem's lengths; without any, the most frequent class over all problems."""
         if known := self._problems.get(problem):
             return self.class_of(known.quantile(0.5))
         if self.thresholds is None:
@@ -113,8 +113,8 @@ class LengthHistory:
     def current_class(self, initial: LengthClass, num_tokens: int) -> LengthClass:
         """argmax P(class | more than ``num_tokens`` tokens, initial class); of equal ones the longest.
 
-        Counted over finished responses that were given this class and grew longer than that, with the distribution
-        over all as one further response; where none grew longer, the response is the longest: long.
+        Counted over finished responses with this initial class and more tokens; the distribution over all responses
+        counts as one further response. If no response has more tokens, the class is long.
         """
         if self.thresholds is None:
             return LengthClass.MEDIUM
@@ -128,14 +128,14 @@ class LengthHistory:
     def expected_length(self, problem: str, initial: LengthClass, num_tokens: int) -> int | None:
         """The median of lengths above ``num_tokens``: the problem's own, else its initial class's, else all.
 
-        None where no response was longer.
+        None if no response was longer.
         """
         windows = (self._problems.get(problem), self._by_initial[initial], self._all)
         medians = (window.median_above(num_tokens) for window in windows if window is not None)
         return next((median for median in medians if median is not None), None)
 
     def _counts(self, window: LengthWindow, above: int) -> list[int]:
-        """Of each class, how many of the window are longer than ``above``."""
+        """Number of the window's lengths above ``above``, per class."""
         assert self.thresholds is not None
         short, medium = self.thresholds
         edges = [(above, short), (max(above, short), medium), (max(above, medium), float("inf"))]
@@ -146,7 +146,7 @@ class LengthHistory:
         return max(LengthClass, key=lambda length_class: (weights[length_class], length_class))
 
     def state(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """The full history as JSON."""
         return {
             "problems": [[problem, lengths.to_list()] for problem, lengths in self._problems.items()],
             "all": self._all.to_list(),
@@ -154,10 +154,10 @@ class LengthHistory:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result; what is beyond this one's bounds is dropped, oldest first.
+        """Restore the result of ``state()``; entries beyond this history's bounds are dropped, oldest first.
 
         Raises:
-            ValueError: it is not one.
+            ValueError: the state is malformed.
         """
         num_problems, per_problem, window = self._bounds
         try:

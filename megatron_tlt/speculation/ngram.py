@@ -1,4 +1,4 @@
-"""The n-gram drafter: drafts what followed the same last tokens before (TLT, model-free drafter per prompt)."""
+"""The n-gram drafter: drafts what followed the same last tokens earlier (TLT, model-free drafter per prompt)."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ class _NgramRequest:
 
 
 class NgramDrafter:
-    """A ``TokenDrafter``: what followed the longest n-gram that occurred before, in the request itself or, where it has
-    none of that length, in the other responses to its problem in this epoch; of several occurrences the latest.
+    """A ``TokenDrafter``: drafts what followed the latest earlier occurrence of the longest matching n-gram.
 
-    Where memory is short, indexes of problems that nobody decodes go first, then a request does without.
+    An occurrence in the request itself is preferred; otherwise one of the same length in the other responses to its
+    problem in this epoch is used.
+    If memory is short, indexes of problems without running requests are dropped first, then requests' own indexes.
 
     Args:
-        max_draft: the longest draft ever.
-        max_bytes: bound on all memory.
+        max_draft: maximum draft length.
+        max_bytes: upper bound of all memory.
 
     Raises:
-        ValueError: what is out of range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, config: NgramConfig | None = None, max_draft: int = 32, max_bytes: int = 1 << 28) -> None:
@@ -55,7 +56,7 @@ class NgramDrafter:
         for name, value, least in (("max_draft", max_draft, 1), ("max_bytes", max_bytes, MIN_BYTES)):
             if value < least:
                 raise ValueError(f"{name} is {value}; allowed: {least} and more")
-        self._problems: OrderedDict[str, _Problem] = OrderedDict()  # the least recently used first
+        self._problems: OrderedDict[str, _Problem] = OrderedDict()  # least recently used first
         self._requests: dict[str, _NgramRequest] = {}
         self._counters: Counter[str] = Counter()
         self._context = np.empty(self._max_n, np.int32)
@@ -63,7 +64,7 @@ class NgramDrafter:
         self._bytes = 0
 
     def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
-        """As ``TokenDrafter.start``."""
+        """See ``TokenDrafter.start``."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has been started already")
         tokens = check_tokens(as_tokens(prompt))
@@ -77,12 +78,12 @@ class NgramDrafter:
         self._append(request, tokens[-self._max_n :], tokens)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """As ``TokenDrafter.extend``."""
+        """See ``TokenDrafter.extend``."""
         array = as_tokens(tokens)
         self._append(self._requests[request_id], array, array)
 
     def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
-        """As ``TokenDrafter.propose``; the score is the number of tokens, as there is no estimate."""
+        """See ``TokenDrafter.propose``; the score is the number of tokens, since there is no estimate."""
         request = self._requests[request_id]
         if request.own is None or max_tokens < 1:
             return no_proposal()
@@ -90,7 +91,7 @@ class NgramDrafter:
         draft = self._draft[:max_tokens]
         others = request.problem.index if request.problem is not None else None
         for size in range(min(known, self._max_n), self._min_n - 1, -1):
-            # an n-gram that the request itself has not had before is another response's in the problem's index
+            # an n-gram that is new in the request itself belongs to another response of the problem's index
             count = request.own.follow(self._context, size, draft)
             if not count and others is not None:
                 count = others.follow(self._context, size, draft)
@@ -99,13 +100,13 @@ class NgramDrafter:
         return no_proposal()
 
     def finish(self, request_id: str) -> None:
-        """As ``TokenDrafter.finish``."""
+        """See ``TokenDrafter.finish``."""
         request = self._requests.pop(request_id)
         self._drop_own(request)
         self._leave(request)
 
     def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """As ``TokenDrafter.learn``."""
+        """See ``TokenDrafter.learn``."""
         end = as_tokens(prompt[-self._max_n :])
         tokens = check_tokens(np.concatenate([end, as_tokens(response)]))
         request = _NgramRequest()
@@ -114,20 +115,20 @@ class NgramDrafter:
         self._leave(request)
 
     def begin_step(self) -> None:
-        """As ``TokenDrafter.begin_step``; responses to problems that decode now stay."""
+        """See ``TokenDrafter.begin_step``; responses to problems with running requests are kept."""
         for key in [key for key, problem in self._problems.items() if not problem.users]:
             self._forget(key)
 
     def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
-        """As ``TokenDrafter.end_rollout``: n-grams are of the step's own responses, so there is nothing to keep."""
+        """See ``TokenDrafter.end_rollout``; nothing to keep, because n-grams come from the step's own responses."""
 
     @property
     def memory_bytes(self) -> int:
-        """All indexes by capacity; never above ``max_bytes``."""
+        """Capacity of all indexes; never above ``max_bytes``."""
         return self._bytes
 
     def counters(self) -> dict[str, int]:
-        """Problems evicted, requests that went without the problem's index or without their own."""
+        """Evicted problems, and requests without the problem's index or without their own."""
         names = ("problems_evicted", "requests_not_recorded", "own_indexes_dropped")
         return {name: self._counters[name] for name in names}
 

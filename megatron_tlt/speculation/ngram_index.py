@@ -1,4 +1,4 @@
-"""Where each n-gram of some growing sequences occurred last, and what followed it."""
+"""Index of the latest occurrence of each n-gram in growing sequences, and of the tokens after it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FIRST_ENTRIES = 256
 
 
 class NgramIndex:
-    """Latest occurrences of all n-grams of ``least`` to ``most`` tokens that something follows."""
+    """Latest occurrences of all n-grams of ``least`` to ``most`` tokens that are followed by a token."""
 
     def __init__(self, least: int, most: int, max_draft: int, allow: Callable[[int], bool] | None = None) -> None:
-        """``allow(nbytes)`` is asked before arrays grow and may refuse."""
+        """``allow(nbytes)`` is called before arrays grow and may refuse."""
         self._least, self._allow = least, allow
         span = most + max_draft
         stride = nodes.BLOCK_HEADER + 3 * span
@@ -35,12 +35,12 @@ class NgramIndex:
 
     @property
     def nbytes(self) -> int:
-        """All memory of the index, capacity and not use."""
+        """Memory of the index by capacity."""
         arrays = (self._header, self._text.array, self._table, self._entries, self._slots, self._begins)
         return sum(array.nbytes for array in arrays)
 
     def start(self) -> int:
-        """Begins an empty sequence and gives its handle, valid until it ends.
+        """Start an empty sequence; returns its handle, valid until the sequence ends.
 
         Raises:
             OutOfMemoryBudget: ``allow`` refused.
@@ -55,7 +55,7 @@ class NgramIndex:
         return slot
 
     def append(self, handle: int, tokens: Sequence[int] | Tokens) -> None:
-        """Appends tokens to a growing sequence.
+        """Append tokens to a growing sequence.
 
         Raises:
             ValueError: a token is out of range; nothing is appended.
@@ -85,15 +85,15 @@ class NgramIndex:
             self._grow()
 
     def finish(self, handle: int) -> None:
-        """Ends a growing sequence; what it said stays."""
+        """End a growing sequence; its n-grams stay in the index."""
         kernels.finish(self._text.array, self._slots, self._header, handle)
 
     def context(self, handle: int, out: Tokens) -> int:
-        """Copies a growing sequence's last tokens to the end of ``out``; gives how many there are."""
+        """Copy a growing sequence's last tokens to the end of ``out``; returns their number."""
         return int(kernels.last_tokens(self._text.array, self._begins, self._slots, self._header, handle, out))
 
     def follow(self, context: Tokens, size: int, out: Tokens) -> int:
-        """Writes what followed the latest occurrence of the context's last ``size`` tokens; gives how many tokens."""
+        """Write the tokens after the latest occurrence of the context's last ``size`` tokens; returns their number."""
         return int(kernels.follow(self._text.array, self._table, self._header, context, size, self._least, out))
 
     def _ask(self, nbytes: int) -> None:
@@ -101,7 +101,7 @@ class NgramIndex:
             raise OutOfMemoryBudget(f"{nbytes} bytes more were refused")
 
     def _grow(self) -> None:
-        """Enlarges what is short."""
+        """Enlarge the arrays that are nearly full."""
         if 4 * (int(self._entries.max()) + 1) > 3 * self._table.shape[1]:
             self._ask(self._table.nbytes)
             larger = np.full((len(self._table), 2 * self._table.shape[1]), nodes.NONE, np.int32)

@@ -1,7 +1,7 @@
-"""The n-gram index's inner loops, compiled by numba; ``ngram_index.NgramIndex`` owns the arrays.
+"""Inner loops of the n-gram index, compiled by numba; ``ngram_index.NgramIndex`` owns the arrays.
 
-Text lies in blocks as that of the suffix tree does (``suffix_nodes``), so an n-gram and what follows it are one piece.
-Row i of ``table`` is an open hash table of the n-grams of ``least + i`` tokens: where the latest of them begins.
+Text is stored in blocks as in the suffix tree (``suffix_nodes``), so an n-gram and its continuation are contiguous.
+Row i of ``table`` is an open hash table of the n-grams of ``least + i`` tokens with the start of the latest occurrence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_tlt.speculation.suffix_nodes import (
 
 @njit
 def _place(text, row, tokens, begin, size):
-    """Where the n-gram ``tokens[begin : begin + size]`` stands in a row, or the free place where it would."""
+    """Index of the n-gram ``tokens[begin : begin + size]`` in a row, or the free slot for it."""
     mixed = np.uint64(size)
     for i in range(begin, begin + size):
         mixed = (mixed ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
@@ -41,9 +41,9 @@ def _place(text, row, tokens, begin, size):
 
 @njit(cache=True)
 def append(text, table, entries, begins, slots, header, slot, tokens, done, least):
-    """Appends ``tokens[done:]`` to a growing sequence; gives how many are appended when room runs out.
+    """Append ``tokens[done:]`` to a growing sequence; returns how many are appended when the arrays are full.
 
-    Where a token is out of range it appends nothing and gives -1. ``begins[slot]`` is a ring of where tokens stand.
+    Returns -1 and appends nothing if a token is out of range. ``begins[slot]`` is a ring of token positions.
     """
     for i in range(done, len(tokens)):
         if tokens[i] < 0 or tokens[i] == TERMINATOR:
@@ -55,7 +55,7 @@ def append(text, table, entries, begins, slots, header, slot, tokens, done, leas
             return i
         here = write_token(text, slots, header, slot, tokens[i])
         length = slots[slot].length
-        for kind in range(len(entries)):  # the n-grams before this token: now it is known what follows them
+        for kind in range(len(entries)):  # the n-grams before this token, whose next token is now known
             size = least + kind
             if length < size:
                 break
@@ -71,7 +71,7 @@ def append(text, table, entries, begins, slots, header, slot, tokens, done, leas
 
 @njit(cache=True)
 def finish(text, slots, header, slot):
-    """Ends a sequence."""
+    """End a sequence."""
     if slots[slot].length > 0:
         write_token(text, slots, header, slot, TERMINATOR)
     slots[slot].active = 0
@@ -79,7 +79,7 @@ def finish(text, slots, header, slot):
 
 @njit(cache=True)
 def last_tokens(text, begins, slots, header, slot, out):
-    """Copies the end of a growing sequence to the end of ``out``; gives how many tokens."""
+    """Copy the end of a growing sequence to the end of ``out``; returns the number of tokens."""
     mask = header[RING] - 1
     length = slots[slot].length
     count = min(length, len(out))
@@ -90,7 +90,7 @@ def last_tokens(text, begins, slots, header, slot, out):
 
 @njit(cache=True)
 def follow(text, table, header, context, size, least, out):
-    """What followed the latest n-gram that is the context's last ``size`` tokens; gives how many tokens."""
+    """Tokens after the latest n-gram that equals the context's last ``size`` tokens; returns their number."""
     row = table[size - least]
     at = row[_place(text, row, context, len(context) - size, size)]
     if at == NONE:
@@ -108,7 +108,7 @@ def follow(text, table, header, context, size, least, out):
 
 @njit(cache=True)
 def rehash(text, old, new, least):
-    """Moves every n-gram to an empty, larger table."""
+    """Move every n-gram to an empty, larger table."""
     for kind in range(old.shape[0]):
         for at in old[kind]:
             if at != NONE:

@@ -1,4 +1,4 @@
-"""What tuners ask of their options and of a state that they are given."""
+"""Validation of tuners' options and states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_one_of(tuner: str, allowed: Sequence[str], **values: str) -> None:
 def check_state(state: Mapping[str, Any], tuner: str, strategies: Sequence[Strategy]) -> None:
     """
     Raises:
-        ValueError: ``state`` is of another tuner, or over other strategies.
+        ValueError: ``state`` is from another tuner or other strategies.
     """
     if state.get("tuner") != tuner:
         raise ValueError(f"tuner {tuner}: the state is of tuner {state.get('tuner')!r}")

@@ -1,4 +1,4 @@
-"""Seconds of an engine step by batch, from steps that were measured; and when to measure one without drafts."""
+"""Estimates the time of an engine step without drafts by batch size, and schedules steps that measure it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Mapping
 from typing import Any
 
 _NEAR = 1.0
-"""Doublings of the batch within which a measured batch speaks for another."""
+"""Doublings of the batch size within which a measured batch represents another."""
 _BETWEEN = 3.0
-"""Doublings from one measured batch to the next between which others are interpolated."""
+"""Maximum doublings between two measured batches to interpolate between them."""
 SETTLING = 2
-"""Steps without drafts in a row that are not measured: after drafts a step takes longer, as caches hold other data
+"""Consecutive steps without drafts that are ignored: after drafts a step takes longer, as caches hold other data
 (measured on the quickstart model: 1.12, 1.05, 1.01 of a step in a rollout without drafts)."""
 _FIRST_HOLD = SETTLING + 2
-"""Steps in a row at a batch that was never measured: one that still verifies drafts, settling ones, a measured one."""
+"""Consecutive steps at an unmeasured batch: one that still verifies drafts, settling ones, a measured one."""
 OUTLIER = 3.0
-"""Times the median above which a step is left out: garbage collection, or another process."""
+"""Multiple of the median above which a step is ignored: garbage collection, or another process."""
 
 
 def cell_of(batch: int) -> int:
-    """Cells of batches, two for each doubling: 1; 2; 3; 4; 5, 6; 7 to 9; 10 to 13; ..."""
+    """Cell index of a batch size, two cells per doubling: 1; 2; 3; 4; 5, 6; 7 to 9; 10 to 13; ..."""
     return round(2 * math.log2(batch))
 
 
 class StepSeconds:
-    """Mean seconds of an engine step of one kind, by batch.
+    """Mean seconds of one kind of engine step, by batch size.
 
-    Steps of like batches share a cell, which keeps the latest ``per_cell``. Between cells seconds are linear in the
-    batch, and never fall with it (pool adjacent violators): a cell of a few steps is noisy. Beyond the outermost cells
-    the slope goes on.
+    Steps of similar batches share a cell, which keeps the latest ``per_cell``. Between cells the estimate is linear in
+    the batch. It never decreases with it (pool adjacent violators), because a cell with few steps is noisy. Outside the
+    measured range the outermost slope continues.
 
-    A step also takes longer the longer its requests' contexts are. That is averaged over the steps measured.
+    A step also takes longer with longer contexts; this effect is averaged over the measured steps.
     """
 
     def __init__(self, per_cell: int = 64) -> None:
@@ -42,11 +42,11 @@ class StepSeconds:
         self._curve: list[tuple[float, float]] | None = None
 
     def __len__(self) -> int:
-        """Steps that are kept."""
+        """Number of stored steps."""
         return sum(map(len, self._cells.values()))
 
     def observe(self, batch: int, seconds: float) -> None:
-        """Take in a step of ``batch`` requests (at least 1) that took so long."""
+        """Record a step of ``batch`` requests (at least 1)."""
         steps = self._cells.setdefault(cell_of(batch), [])
         steps.append((batch, seconds))
         del steps[: -self._per_cell]
@@ -60,7 +60,7 @@ class StepSeconds:
         return min(above, below) <= _NEAR or above + below <= _BETWEEN
 
     def seconds(self, batch: int) -> float:
-        """Of a step of ``batch`` requests.
+        """Estimated seconds of a step with ``batch`` requests.
 
         Raises:
             ValueError: nothing was measured.
@@ -73,11 +73,11 @@ class StepSeconds:
         (x0, y0), (x1, y1) = points[low], points[high]
         if x0 == x1:
             return y0
-        # a step takes time also for no request at all
+        # a step takes time even without requests
         return max(y0 + (y1 - y0) * (batch - x0) / (x1 - x0), 0.5 * points[0][1])
 
     def _points(self) -> list[tuple[float, float]]:
-        """(mean batch, seconds) of the cells, in order."""
+        """(mean batch, seconds) of each cell, in order."""
         if self._curve is None:
             groups: list[tuple[float, float, int]] = []
             for _, steps in sorted(self._cells.items()):
@@ -89,11 +89,11 @@ class StepSeconds:
         return self._curve
 
     def state(self) -> list[list[Any]]:
-        """As JSON."""
+        """The state as JSON."""
         return [[batch, seconds] for steps in self._cells.values() for batch, seconds in steps]
 
     def load_state(self, state: list[list[Any]]) -> None:
-        """Go on from ``state()``'s result."""
+        """Restore the result of ``state()``."""
         self._cells.clear()
         self._curve = None
         for batch, seconds in state:
@@ -101,8 +101,8 @@ class StepSeconds:
 
 
 def _rising(groups: list[tuple[float, float, int]]) -> list[float]:
-    """The second numbers with as little change as makes them rise, weighted by the third: least squares."""
-    pools: list[tuple[float, int, int]] = []  # mean, weight, how many groups
+    """Closest non-decreasing fit to the second numbers, in least squares weighted by the third (isotonic fit)."""
+    pools: list[tuple[float, int, int]] = []  # mean, weight, number of groups
     for _, value, weight in groups:
         pools.append((value, weight, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
@@ -113,14 +113,13 @@ def _rising(groups: list[tuple[float, float, int]]) -> list[float]:
 
 
 class PlainStepProbe:
-    """Says when an engine that speculates should do a few steps without drafts, to know how long these take.
+    """Decides when a speculating engine runs a few steps without drafts, to measure their duration.
 
-    At most ``share`` of the engine steps so far are spent on that, ``hold`` in a row, as the first one after a change
-    still verifies drafts and ``SETTLING`` more do not count; fewer at a batch that was never measured. Batches at which
-    rollouts spend most steps come first, then those of fewer. A batch with ``enough`` measured steps is measured ten
-    times more seldom.
+    At most ``share`` of the engine steps are such probes. They come in runs of ``hold``, because the first one still
+    verifies drafts and ``SETTLING`` more do not count; runs at an unmeasured batch are shorter. Batches with most
+    rollout steps are probed first. A batch with ``enough`` measured steps is probed a tenth as often.
 
-    It counts and knows no time: the same rollouts are probed alike, also after a resume.
+    It counts steps and ignores time, so the same rollouts are probed at the same steps, also after a resume.
     """
 
     def __init__(self, share: float = 0.01, hold: int = 8, enough: int = 24) -> None:
@@ -131,11 +130,11 @@ class PlainStepProbe:
         self._measured: Counter[int] = Counter()
 
     def begin_rollout(self) -> None:
-        """A new rollout begins."""
+        """Prepare for a new rollout."""
         self._left = 0
 
     def next(self, batch: int) -> bool:
-        """Whether the step to come, which would speculate, should not; ``batch`` counts its requests (at least 1)."""
+        """Whether the next step should run without drafts although it would speculate; ``batch`` is at least 1."""
         cell = cell_of(batch)
         self._steps[cell] += 1
         self._credit += self._share
@@ -150,17 +149,17 @@ class PlainStepProbe:
         return True
 
     def _need(self, cell: int) -> float:
-        """Which batch comes first; 0 where enough is measured. Measured steps grow with the root of all steps."""
+        """Priority of a batch; 0 if enough is measured. Measured steps grow with the square root of all steps."""
         steps, measured = self._steps[cell], self._measured[cell]
         rare = measured >= self._enough and steps * self._share < 10 * measured
         return 0.0 if rare else steps / (1 + measured) ** 2
 
     def measured(self, batch: int) -> None:
-        """A step without drafts was measured, for whatever reason there was none."""
+        """Count a measured step without drafts, whatever the reason for it."""
         self._measured[cell_of(batch)] += 1
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The state as JSON."""
         return {
             "credit": self._credit,
             "steps": sorted(self._steps.items()),
@@ -168,7 +167,7 @@ class PlainStepProbe:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result."""
+        """Restore the result of ``state()``."""
         self._credit, self._left = float(state["credit"]), 0
         self._steps = Counter({int(cell): int(count) for cell, count in state["steps"]})
         self._measured = Counter({int(cell): int(count) for cell, count in state["measured"]})

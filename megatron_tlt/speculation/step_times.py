@@ -1,4 +1,4 @@
-"""How long an engine step takes, by strategy and batch, learnt from few and noisy steps."""
+"""Estimates the time of an engine step by strategy and batch, from few and noisy steps."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import numpy as np
 from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 
 _RIDGE = 0.03
-"""Variance of a measured cell's relative error, with the fit's own: the prior's weight against cells."""
+"""Variance of a measured cell's relative error, fit included: the prior's weight relative to cells."""
 _NEAR = 0.5
-"""Width, in doublings of the batch, within which measured cells speak for others of their strategy."""
+"""Width, in doublings of the batch, within which measured cells inform others of their strategy."""
 _NEAR_DRAFTS = 1.0
-"""The same in drafts: width of the mean draft budget."""
+"""The same width in draft tokens of the mean draft budget."""
 _FAR = 1e-3
-"""Steps' worth below which a cell is not looked at: choosing takes a share of every step."""
+"""Weight in steps below which a cell is ignored, because choosing takes time in every step."""
 _PATIENCE = 32
-"""Observations between two fits, unless a strategy was seen for the first time, or one early on at a new batch."""
+"""Observations between two fits, unless a strategy is seen for the first time, or early on a new batch."""
 _EARLY = 16
-"""Cells up to which each new one is fitted to at once; later ones are corrected beside the fit until the next."""
+"""Number of cells up to which each new one triggers a fit; later ones are only corrected until the next fit."""
 _FLOOR = 0.25
-"""Least share of its prior that a cost has: a few noisy steps must not make drafting or verifying free."""
+"""Minimum share of its prior that a cost keeps: a few noisy steps must not make drafting or verifying free."""
 _UNSEEN = 0.3
-"""Relative uncertainty of what was seen nowhere near."""
+"""Relative uncertainty without observations nearby."""
 _TRUST = 2.0
-"""Steps' worth of trust in the fit against what a strategy measured nearby."""
+"""Weight of the fit, in steps, relative to a strategy's own measurements nearby."""
 _SUPPRESSED = 0.9
 """Fraction of the estimated machine slowdown that is removed from the step times that estimated it."""
 _SURE_SHARE = 0.5
-"""Share of the drafts that a bounded strategy is expected to make, until its own steps say what they take."""
+"""Expected share of the drafts that a bounded strategy makes, until its own steps are measured."""
 _KNOWN = 8.0
-"""Least number of nearby steps of a strategy before its times serve to estimate the machine slowdown."""
+"""Minimum number of nearby steps of a strategy before its times help to estimate the machine slowdown."""
 
 
 @dataclass
 class _Cell:
-    """A strategy at a batch and a mean draft budget: its latest steps' seconds, their median's logarithm over the fit.
+    """The latest step times of a strategy at a batch and mean draft budget, and their log median relative to the fit.
 
     ``drafts``: the mean draft budget of a request in these steps.
     """
@@ -56,22 +56,21 @@ class _Cell:
 class StepTimes:
     """Seconds of a step under any strategy at any batch.
 
-    t(s, b) = w_0 + w_1 b + w_2 b d + (source's own) (w_3 + w_4 K), all w above 0: a step, its requests, the drafts
-    that are verified, the drafting; d is the mean draft budget of a request, at most K, or half of
-    that where drafts that are not sure enough are left out (``least_percent``). It is fitted to medians of the latest
-    steps by least squares of the relative error, towards a prior shape; what a strategy measured at nearby
-    batches then corrects it there. So one strategy's steps say something of all others at once, and a strategy's own
-    soon outweigh that.
+    t(s, b) = w_0 + w_1 b + w_2 b d + (source's own) (w_3 + w_4 K), all w above 0. The terms are the step, its requests,
+    the verified drafts, and drafting. d is the mean draft budget of a request, at most K, or half of that for
+    strategies that omit unlikely drafts (``least_percent``). The weights are fitted to medians of the latest steps by
+    least squares of the relative error, with a prior shape. A strategy's measurements at nearby batches then correct
+    the fit there. So one strategy's steps inform all others at once, but a strategy's own steps soon dominate.
 
-    A shared machine has slow spells, and a strategy that is tried in one must not be remembered as slow: while its
-    times are not known well, they are divided by what the steps just before took over what was expected of them.
+    A shared machine has slow periods, and a strategy tried in one must not be remembered as slow. While its times are
+    uncertain, they are divided by the slowdown of the preceding steps relative to their prediction.
     """
 
     def __init__(self, strategies: Sequence[Strategy], max_batch: int, per_cell: int = 48) -> None:
-        """Steps of batches above ``max_batch`` are passed over.
+        """Steps of batches above ``max_batch`` are ignored.
 
-        ``per_cell`` latest steps are kept of a strategy at a batch. Batches above 32 share cells with their neighbours,
-        so that the number of cells grows with the logarithm of ``max_batch``.
+        The ``per_cell`` latest steps of a strategy at a batch are stored. Batches above 32 share cells with their
+        neighbours, so that the number of cells grows with the logarithm of ``max_batch``.
         """
         self._per_cell, self._max_batch = per_cell, max_batch
         self._grid = sorted({_cell_batch(batch) for batch in range(1, max_batch + 1)})
@@ -92,11 +91,11 @@ class StepTimes:
         self._predictions: dict[Strategy, dict[tuple[int, float], tuple[float, float]]] = {}
 
     def __len__(self) -> int:
-        """Cells (strategy, batch, mean draft budget) that were seen."""
+        """Number of observed cells (strategy, batch, mean draft budget)."""
         return len(self._cells)
 
     def observe(self, strategy: Strategy, batch: int, duration: float, drafts: float | None = None) -> None:
-        """Take in one step of ``duration`` seconds, with a mean draft budget of ``drafts`` (None: all of them)."""
+        """Record a step of ``duration`` seconds; ``drafts`` is its mean draft budget (None: all drafts)."""
         if batch > self._max_batch:
             return
         drafts = float(strategy.num_tokens) if drafts is None else drafts
@@ -106,7 +105,7 @@ class StepTimes:
             self._slowdowns = [*self._slowdowns[-7:], math.log(duration / expected)]
         if len(self._slowdowns) >= 4:
             slowdown = min(1.4, max(-1.4, statistics.median(self._slowdowns)))
-            # Not in full if this strategy's own times estimate the slowdown: a wrong prediction must correct itself.
+            # Partial if this strategy's own times estimate the slowdown, so that a wrong prediction corrects itself.
             duration *= math.exp(-slowdown * (_SUPPRESSED if known else 1.0))
         is_new_strategy = strategy not in self._cells_of
         at = _cell_batch(batch)
@@ -129,7 +128,7 @@ class StepTimes:
         return cell
 
     def predict(self, strategy: Strategy, batch: int, drafts: float | None = None) -> tuple[float, float]:
-        """(seconds, their relative uncertainty); in units of a plain step as long as nothing was seen.
+        """(seconds, their relative uncertainty); in units of a plain step before the first observation.
 
         ``drafts`` is the mean draft budget of a request; None: all drafts of the strategy.
         """
@@ -152,13 +151,13 @@ class StepTimes:
         return self._parametric(strategy, batch, drafts) * math.exp(total / (weight + _TRUST)), _doubt(weight)
 
     def _near(self, batch: int) -> dict[int, float]:
-        """By measured batch: how much its cells say of this one. Kept: choosing takes a share of every step."""
+        """Weights of the measured batches for this batch; cached, because choosing takes time in every step."""
         if batch not in self._nearness:
             self._nearness[batch] = {at: math.exp(-((math.log2(batch / at) / _NEAR) ** 2) / 2) for at in self._grid}
         return self._nearness[batch]
 
     def _compare(self, cell: _Cell) -> None:
-        """Notes by how much a cell's steps differ from the fit."""
+        """Update the deviation of a cell's steps from the fit."""
         cell.residual = math.log(cell.median / self._parametric(cell.strategy, cell.batch, cell.drafts))
 
     def _features(self, cell: _Cell) -> list[float]:
@@ -171,7 +170,7 @@ class StepTimes:
 
     @staticmethod
     def _made(strategy: Strategy, drafts: float) -> float:
-        """Drafts of a request to expect where it may have so many."""
+        """Expected drafts of a request with a budget of ``drafts``."""
         return drafts * (_SURE_SHARE if strategy.least_percent else 1.0)
 
     def _parametric(self, strategy: Strategy, batch: int, drafts: float) -> float:
@@ -198,7 +197,7 @@ class StepTimes:
         self._predictions.clear()
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """The state as JSON."""
         return {
             "cells": [
                 [cell.strategy.name, cell.batch, list(cell.seconds), cell.drafts] for cell in self._cells.values()
@@ -209,7 +208,7 @@ class StepTimes:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result, also of another range: batches above this one's are left out.
+        """Restore the result of ``state()``, also from another range: batches above this one's are omitted.
 
         States of earlier releases have no budgets; they are read as if each request could have had all drafts.
         """
@@ -231,7 +230,7 @@ class StepTimes:
 
 
 def _cell_batch(batch: int) -> int:
-    """The batch whose cell takes this one: itself up to 32, above it the nearest of 16 per doubling."""
+    """The batch that represents this one: itself up to 32, above that the nearest of 16 per doubling."""
     width = 1 << max(0, (batch - 1).bit_length() - 5)
     return (batch + width // 2) // width * width
 
@@ -241,7 +240,7 @@ def _doubt(weight: float) -> float:
 
 
 def _bounded(gram: np.ndarray, target: np.ndarray, sweeps: int = 40) -> np.ndarray:
-    """Minimises u'Gu/2 - u't over u >= _FLOOR, by coordinate descent where an entry would be below; G is definite."""
+    """Minimise u'Gu/2 - u't over u >= _FLOOR for definite G, by coordinate descent if an entry would be below."""
     u = np.linalg.solve(gram, target)
     if u.min() >= _FLOOR:
         return u

@@ -1,4 +1,4 @@
-"""What an engine may do to draft, as data, and what a step that did so showed."""
+"""Speculation strategies, and the record of an engine step under a strategy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from itertools import accumulate
 from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE, PATH_PATTERN, model_drafters
 
 DRAFTERS = ("off", *MODEL_FREE, *KINDS, *(f"suffix+{kind}" for kind in KINDS))
-"""Those of this package.
+"""Drafters of this package.
 
-A pair drafts from the suffix tree where that has a likely match, and with the head for the other requests.
+A pair drafts with the suffix tree for requests with a likely match, and with the head for the others.
 """
 NAME = (
     rf"(?P<drafter>[a-z0-9+]+|(suffix\+)?{PATH_PATTERN})-"
@@ -23,23 +23,23 @@ NAME = (
 
 
 def drafters() -> tuple[str, ...]:
-    """What a strategy may draft with in this process: ``DRAFTERS``, then users' kinds and their pairs."""
+    """Drafters that a strategy may use in this process: ``DRAFTERS``, then users' kinds and their pairs."""
     others = model_drafters()[len(KINDS) :]
     return (*DRAFTERS, *others, *(f"suffix+{kind}" for kind in others))
 
 
 def drafters_of(source: str) -> tuple[str, ...]:
-    """The drafters of a strategy's ``source``, in the order in which a request asks them; none of "off"."""
+    """The drafters of a strategy's ``source``, in the order in which they are tried; none for "off"."""
     return () if source == "off" else tuple(source.partition("-")[0].split("+"))
 
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """One way to speculate: ``num_tokens`` drafts of ``drafter`` per request and step (0 with "off").
+    """One way to speculate: up to ``num_tokens`` draft tokens of ``drafter`` per request and step (0 with "off").
 
-    ``by_length`` lets each request have fewer, down to none, by its expected length (DAS, length-aware budget).
-    ``least_percent`` ends a request's drafts before the first one that the drafter itself gives a smaller chance of
-    being accepted together with all before it; so a step verifies few drafts that are in vain.
+    ``by_length`` gives requests fewer draft tokens, down to none, by their expected length (DAS, length-aware budget).
+    ``least_percent`` ends a request's drafts before the first token whose probability of being accepted, with all
+    tokens before it, is lower by the drafter's own estimate; so a step verifies few useless drafts.
     """
 
     drafter: str = "off"
@@ -48,10 +48,10 @@ class Strategy:
     least_percent: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no engine can do.
+        """Validate the combination of fields.
 
         Raises:
-            ValueError: an unknown drafter, or a number of tokens that does not fit it.
+            ValueError: the drafter is unknown, or the other fields do not fit it.
         """
         if self.drafter not in DRAFTERS and self.drafter not in drafters():
             raise ValueError(f"drafter {self.drafter!r}: allowed are {', '.join(drafters())}")
@@ -70,12 +70,12 @@ class Strategy:
 
     @cached_property
     def drafters(self) -> tuple[str, ...]:
-        """Those that it drafts with: ``drafters_of`` its source."""
+        """The drafters it uses: ``drafters_of`` its source."""
         return drafters_of(self.drafter)
 
     @cached_property
     def source(self) -> str:
-        """What its drafts come from, however many: strategies of one source have the same chances of acceptance."""
+        """The origin of its drafts, without their number: strategies of one source share acceptance rates."""
         return self.drafter + (f"-p{self.least_percent}" if self.least_percent else "")
 
     @property
@@ -84,17 +84,17 @@ class Strategy:
         return self.least_percent / 100
 
     def uses(self, drafters: Collection[str]) -> bool:
-        """Whether it drafts with any of these."""
+        """Whether it uses any of these drafters."""
         return any(drafter in drafters for drafter in self.drafters)
 
     @property
     def verify_tokens(self) -> int:
-        """Tokens that the target computes per request and step at most: the drafts and the one before them."""
+        """Maximum tokens that the target computes per request and step: the drafts and the token before them."""
         return self.num_tokens + 1
 
     @property
     def name(self) -> str:
-        """As in metrics and plots: "off", "ngram-3", "eagle-5-by-length", "suffix+eagle3-5-p50"."""
+        """The name in metrics and plots: "off", "ngram-3", "eagle-5-by-length", "suffix+eagle3-5-p50"."""
         if self.drafter == "off":
             return "off"
         chance = f"-p{self.least_percent}" if self.least_percent else ""
@@ -102,7 +102,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, name: str) -> Strategy:
-        """The strategy of a ``name``.
+        """The strategy with this ``name``.
 
         Raises:
             ValueError: no strategy has this name.
@@ -130,18 +130,18 @@ class BudgetMix:
 
     @classmethod
     def of(cls, budgets: Iterable[int]) -> BudgetMix:
-        """The mix of one budget per request."""
+        """Build the mix from one budget per request."""
         counts = Counter(budgets)
         falling = accumulate(counts[budget] for budget in range(max(counts, default=0), 0, -1))
         return cls(counts.total(), tuple(falling)[::-1])
 
     @property
     def mean(self) -> float:
-        """Drafts per request."""
+        """Mean draft budget per request."""
         return sum(self.at_least) / self.requests if self.requests else 0.0
 
     def drafted_only(self) -> BudgetMix:
-        """Without the requests that may have no drafts."""
+        """The mix without requests that may have no drafts."""
         return BudgetMix(self.at_least[0] if self.at_least else 0, self.at_least)
 
 
@@ -151,22 +151,22 @@ BudgetsOf = Callable[[Strategy], BudgetMix | None]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One engine step: what was in it, what it gained, how long it took.
+    """One engine step: its requests, tokens and duration.
 
-    Its drafts were made under ``strategy``, at the end of an earlier step; at its own end drafts were made under
-    ``next_strategy`` (None: the same one).
+    The drafts it verified were made under ``strategy``, at the end of an earlier step. At its own end drafts were made
+    under ``next_strategy`` (None: the same one).
 
     Attributes:
-        batch: its requests.
-        duration: seconds; ``start`` is in seconds since the rollout began.
-        num_tokens: what its requests gained together. ``num_tokens / duration`` is BEG-MAB's reward (TLT, adaptive
+        batch: number of its requests.
+        duration: seconds; ``start`` is in seconds since the start of the rollout.
+        num_tokens: tokens generated for all its requests. ``num_tokens / duration`` is BEG-MAB's reward (TLT, adaptive
             rollout engine).
         accepted_per_position: ``[j]`` counts the requests whose draft token ``j + 1`` was accepted.
         budgets: the requests' draft budgets, used up or not; None: each may have ``strategy.num_tokens``.
-        had_prefill: tokens of a prompt were computed in it.
-        num_drafts: requests that had any draft.
-        catch_up_s: seconds that went into tokens that the head had skipped under other strategies.
-        drafting_s: seconds that making drafts took, these included; on a GPU, to launch that.
+        had_prefill: the step computed prompt tokens.
+        num_drafts: number of requests with drafts.
+        catch_up_s: seconds spent on tokens that the head had skipped under other strategies.
+        drafting_s: seconds spent on drafting, ``catch_up_s`` included; on a GPU only the launch time.
     """
 
     strategy: Strategy
@@ -185,16 +185,16 @@ class StepRecord:
 
     @property
     def is_steady(self) -> bool:
-        """Whether one strategy alone answers for its duration and its tokens: only such steps are learnt from."""
+        """Whether one strategy alone determines its duration and tokens; only such steps are learned from."""
         kept = self.next_strategy in (None, self.strategy)
         return kept and not self.had_prefill and self.duration > 0 and self.num_tokens > 0
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens that were accepted."""
+        """Number of accepted draft tokens."""
         return sum(self.accepted_per_position)
 
     @property
     def mean_budget(self) -> float:
-        """Drafts that a request of the step may have, on average."""
+        """Mean draft budget of the step's requests."""
         return float(self.strategy.num_tokens) if self.budgets is None else self.budgets.mean

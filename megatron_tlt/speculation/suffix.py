@@ -1,4 +1,4 @@
-"""The suffix-tree drafter (DAS, section of that name): drafts how earlier responses to the same prompt went on."""
+"""The suffix-tree drafter (DAS, suffix-tree drafter): drafts continuations of earlier responses to the prompt."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from megatron_tlt.speculation.suffix_tree import (
 from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, TokenIds, no_proposal
 
 _RELEASE_TO = 0.9
-"""Share of the bound down to which trees are given up at once: they come back, and looking for them takes time."""
+"""Share of the bound to which unused trees are dropped at once, because searching for them takes time."""
 _STORED = 0.5
-"""Share of the bound that recorded responses may take; trees have the rest."""
+"""Share of the bound for recorded responses; trees have the rest."""
 _INSERTED = {"problem": 1 / 8, "global": 7 / 8}
-"""Share of the room left that recorded responses may take in one tree: others need room too, and requests to grow."""
+"""Share of the remaining room for recorded responses in one tree; other trees and growing requests need the rest."""
 _TIGHT = 31 / 32
-"""Share of the bound above which requests could find no room of their own."""
+"""Share of the bound above which requests might find no room of their own."""
 _GLOBAL = ""
 
 
 @lru_cache
 def _bounded(rule: SpeculationRule, least_probability: float) -> SpeculationRule:
-    """The rule with at least this bound; asked for each request in each step, with few different bounds."""
+    """The rule with at least this bound; cached, since it is called per request and step with few distinct bounds."""
     return replace(rule, min_probability=max(rule.min_probability, least_probability))
 
 
@@ -54,18 +54,18 @@ class SuffixDrafter:
     """A ``TokenDrafter`` with a suffix tree per problem, in bounded memory that survives a restart.
 
     Responses of past rollouts are in a store that is the same on every engine, whichever engine decoded them. A tree is
-    built from it when a request first drafts for its problem. What the running rollout adds is in this engine's trees
-    alone, until ``end_rollout`` records the responses of all engines.
+    built from it when a request first drafts for its problem. Tokens of the running rollout are only in this engine's
+    trees, until ``end_rollout`` records the responses of all engines.
 
-    Where memory is short, trees of problems that nobody decodes are given up first, the least recently used before
-    others; then the oldest responses in the tree that wants to grow; at last a request goes without. The store has its
-    own bound (``ResponseStore``), which trees do not change: else engines would keep different responses.
+    If memory is short, trees of problems without running requests are dropped first, least recently used first. Then
+    the oldest responses in the growing tree are dropped, and finally the request gets no tree. The store has its own
+    bound (``ResponseStore``), independent of the trees; otherwise engines would keep different responses.
 
     Args:
-        prompt_tokens: how much of the prompt's end stands before a response, so that its first tokens can be matched.
+        prompt_tokens: tokens of the prompt's end stored before a response, so that its first tokens can be matched.
 
     Raises:
-        ValueError: the oldest visit of the window would weigh next to nothing.
+        ValueError: the weight of the oldest visit of the window is negligible.
     """
 
     def __init__(self, config: SuffixConfig | None = None, prompt_tokens: int = 16) -> None:
@@ -79,13 +79,13 @@ class SuffixDrafter:
             )
         self._weights = EpochWeights(self.config.epoch_decay)
         self._store = ResponseStore(self.config.window, int(_STORED * self.config.max_bytes))
-        self._trees: OrderedDict[str, ResponseTree] = OrderedDict()  # the least recently used first
+        self._trees: OrderedDict[str, ResponseTree] = OrderedDict()  # least recently used first
         self._requests: dict[str, _SuffixRequest] = {}
-        self._tree_bytes = 0  # of ``_trees`` and of requests' own
+        self._tree_bytes = 0  # of ``_trees`` and of requests' own trees
         self._counters: Counter[str] = Counter()
 
     def start(self, request_id: str, problem: str, prompt: Sequence[int]) -> None:
-        """As ``TokenDrafter.start``."""
+        """See ``TokenDrafter.start``."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} has been started already")
         tokens = check_tokens(as_tokens(prompt))
@@ -106,17 +106,17 @@ class SuffixDrafter:
         self._append_own(request, tokens)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """As ``TokenDrafter.extend``."""
+        """See ``TokenDrafter.extend``."""
         request = self._requests[request_id]
         array = as_tokens(tokens)
         self._append(request, array)  # checks them before anything is added
         self._append_own(request, array)
 
     def propose(self, request_id: str, max_tokens: int, least_probability: float = 0.0) -> Proposal:
-        """As ``TokenDrafter.propose``: of the problem's tree, or of the request's own after a longer match.
+        """See ``TokenDrafter.propose``: uses the problem's tree, or the request's own tree after a longer match.
 
-        DAS takes whichever scores higher. Here the problem's tree holds the request's response too, and the few counts
-        of the own tree make it too sure of itself; what only it knows is the prompt, and there its match is longer.
+        DAS takes the higher score. Here the problem's tree contains the request's response too, and the own tree's few
+        counts make its score too high. Only the own tree contains the prompt, and a match in the prompt is longer.
         """
         request = self._requests[request_id]
         best, rule = no_proposal(), _bounded(self._rule, least_probability)
@@ -124,14 +124,14 @@ class SuffixDrafter:
             tree = self._trees[request.key].tree
             assert tree is not None
             best = tree.propose(request.handle, max_tokens, rule)
-        if request.own is not None and best.score < max_tokens:  # else there is none better
+        if request.own is not None and best.score < max_tokens:  # otherwise no better draft exists
             own = request.own.propose(request.own_handle, max_tokens, rule)
             if own.score > best.score and own.match_length > best.match_length:
                 return own
         return best
 
     def finish(self, request_id: str) -> None:
-        """As ``TokenDrafter.finish``."""
+        """See ``TokenDrafter.finish``."""
         request = self._requests.pop(request_id)
         tree = self._trees[request.key]
         if request.handle is not None:
@@ -146,7 +146,7 @@ class SuffixDrafter:
         self._forget_if_empty(request.key)
 
     def learn(self, problem: str, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """As ``TokenDrafter.learn``; a tree that nobody uses now is built when somebody does."""
+        """See ``TokenDrafter.learn``; an unused tree is built when a request needs it."""
         tokens = self._sequence(prompt, response)
         key, epoch = self._key(problem), self._running_epoch(problem)
         growing = key in self._trees and self._trees[key].users and self._trees[key].tree is not None
@@ -160,13 +160,13 @@ class SuffixDrafter:
         self._account(tree)
 
     def begin_step(self) -> None:
-        """As ``TokenDrafter.begin_step``: nothing is of one step alone."""
+        """See ``TokenDrafter.begin_step``; no data is kept for a single step only."""
 
     def end_rollout(self, responses: Iterable[FinishedResponse]) -> None:
-        """As ``TokenDrafter.end_rollout``: they are a visit of each of their problems.
+        """See ``TokenDrafter.end_rollout``: the responses are one visit of each of their problems.
 
         Raises:
-            ValueError: requests decode, or a token is out of range.
+            ValueError: requests are running, or a token is out of range.
         """
         if self._requests:
             raise ValueError(f"{len(self._requests)} requests decode; a rollout ends when none does")
@@ -193,18 +193,18 @@ class SuffixDrafter:
             self._account(tree)
             tight = self.memory_bytes > _TIGHT * self.config.max_bytes
             if tree.nbytes > self._limit(tree) and (tight or tree.mostly_free):
-                tree.release()  # its arrays never shrink; a request builds it anew, smaller
+                tree.release()  # its arrays never shrink; a request rebuilds it with smaller ones
                 self._account(tree)
             self._forget_if_empty(key)
         self._make_room(None, 0)
 
     @property
     def memory_bytes(self) -> int:
-        """Trees by capacity, tokens, an allowance for Python's own; never above ``max_bytes``."""
+        """Capacity of the trees, tokens, and an allowance for Python objects; never above ``max_bytes``."""
         return self._tree_bytes + self._store.nbytes
 
     def counters(self) -> dict[str, int]:
-        """Trees given up, responses that trees had no room for, what left the store, requests that went without."""
+        """Dropped trees, responses without room in trees, dropped stored responses, requests without a tree."""
         names = (
             "trees_released",
             "responses_left_out",
@@ -215,20 +215,20 @@ class SuffixDrafter:
         return {name: self._counters[name] for name in (*names, "own_trees_dropped")}
 
     def save(self, path: Path | str) -> None:
-        """Writes all recorded responses; what the running rollout has added is not in it.
+        """Write all recorded responses, without those of the running rollout.
 
         Raises:
-            RunError: the disk is full or the path cannot be written; an older file stays.
+            RunError: the disk is full or the path cannot be written; an older file is kept.
         """
         write_responses(path, self._store)
 
     def load(self, path: Path | str) -> None:
-        """Takes a file's responses instead of its own; trees are built when their problems come.
+        """Replace the recorded responses by a file's; trees are built when their problems occur.
 
         Raises:
-            OtherVersion: the file is of another release's format; nothing has changed.
-            RunError: the file cannot be read or is damaged; nothing has changed.
-            ValueError: requests decode.
+            OtherVersion: the file has another release's format; nothing is changed.
+            RunError: the file cannot be read or is damaged; nothing is changed.
+            ValueError: requests are running.
         """
         if self._requests:
             raise ValueError(f"{len(self._requests)} requests decode; a file can be loaded between rollouts only")
@@ -254,10 +254,10 @@ class SuffixDrafter:
         return self._trees[key]
 
     def _epoch_of(self, response: StoredResponse) -> int:
-        """What a response's weight depends on.
+        """The epoch that determines a response's weight.
 
-        In a tree of all problems this is its age in visits of its own problem; the running visit then weighs as the
-        newest one, since responses must not change their weight where they become recorded.
+        In a tree of all problems this is its age in visits of its own problem. The running visit then has the weight of
+        the newest one, since a response's weight must not change when it is recorded.
         """
         if self.config.scope == "problem":
             return response.visit
@@ -276,14 +276,14 @@ class SuffixDrafter:
         return (response for response in self._store.responses(problem) if response.visit < newest)
 
     def _limit(self, tree: ResponseTree) -> int:
-        """Bytes up to which recorded responses may enter a tree."""
+        """Size in bytes up to which recorded responses may be added to a tree."""
         used = sum(other.accounted for other in self._trees.values() if other.users and other is not tree)
         own = sum(request.own_bytes for request in self._requests.values())
         room = self.config.max_bytes - self._store.nbytes - used - own
         return int(_INSERTED[self.config.scope] * room)
 
     def _sequence(self, prompt: TokenIds, response: TokenIds) -> Tokens:
-        """What stands in a tree for a whole response."""
+        """The token sequence stored in a tree for a finished response."""
         end = as_tokens(prompt[max(0, len(prompt) - self._prompt_tokens) :])
         return check_tokens(np.concatenate([end, as_tokens(response)]))
 
@@ -352,7 +352,7 @@ class SuffixDrafter:
         return True
 
     def _make_room(self, wanting: ResponseTree | None, nbytes: int) -> bool:
-        """Gives up trees that nobody uses until so many bytes fit, and says whether they do."""
+        """Drop unused trees until ``nbytes`` fit; returns whether they do."""
         if self.memory_bytes + nbytes <= self.config.max_bytes:
             return True
         for key, tree in list(self._trees.items()):

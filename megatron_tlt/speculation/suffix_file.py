@@ -1,4 +1,4 @@
-"""A suffix drafter's responses in one file: tokens alone, as trees are quickly built again.
+"""File format of a suffix drafter's responses: only tokens, since trees are quickly rebuilt.
 
 ``TLTSUFX`` and a version digit, the payload's SHA-256, the payload: safetensors with all tokens in one tensor.
 """
@@ -25,11 +25,11 @@ _HEADER = len(_MAGIC) + len(_VERSION) + hashlib.sha256().digest_size
 
 
 class OtherVersion(RunError):
-    """The file is of another release's format."""
+    """The file has another release's format."""
 
 
 def write_responses(path: Path | str, responses: Iterable[StoredResponse]) -> None:
-    """Writes under a temporary name and renames; keeps their order, and nothing of ``StoredResponse.order`` but that.
+    """Write a temporary file and rename it. Only the sequence of the responses is kept of ``StoredResponse.order``.
 
     Raises:
         RunError: the disk is full or the path cannot be written.
@@ -42,18 +42,18 @@ def write_responses(path: Path | str, responses: Iterable[StoredResponse]) -> No
         "length": np.array([len(entry.tokens) for entry in stored], np.int64),
         "tokens": np.concatenate([np.empty(0, np.int32), *(entry.tokens for entry in stored)]),
     }
-    # the names are a tensor too, so that the payload is all that there is to check
+    # the names are a tensor too, so that checking the payload checks everything
     arrays["names"] = np.frombuffer(json.dumps(list(problems)).encode(), np.uint8)
     payload = save(arrays)
     atomic_write_bytes(path, _MAGIC + _VERSION + hashlib.sha256(payload).digest() + payload)
 
 
 def read_responses(path: Path | str) -> list[tuple[str, int, Tokens]]:
-    """Problem, visit and tokens of all responses.
+    """Read problem, visit and tokens of all responses.
 
     Raises:
-        OtherVersion: the file is of another version.
-        RunError: the file cannot be read, is of another kind, or damaged.
+        OtherVersion: the file has another version.
+        RunError: the file cannot be read, is of another kind, or is damaged.
     """
     path = Path(path)
     try:

@@ -12,36 +12,36 @@ from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, SuffixTree, 
 _MANTISSA = 1 << 12
 _SCALE_AT = 512
 MIN_WEIGHT = 2.0**-12
-"""Of the window's oldest epoch over its newest: within that range sums of weights are exact in float64."""
+"""Minimum weight of the window's oldest epoch relative to its newest: then sums of weights are exact in float64."""
 
 
 class EpochWeights:
-    """An epoch weighs ``1 / decay`` of the one before it, so that the past need not be touched.
+    """Weights by epoch: an epoch weighs ``1 / decay`` times the one before it, so that older weights never change.
 
-    Every weight is a power of two times a number of 12 bits, whatever the epoch: sums over a window are exact.
+    Every weight is a power of two times a 12-bit number, whatever the epoch, so sums over a window are exact.
     """
 
     def __init__(self, decay: float) -> None:
-        """``decay`` above 0, at most 1."""
+        """``decay`` must be above 0 and at most 1."""
         self._bits = -math.log2(decay)
 
     def exponent(self, epoch: int) -> int:
-        """The power of two in an epoch's weight."""
+        """The exponent of two in an epoch's weight."""
         return math.floor(epoch * self._bits)
 
     def weight(self, epoch: int, exponent: int) -> float:
-        """An epoch's weight over ``2**exponent``."""
+        """An epoch's weight divided by ``2**exponent``."""
         whole = self.exponent(epoch)
         mantissa = round(2.0 ** (epoch * self._bits - whole) * _MANTISSA) / _MANTISSA
         return math.ldexp(mantissa, whole - exponent)
 
 
 class ResponseTree:
-    """A suffix tree over recorded responses and over those of the running rollout, each weighted by its epoch.
+    """A suffix tree over recorded responses and those of the running rollout, each weighted by its epoch.
 
-    Recorded responses enter the tree when a request starts, at about a microsecond a token, and their tokens stay in
-    the store. What the running rollout adds is this tree's alone until ``record``. ``users`` and ``accounted`` are the
-    owner's to keep.
+    Recorded responses are added when a request starts, at about a microsecond per token; the store owns their tokens.
+    Responses of the running rollout are only in this tree until ``record``. The owner maintains ``users`` and
+    ``accounted``.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class ResponseTree:
         allow: Callable[[ResponseTree, int], bool],
         counters: Counter[str],
     ) -> None:
-        """``allow`` is asked before the tree grows, as by ``SuffixTree``; ``counters`` count what had no room."""
+        """``allow`` is called before the tree grows, as in ``SuffixTree``; ``counters`` count what did not fit."""
         self._weights = weights
         self._max_depth = max_depth
         self._epoch_of = epoch_of
         self._allow = allow
         self._counters = counters
         self.tree: SuffixTree | None = None
-        self._limit: int | None = None  # of ``nbytes``, while recorded responses enter the tree
-        self._waiting: list[StoredResponse] = []  # to enter the tree, where there is one
+        self._limit: int | None = None  # of ``nbytes``, while recorded responses are added
+        self._waiting: list[StoredResponse] = []  # to be added to the tree, if there is one
         self._recorded: dict[StoredResponse, int] = {}  # handles
-        # of the running rollout, with their epochs: handles that grow or have ended, and what is in no tree
+        # of the running rollout, with their epochs: handles of growing and ended responses, and those in no tree
         self._growing: dict[int, int] = {}
         self._ended: dict[int, int] = {}
         self._outside: list[tuple[int, Tokens]] = []
-        self._exponent: int | None = None  # weights in the tree are over 2 to this
+        self._exponent: int | None = None  # weights in the tree are divided by 2 to this power
         self.users = 0
         self.accounted = 0
 
@@ -77,7 +77,7 @@ class ResponseTree:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the tree, and of the running rollout's tokens that are not in it."""
+        """Memory of the tree, and of the running rollout's tokens outside the tree."""
         if self.tree is None and not self._outside:
             return 0
         outside = sum(tokens.nbytes + RESPONSE_BYTES for _, tokens in self._outside)
@@ -85,13 +85,13 @@ class ResponseTree:
 
     @property
     def mostly_free(self) -> bool:
-        """Whether responses that left it take more of its memory than those in it."""
+        """Whether removed responses occupy more of its memory than the present ones."""
         return self.tree is not None and 2 * self.tree.num_nodes < self.tree.node_capacity
 
     def update(self, newest_first: Callable[[], Sequence[StoredResponse]], limit: int) -> None:
-        """Brings all responses into the tree, or the newest that fit within ``limit`` bytes.
+        """Add all responses to the tree, or the newest ones that fit within ``limit`` bytes.
 
-        ``newest_first`` gives what is stored, for a tree that is not there yet.
+        ``newest_first`` returns the stored responses, to build a missing tree.
 
         Raises:
             OutOfMemoryBudget: there is no room for an empty tree.
@@ -122,7 +122,7 @@ class ResponseTree:
             self._limit = None
 
     def _insert(self, epoch: int, tokens: Tokens, order: int | None) -> int | None:
-        """Enters a whole response, in place of older recorded ones where there is no room; None where it fails."""
+        """Add a finished response, replacing older recorded ones if there is no room; None if it does not fit."""
         assert self.tree is not None
         while True:
             handle = None
@@ -145,11 +145,11 @@ class ResponseTree:
 
     @property
     def inserting(self) -> bool:
-        """Whether it grows by responses of the past, which are worth less room than a request."""
+        """Whether it is adding past responses, which have a lower claim to memory than a request."""
         return self._limit is not None
 
     def release(self) -> None:
-        """Gives up the tree; nothing may grow."""
+        """Drop the tree; no response may be growing."""
         assert not self._growing
         if self.tree is not None:
             self._outside += [(epoch, self.tree.tokens(handle)) for handle, epoch in self._ended.items()]
@@ -157,11 +157,11 @@ class ResponseTree:
             self._ended, self._recorded, self._waiting = {}, {}, []
 
     def keep(self, epoch: int, tokens: Tokens) -> None:
-        """A whole response of the running rollout, which enters the tree when a request next starts."""
+        """Keep a finished response of the running rollout; it is added to the tree when a request next starts."""
         self._outside.append((epoch, tokens))
 
     def start(self, epoch: int) -> int:
-        """Begins a response in the tree, which must be there.
+        """Start a response in the tree, which must exist.
 
         Raises:
             OutOfMemoryBudget: there is no room.
@@ -178,25 +178,25 @@ class ResponseTree:
         return handle
 
     def finish(self, handle: int) -> None:
-        """Ends a response in the tree.
+        """End a response in the tree.
 
         Raises:
-            OutOfMemoryBudget: there is no room; the response still grows.
+            OutOfMemoryBudget: there is no room; the response remains growing.
         """
         assert self.tree is not None
         self.tree.finish(handle)
         self._ended[handle] = self._growing.pop(handle)
 
     def discard(self, handle: int) -> None:
-        """Takes a growing response away."""
+        """Remove a growing response."""
         assert self.tree is not None
         self.tree.remove([handle])
         del self._growing[handle]
 
     def record(self, responses: Iterable[StoredResponse]) -> None:
-        """The rollout is over, and these are its responses: what it added to the tree beside them leaves the tree.
+        """Record the responses of the finished rollout, and remove its other additions from the tree.
 
-        A response that is in the tree already is recognised by its tokens.
+        Responses already in the tree are recognised by their tokens.
         """
         if self.tree is not None:
             handles = defaultdict(list)
@@ -212,21 +212,21 @@ class ResponseTree:
         self._ended, self._outside = {}, []
 
     def drop(self, responses: Collection[StoredResponse]) -> None:
-        """Removes responses from the tree that the store has dropped."""
+        """Remove responses from the tree that the store has dropped."""
         if self.tree is not None and responses:
             gone = set(responses)
             self._waiting = [response for response in self._waiting if response not in gone]
-            # In the order given: the trees of all of an engine's ranks must have the same layout.
+            # In the given order: the trees of all ranks of an engine must have the same layout.
             self.tree.remove([self._recorded.pop(response) for response in responses if response in self._recorded])
 
     def reweigh(self, responses: Collection[StoredResponse]) -> None:
-        """Adds responses to the tree anew, as the weights of their epochs have changed."""
+        """Add responses to the tree again after the weights of their epochs changed."""
         if self.tree is not None:
             self.drop(responses)
             self._waiting += responses
 
     def shed(self, before: int | None = None) -> int:
-        """Takes away the oldest responses of the tree, an eighth of its tokens or more; gives how many.
+        """Remove the oldest responses, at least an eighth of the tree's tokens; returns their number.
 
         With ``before``, only recorded responses of a lower order; without, also those that ended in this rollout.
         """

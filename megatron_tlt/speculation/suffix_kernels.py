@@ -1,13 +1,12 @@
-"""The suffix tree's inner loops, compiled by numba; ``suffix_tree.SuffixTree`` owns the arrays.
+"""Inner loops of the suffix tree, compiled by numba; ``suffix_tree.SuffixTree`` owns the arrays.
 
-The tree is a compact trie of every window of up to ``max_depth`` tokens that begins anywhere in a sequence. A sequence
-that still grows has a window per length below ``max_depth``; each has a locus: the node on whose edge it ends. They are
-the matches of the sequence's own suffixes, so a proposal has nothing to search for.
+The tree is a compact trie of every window of up to ``max_depth`` tokens that begins anywhere in a sequence. A growing
+sequence has a window per length below ``max_depth``. Each has a locus: the node on whose edge it ends. They are the
+matches of the sequence's own suffixes, so a proposal needs no search.
 
-A window changes counts only where it leaves a node's end, and where the longest one finds its token already there, so
-do all shorter ones. A window alone on a leaf of its own has nothing to do at all until another one enters the leaf: its
-locus is ``~leaf``, and the leaf's ``total`` says whose it is. So what a token costs is the few windows that stand at
-branchings.
+A window changes counts only when it passes a node's end. If the longest one finds its token already there, so do all
+shorter ones. A window alone on its own leaf needs no work until another window enters the leaf: its locus is ``~leaf``,
+and the leaf's ``total`` identifies it. A token's cost is therefore that of the few windows at branchings.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from megatron_tlt.speculation.suffix_nodes import (
 
 @njit(cache=True)
 def rebuild_table(nodes, table, header):
-    """Fills an empty table with every live node."""
+    """Insert every live node into an empty table."""
     for node in range(1, header[TOP_NODE]):
         if nodes[node].depth != FREED:
             enter(nodes, table, node)
@@ -70,7 +69,7 @@ def _advance(nodes, table, text, loci, slots, header, slot, token):
         last = length - 1
     else:
         loci[slot, BEGINS, length & mask] = here
-    met = False  # whether a longer window found its token there, put by another window
+    met = False  # whether a longer window found its token there, inserted by another window
     for window in range(oldest, last + 1):
         place = window & mask
         size = length - window
@@ -115,9 +114,9 @@ def _advance(nodes, table, text, loci, slots, header, slot, token):
 
 @njit(cache=True)
 def append(nodes, table, text, loci, slots, header, slot, tokens, begin):
-    """Appends ``tokens[begin:]`` to a growing sequence; gives how many are appended when room runs out.
+    """Append ``tokens[begin:]`` to a growing sequence; returns how many are appended when the arrays are full.
 
-    Where a token is out of range it appends nothing and gives -1.
+    Returns -1 and appends nothing if a token is out of range.
     """
     for i in range(begin, len(tokens)):
         if tokens[i] < 0 or tokens[i] == TERMINATOR:
@@ -132,7 +131,7 @@ def append(nodes, table, text, loci, slots, header, slot, tokens, begin):
 
 @njit(cache=True)
 def finish(nodes, table, text, loci, slots, header, slot):
-    """Ends a sequence; False where room for it has to be made first."""
+    """End a sequence; returns False if room for this must be made first."""
     if header[LIVE_NODES] + 2 * header[MAX_DEPTH] > len(nodes):
         return False
     if slots[slot].length > 0:
@@ -164,7 +163,7 @@ def _remove_window(nodes, table, text, loci, slots, header, begins, size, weight
 
 @njit(cache=True)
 def remove(nodes, table, text, loci, slots, header, block, length, ended, weight):
-    """Takes a sequence's windows out of the counts and marks its blocks; ``sweep`` must follow."""
+    """Remove a sequence's windows from the counts and mark its blocks; ``sweep`` must follow."""
     starts, stride, max_depth = header[STARTS], header[STRIDE], header[MAX_DEPTH]
     written = length + ended
     at = block
@@ -179,9 +178,9 @@ def remove(nodes, table, text, loci, slots, header, block, length, ended, weight
 
 @njit(cache=True)
 def sweep(nodes, text, loci, slots, header):
-    """Frees the blocks of removed sequences that no node's ``at`` points to; what is left is freed by a later sweep.
+    """Free the blocks of removed sequences to which no node's ``at`` points; a later sweep frees the others.
 
-    A node whose weight is that of growing windows alone may know no more tokens than they have.
+    A node whose weight comes only from growing windows may hold no more tokens than they have.
     """
     stride = header[STRIDE]
     mask = header[RING] - 1
@@ -213,7 +212,7 @@ def sweep(nodes, text, loci, slots, header):
         state = text[block * stride + 1]
         if state == REMOVED:
             text[block * stride] = header[FREE_BLOCK]
-            text[block * stride + 1] = IN_USE  # nothing points to it
+            text[block * stride + 1] = IN_USE  # no node points to it
             header[FREE_BLOCK] = block
             header[LIVE_BLOCKS] -= 1
         elif state == REFERENCED:
@@ -222,9 +221,9 @@ def sweep(nodes, text, loci, slots, header):
 
 @njit(cache=True)
 def propose(nodes, text, loci, slots, header, slot, max_tokens, factor, offset, min_probability, best, draft):
-    """DAS's speculation over every match of the sequence's end; gives (tokens, score, length of the match).
+    """Apply DAS's speculation to every match of the sequence's end; returns (tokens, score, match length).
 
-    ``best`` receives the tokens; ``draft`` is scratch of the same size.
+    ``best`` receives the tokens; ``draft`` is scratch memory of the same size.
     """
     mask = header[RING] - 1
     max_depth = header[MAX_DEPTH]
@@ -269,7 +268,7 @@ def propose(nodes, text, loci, slots, header, slot, max_tokens, factor, offset, 
 
 @njit(cache=True)
 def locate(nodes, table, text, header, tokens):
-    """The node on whose edge a path of 1 to ``max_depth`` tokens ends; ROOT where it does not occur."""
+    """The node on whose edge a path of 1 to ``max_depth`` tokens ends; ROOT if it does not occur."""
     node = ROOT
     depth = 0
     while depth < len(tokens):
@@ -285,7 +284,7 @@ def locate(nodes, table, text, header, tokens):
 
 @njit(cache=True)
 def scale(nodes, slots, header, factor):
-    """Multiplies every weight."""
+    """Multiply every weight by ``factor``."""
     for node in range(header[TOP_NODE]):
         nodes[node].count *= factor
         if nodes[node].total > 0.0:

@@ -1,11 +1,11 @@
-"""The suffix tree's nodes and text as flat arrays, and the steps that ``suffix_kernels`` is made of.
+"""The suffix tree's nodes and text as flat arrays, and the basic operations of ``suffix_kernels``.
 
-A node stands for the edge that leads to it: ``count`` is the weight of the windows that took the edge's first token,
-``total`` that of its children, ``depth`` how many tokens the path holds at the edge's end (``max_depth`` at a leaf) and
-``at`` where in the text an occurrence of the whole path begins, so that the edge reads
+A node represents the edge that leads to it. ``count`` is the weight of the windows that contain the edge's first token,
+``total`` the sum over its children. ``depth`` is the path's length in tokens at the edge's end (``max_depth`` at a
+leaf). ``at`` is the start of an occurrence of the whole path in the text, so that the edge's tokens are
 ``text[at + depth(parent) : at + depth]``. An open hash table ``(parent, first token) -> node`` finds children.
 
-numba's cache looks at a kernel's own file alone: whoever changes this one touches ``suffix_kernels.py`` too.
+numba's cache checks only a kernel's own file: after a change here, ``suffix_kernels.py`` must be changed too.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ SLOT = np.dtype(
 )
 ROOT = 0
 NONE = -1
-STALE = -2  # of ``best``: to be looked up among the children
+STALE = -2  # of ``best``: must be recomputed from the children
 FREED = -1  # of ``depth``
 UNWRITTEN = -1
-TERMINATOR = 2**31 - 1  # follows a finished sequence; above every token, so that a draft wins a tie against an end
+TERMINATOR = 2**31 - 1  # follows a finished sequence; larger than every token, so that a draft wins ties
 
 # entries of ``header``
 MAX_DEPTH, RING, STARTS, STRIDE, FREE_NODE, TOP_NODE, LIVE_NODES, FREE_BLOCK, TOP_BLOCK, LIVE_BLOCKS = range(10)
 HEADER = 10
-# A block of text: two entries (the sequence's next block, its state), tokens, and the first ``max_depth`` tokens of the
-# next block once more, so that every window lies in one piece and a sequence grows without moving.
+# A block of text: two entries (the sequence's next block, its state), tokens, and a copy of the next block's first
+# ``max_depth`` tokens, so that every window is contiguous and a sequence grows without moving.
 BLOCK_HEADER = 2
 IN_USE, REMOVED, REFERENCED = 0, 1, 2
-# rows of ``loci``: node, where the window begins in the text, length of the sequence at which the edge ends
+# rows of ``loci``: node, start of the window in the text, length of the sequence at which the edge ends
 AT_NODE, BEGINS, ENDS = range(3)
 
 
@@ -66,7 +66,7 @@ def _home(table, parent, token):
 
 @njit
 def find_child(nodes, table, parent, token):
-    """The child of ``parent`` whose edge begins with ``token``; ROOT where there is none."""
+    """The child of ``parent`` whose edge begins with ``token``; ROOT if there is none."""
     place = _home(table, parent, token)
     while True:
         node = table[place]
@@ -93,7 +93,7 @@ def _place_of(nodes, table, node):
 
 @njit
 def leave(nodes, table, node):
-    """Deletes by moving later entries of the run up, so that no tombstones gather."""
+    """Delete a node, moving later entries of the run up, so that no tombstones accumulate."""
     mask = len(table) - 1
     hole = _place_of(nodes, table, node)
     place = hole
@@ -131,7 +131,7 @@ def _free(nodes, header, node):
 
 @njit
 def gained(nodes, parent, child):
-    """``child`` of ``parent`` weighs more than before."""
+    """Update ``parent`` after the weight of its child ``child`` has grown."""
     best = nodes[parent].best
     if best == STALE or best == child:
         return
@@ -168,7 +168,7 @@ def add_leaf(nodes, table, header, parent, token, at, weight):
     node.first = NONE
     node.next = NONE
     node.prev = NONE
-    if parent != ROOT:  # the root's children, as many as the vocabulary has tokens, are never looked through
+    if parent != ROOT:  # the root's children, as many as the vocabulary has tokens, are never enumerated
         first = nodes[parent].first
         node.next = first
         if first != NONE:
@@ -182,7 +182,7 @@ def add_leaf(nodes, table, header, parent, token, at, weight):
 
 @njit
 def _take_place(nodes, table, old, new):
-    """``new`` stands where ``old`` stood: same parent, same first token, same neighbours."""
+    """Replace ``old`` by ``new``: same parent, same first token, same neighbours."""
     table[_place_of(nodes, table, old)] = new
     parent = nodes[old].parent
     nodes[new].parent = parent
@@ -203,7 +203,7 @@ def _take_place(nodes, table, old, new):
 def growing_weight(loci, slots, header, node, shortest, longest, instead):
     """Weight of the growing sequences' windows of ``shortest`` to ``longest`` tokens that end on ``node``'s edge.
 
-    With ``instead`` other than NONE they end on that node from now on, whose depth is ``longest``.
+    With ``instead`` other than NONE these windows move to that node, whose depth is ``longest``.
     """
     weight = 0.0
     mask = header[RING] - 1
@@ -223,7 +223,7 @@ def growing_weight(loci, slots, header, node, shortest, longest, instead):
 
 @njit
 def share(nodes, loci, header, leaf):
-    """Another window comes to a leaf."""
+    """Prepare a leaf for a second window."""
     if nodes[leaf].total < 0.0:
         owner = int(-nodes[leaf].total) - 1
         loci[owner // header[RING], AT_NODE, owner % header[RING]] = leaf
@@ -232,7 +232,7 @@ def share(nodes, loci, header, leaf):
 
 @njit
 def retire(nodes, loci, header, slot, window):
-    """A window grows no more; all of its edge stands in its text."""
+    """End a window's growth; its text contains its whole edge."""
     place = window & (header[RING] - 1)
     node = loci[slot, AT_NODE, place]
     if node < 0:
@@ -243,7 +243,7 @@ def retire(nodes, loci, header, slot, window):
 
 @njit
 def split(nodes, table, text, loci, slots, header, node, depth):
-    """Cuts the edge to ``node`` after ``depth`` tokens of its path; gives the node between."""
+    """Split the edge to ``node`` after ``depth`` tokens of its path; returns the new inner node."""
     between = _allocate(nodes, header)
     upper = nodes[nodes[node].parent].depth
     nodes[between].count = nodes[node].count
@@ -274,7 +274,7 @@ def remove_leaf(nodes, table, loci, slots, header, leaf):
         else:
             nodes[parent].first = nodes[leaf].next
         child = nodes[parent].first
-        if nodes[child].next == NONE:  # one child is left: its edge takes in the parent's
+        if nodes[child].next == NONE:  # merge the edge of the only remaining child with the parent's
             upper = nodes[nodes[parent].parent].depth
             depth = nodes[child].depth
             share(nodes, loci, header, child)
@@ -297,7 +297,7 @@ def remove_leaf(nodes, table, loci, slots, header, leaf):
 
 @njit
 def take_block(text, header):
-    """A block whose tokens are all unwritten; the caller knows that there is one."""
+    """Take a block with unwritten tokens; the caller has checked that there is one."""
     block = header[FREE_BLOCK]
     stride = header[STRIDE]
     if block != NONE:
@@ -314,7 +314,7 @@ def take_block(text, header):
 
 @njit
 def write_token(text, slots, header, slot, token):
-    """Puts a token at the end of the sequence's text; gives where it stands."""
+    """Append a token to the sequence's text; returns its position."""
     starts, stride = header[STARTS], header[STRIDE]
     offset = slots[slot].length % starts
     if offset == 0 and token != TERMINATOR:

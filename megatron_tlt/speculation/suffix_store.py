@@ -1,4 +1,4 @@
-"""The responses that a suffix drafter keeps, by problem: a window of each problem's own visits, in bounded memory."""
+"""The responses that a suffix drafter stores: a window of each problem's visits, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from megatron_tlt.speculation.suffix_tree import Tokens
 
 RESPONSE_BYTES = 200
-"""What Python keeps for a response beside its tokens, roughly."""
+"""Approximate Python overhead of a response."""
 PROBLEM_BYTES = 500
-"""What Python keeps for a problem, roughly."""
+"""Approximate Python overhead of a problem."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class StoredResponse:
-    """A response of a problem with the end of its prompt before it.
+    """A response to a problem, preceded by the end of its prompt.
 
-    visit: the problem's, counted from 1; order: of all responses of a store, by the time that they were recorded.
+    visit: the problem's visit, counted from 1; order: position among all responses of a store, by time of recording.
     """
 
     problem: str
@@ -28,28 +28,28 @@ class StoredResponse:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the response."""
+        """Memory of the response in bytes."""
         return self.tokens.nbytes + RESPONSE_BYTES
 
 
 class ResponseStore:
     """Recorded responses. A visit of a problem is a rollout that recorded responses to it.
 
-    A problem's responses leave ``window`` visits after their own: a problem that comes rarely keeps its history as long
-    as one that comes often. Above ``max_bytes`` the oldest visits leave first, starting with the least recently
-    visited problem; then whole problems leave in that order.
+    A problem's responses are dropped ``window`` visits after their own, so a rare problem keeps its history as long as
+    a frequent one. Above ``max_bytes`` the oldest visits are dropped first, starting with the least recently visited
+    problem; then whole problems in that order.
 
-    A pure function of the calls made to it: given the same responses, it is the same on every engine.
+    A pure function of its calls: given the same responses, it is the same on every engine.
     """
 
     def __init__(self, window: int, max_bytes: int) -> None:
         self._window, self._max_bytes = window, max_bytes
-        self._problems: OrderedDict[str, list[StoredResponse]] = OrderedDict()  # the least recently visited first
+        self._problems: OrderedDict[str, list[StoredResponse]] = OrderedDict()  # least recently visited first
         self._next_order = 0
         self.nbytes = 0
 
     def __iter__(self) -> Iterator[StoredResponse]:
-        """All responses, by problem: the least recently visited first, and of each the oldest response first."""
+        """All responses, by problem: least recently visited problem first, oldest response first."""
         for responses in self._problems.values():
             yield from responses
 
@@ -58,16 +58,16 @@ class ResponseStore:
         return len(self._problems)
 
     def responses(self, problem: str) -> Sequence[StoredResponse]:
-        """A problem's responses, the oldest first."""
+        """A problem's responses, oldest first."""
         return self._problems.get(problem, ())
 
     def newest_visit(self, problem: str) -> int:
-        """The last visit of a problem that left responses; 0 without any."""
+        """A problem's last visit with responses; 0 without any."""
         responses = self._problems.get(problem)
         return responses[-1].visit if responses else 0
 
     def record(self, problem: str, visit: int, responses: Iterable[Tokens]) -> list[StoredResponse]:
-        """Adds responses of a visit, which must not be older than the newest one."""
+        """Add responses of a visit, which must not be older than the newest one."""
         kept = self._problems.get(problem)
         if kept is None:
             kept = self._problems[problem] = []
@@ -82,11 +82,11 @@ class ResponseStore:
         return added
 
     def expire(self, problem: str) -> list[StoredResponse]:
-        """Drops and returns the responses that are outside of the window in the problem's next visit."""
+        """Drop and return the responses that are outside the window in the problem's next visit."""
         return self._drop_before(problem, self.newest_visit(problem) + 1 - self._window)
 
     def shrink(self) -> tuple[list[StoredResponse], int]:
-        """Drops responses until the rest fits; gives them, and how many problems have none left."""
+        """Drop responses until the rest fits; returns them and the number of problems without remaining responses."""
         dropped: list[StoredResponse] = []
         for age in range(self._window, 0, -1):
             for problem in list(self._problems):

@@ -1,4 +1,4 @@
-"""A depth-capped suffix tree over growing sequences of tokens, with exact weighted counts and removal."""
+"""A depth-limited suffix tree over growing token sequences, with exact weighted counts and removal."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Tokens: TypeAlias = NDArray[np.int32]
 
 MAX_TOKEN = nodes.TERMINATOR - 1
 SEQUENCE_BYTES = 400
-"""What Python keeps for a sequence, roughly."""
+"""Approximate Python overhead of a sequence."""
 _FIRST_NODES = 256
 _GROWTH = 1.25
 
 
 class OutOfMemoryBudget(Exception):
-    """A tree was not allowed the bytes that it needs to grow."""
+    """A tree was refused the bytes that it needs to grow."""
 
 
 @dataclass(frozen=True)
 class SpeculationRule:
-    """DAS's bounds: up to ``factor * match + offset`` tokens after a match, while they are at least so probable."""
+    """DAS's limits: at most ``factor * match + offset`` tokens after a match, of at least this joint probability."""
 
     factor: float = 1.0
     offset: float = 0.0
     min_probability: float = 0.1
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a bound that could not mean anything."""
+        """Raise ValueError for meaningless bounds."""
         if not (self.factor >= 0.0 and self.factor + self.offset >= 1.0):
             raise ValueError(
                 f"factor {self.factor}, offset {self.offset}: allowed: a factor of 0 and more, a sum of 1 and more"
@@ -51,19 +51,19 @@ class _Sequence:
     block: int
     length: int
     weight: float
-    slot: int  # -1 once it has ended
+    slot: int  # -1 after its end
 
 
 class SuffixTree:
     """Counts of every string of up to ``max_depth`` tokens in its sequences, each occurrence weighted by its sequence.
 
-    What comes after a growing sequence's end is not known yet, so it counts for no continuation. ``allow(nbytes)`` is
-    asked before arrays grow and may refuse; it may remove ended sequences to make room in them. Counts are exact where
+    The token after a growing sequence's end is unknown, so the end counts for no continuation. ``allow(nbytes)`` is
+    called before arrays grow and may refuse; it may remove ended sequences to make room in them. Counts are exact if
     sums of the weights are exact in float64 (powers of two, or few significant bits over a small range).
     """
 
     def __init__(self, max_depth: int = 32, allow: Callable[[int], bool] | None = None) -> None:
-        """Raises ValueError for a depth that is out of range."""
+        """Raise ValueError if ``max_depth`` is out of range."""
         if not 2 <= max_depth <= 1024:
             raise ValueError(f"max_depth is {max_depth}; allowed: 2 to 1024")
         self.max_depth = max_depth
@@ -88,7 +88,7 @@ class SuffixTree:
 
     @property
     def nbytes(self) -> int:
-        """All memory of the tree, capacity and not use."""
+        """Memory of the tree by capacity."""
         arrays = (
             self._header,
             self._nodes.array,
@@ -103,12 +103,12 @@ class SuffixTree:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in use, the root included."""
+        """Number of nodes in use, the root included."""
         return int(self._header[nodes.LIVE_NODES])
 
     @property
     def node_capacity(self) -> int:
-        """Nodes that there is memory for, in use or not."""
+        """Number of nodes that fit in the allocated memory."""
         return len(self._nodes.array)
 
     @property
@@ -116,7 +116,7 @@ class SuffixTree:
         return self._nodes.array, self._table.array, self._text.array, self._loci, self._slots, self._header
 
     def start(self, weight: float = 1.0) -> int:
-        """Begins an empty sequence and gives its handle.
+        """Start an empty sequence and return its handle.
 
         Raises:
             ValueError: the weight is not positive.
@@ -140,10 +140,10 @@ class SuffixTree:
         return handle
 
     def append(self, handle: int, tokens: Sequence[int] | Tokens) -> None:
-        """Appends tokens to a growing sequence.
+        """Append tokens to a growing sequence.
 
         Raises:
-            KeyError: the sequence is not there or has ended.
+            KeyError: the sequence does not exist or has ended.
             ValueError: a token below 0 or above MAX_TOKEN; nothing is appended.
             OutOfMemoryBudget: ``allow`` refused; some tokens may be appended.
         """
@@ -165,11 +165,11 @@ class SuffixTree:
             self._grow()
 
     def finish(self, handle: int) -> None:
-        """Ends a growing sequence: nothing will follow it.
+        """End a growing sequence: nothing follows it.
 
         Raises:
-            KeyError: the sequence is not there or has ended.
-            OutOfMemoryBudget: ``allow`` refused; the sequence still grows.
+            KeyError: the sequence does not exist or has ended.
+            OutOfMemoryBudget: ``allow`` refused; the sequence remains growing.
         """
         sequence = self._growing(handle)
         while not kernels.finish(*self._arrays, sequence.slot):
@@ -177,10 +177,10 @@ class SuffixTree:
         sequence.slot = -1
 
     def remove(self, handles: Iterable[int]) -> None:
-        """Takes sequences away, growing ones too, as if they had never been there.
+        """Remove sequences, also growing ones, as if they had never existed.
 
         Raises:
-            KeyError: one of them is not there; none is removed.
+            KeyError: one of them does not exist; none is removed.
         """
         taken = {handle: self._sequences[handle] for handle in handles}
         for handle, sequence in taken.items():
@@ -194,14 +194,14 @@ class SuffixTree:
             kernels.sweep(self._nodes.array, self._text.array, self._loci, self._slots, self._header)
 
     def length(self, handle: int) -> int:
-        """A sequence's number of tokens; raises KeyError where it is not there."""
+        """A sequence's number of tokens; raises KeyError if it does not exist."""
         return self._sequences[handle].length
 
     def tokens(self, handle: int) -> Tokens:
         """A copy of a sequence's tokens.
 
         Raises:
-            KeyError: the sequence is not there.
+            KeyError: the sequence does not exist.
         """
         sequence = self._sequences[handle]
         starts = 2 * self.max_depth
@@ -215,14 +215,14 @@ class SuffixTree:
         return result
 
     def propose(self, handle: int, max_tokens: int, rule: SpeculationRule) -> Proposal:
-        """The draft of the highest score among those after every match of a growing sequence's end.
+        """The draft with the highest score among those after every match of a growing sequence's end.
 
         A match of m tokens is followed along the heaviest children, ties to the smaller id, for at most
         ``min(max_tokens, rule.factor * m + rule.offset, max_depth - m)`` tokens (DAS, suffix-tree drafter).
         Probabilities are over occurrences whose next token is known. Among equal scores the longer match wins.
 
         Raises:
-            KeyError: the sequence is not there or has ended.
+            KeyError: the sequence does not exist or has ended.
         """
         sequence = self._growing(handle)
         count, score, matched = kernels.propose(
@@ -254,15 +254,15 @@ class SuffixTree:
         if node == nodes.ROOT:
             return 0.0
         upper = int(self._nodes.array[self._nodes.array[node]["parent"]]["depth"])
-        # windows that still grow and end above have entered the edge, but do not hold the whole string (one alone on
-        # its leaf holds all that is known of it)
+        # growing windows that end on the edge above this point have entered the edge, but lack the whole string (a
+        # window alone on its leaf holds all known tokens)
         shorter = nodes.growing_weight(
             self._loci, self._slots, self._header, node, upper + 1, len(array) - 1, nodes.NONE
         )
         return float(self._nodes.array[node]["count"]) - shorter
 
     def scale(self, factor: float) -> None:
-        """Multiplies all weights; exact for powers of two."""
+        """Multiply all weights; exact for powers of two."""
         kernels.scale(self._nodes.array, self._slots, self._header, factor)
         for sequence in self._sequences.values():
             sequence.weight *= factor
@@ -280,7 +280,7 @@ class SuffixTree:
         return (self._header[nodes.LIVE_BLOCKS] + 1) * self._stride > len(self._text.array)
 
     def _grow(self) -> None:
-        """Enlarges what is short; in place, so that large arrays are remapped and never there twice."""
+        """Enlarge arrays that are nearly full, in place, so that large arrays are remapped and never exist twice."""
         while self._needs_nodes():
             size = int(len(self._nodes.array) * _GROWTH) + 1
             table = _table_size(size)
@@ -288,7 +288,7 @@ class SuffixTree:
             if self._granted(more):
                 self._nodes.grow(size)
                 if table != len(self._table.array):
-                    self._table = GrowingArray(0, np.int32)  # the old one goes before the new one comes
+                    self._table = GrowingArray(0, np.int32)  # free the old table before allocating the new
                     self._table = GrowingArray(table, np.int32)
                     kernels.rebuild_table(self._nodes.array, self._table.array, self._header)
         while self._needs_blocks():
@@ -297,10 +297,10 @@ class SuffixTree:
                 self._text.grow(len(self._text.array) + more)
 
     def _granted(self, nbytes: int) -> bool:
-        """Whether the arrays may grow; if not, sequences have gone and there may be room in them.
+        """Whether the arrays may grow; if not, sequences were removed and their room may be reused.
 
         Raises:
-            OutOfMemoryBudget: neither.
+            OutOfMemoryBudget: the arrays may not grow, and no sequence was removed.
         """
         before = len(self._sequences)
         if self._allow is None or self._allow(nbytes):
@@ -311,10 +311,10 @@ class SuffixTree:
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
-    """An int32 array of tokens.
+    """Convert to an int32 array of tokens.
 
     Raises:
-        ValueError: a token does not fit.
+        ValueError: a token is out of range.
     """
     try:
         return np.ascontiguousarray(tokens, np.int32)
@@ -323,10 +323,10 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
 
 
 def check_tokens(tokens: Tokens) -> Tokens:
-    """The same tokens.
+    """Return the tokens after a range check.
 
     Raises:
-        ValueError: one is below 0 or above MAX_TOKEN.
+        ValueError: a token is below 0 or above MAX_TOKEN.
     """
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
         raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}; allowed: 0 to {MAX_TOKEN}")
@@ -334,5 +334,5 @@ def check_tokens(tokens: Tokens) -> Tokens:
 
 
 def _table_size(nodes: int) -> int:
-    """A power of two, at most three quarters full."""
+    """The smallest power of two that is filled to at most three quarters."""
     return 1 << (nodes * 4 // 3).bit_length()

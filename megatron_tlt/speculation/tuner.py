@@ -1,4 +1,4 @@
-"""Who chooses the strategy: the interface that every tuner has."""
+"""The interface of all tuners, which choose the strategy."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from megatron_tlt.speculation.strategy import BudgetsOf, StepRecord, Strategy
 
 
 class Tuner(Protocol):
-    """Chooses a strategy for the running batch and learns from what came of it; deterministic given its seed."""
+    """Chooses a strategy for the running batch and learns from measured steps; deterministic given its seed."""
 
     @property
     def strategies(self) -> Sequence[Strategy]:
-        """All that it may choose."""
+        """All strategies it can choose."""
 
     def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
-        """The strategy for the next steps of a batch of this many requests; "off" above the largest batch.
+        """Return the strategy for the next steps of ``batch`` requests; "off" above the maximum batch.
 
-        ``budgets`` are the requests' draft budgets under each strategy; None: each request may have all drafts.
+        ``budgets`` returns the requests' draft budgets under a strategy; None: each request may have all drafts.
         """
 
     def observe(self, step: StepRecord) -> None:
-        """Learn from a step; also from ones whose strategy it did not choose."""
+        """Learn from a step, even if its strategy was not chosen by this tuner."""
 
     def drafter_changed(self, drafter: str) -> None:
-        """Strategies of this drafter have new weights: what they gained says little of what they will."""
+        """Discount past measurements of this drafter's strategies: its weights have changed."""
 
     def withhold(self, drafters: Collection[str]) -> None:
-        """From now on choose no strategy of these drafters, whatever was withheld before; no part of the state."""
+        """Stop choosing strategies of these drafters; replaces the previous set. Not part of the state."""
 
     def state(self) -> dict[str, Any]:
-        """All that it has learnt, as JSON."""
+        """The complete learned state as JSON."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state()``'s result.
+        """Continue from the result of ``state()``.
 
         Raises:
-            ValueError: it is not one of such a tuner over these strategies.
+            ValueError: the state is not one of such a tuner over these strategies.
         """

@@ -1,4 +1,4 @@
-"""Bucketed-Epsilon-Greedy: a bandit for each bucket of batch sizes (TLT, adaptive rollout engine)."""
+"""Bucketed-Epsilon-Greedy: one bandit per bucket of batch sizes (TLT, adaptive rollout engine)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_tlt.speculation.step_times import StepTimes
 from megatron_tlt.speculation.strategy import OFF, BudgetsOf, StepRecord, Strategy
 
 _UNSURE = 0.25
-"""Relative uncertainty of its time from which on "off" does not wait for its turn like the others."""
+"""Relative uncertainty of the plain step time above which "off" counts as untried."""
 REWARDS = ("model", "per_request", "throughput")
 
 
@@ -26,19 +26,19 @@ class BegMabOptions:
 
     Attributes:
         reward: ``throughput`` is the published score, the median of tokens / duration over a bucket's window, an
-            untried arm first; ``per_request`` divides it by the batch, as batches in one bucket differ; ``model`` is
-            the ratio of the two things that tokens / duration is made of, each learnt from all buckets.
-        epsilon: chance that a choice explores. Under ``model`` untried drafters are looked at without waiting for it.
-        window: steps that count, of an arm in a bucket (under ``model``: half-life of what is known of acceptance).
-        explore_cost: under ``model``: share of the time that exploring may cost; one choice more after the other.
-        explore_credit: under ``model``: time that it may cost at once, as at the start, in choices of plain steps at
-            a typical batch, the square root of the largest.
-        drift: standard deviations by which the latest steps must contradict the earlier for those to be dropped.
+            untried arm first. ``per_request`` divides it by the batch, as batches in one bucket differ. ``model`` is
+            the ratio of predicted acceptance length and step time, each learned from all buckets.
+        epsilon: probability that a choice explores. With ``model`` untried drafters are explored regardless of it.
+        window: number of recent steps per arm and bucket (``model``: half-life of the acceptance estimate).
+        explore_cost: with ``model``: share of the time that exploration may cost in the long run.
+        explore_credit: with ``model``: time that exploration may cost at once, as at the start, in plain steps at a
+            typical batch (the square root of the largest).
+        drift: standard deviations by which the latest steps must contradict earlier ones to discard those.
         bounds: the buckets' upper bounds, the last at least the largest batch; None: one bucket for each number of
             tokens to verify.
-        neighbours: groups on either side of its own that a bucket has; None: all.
+        neighbours: number of neighbouring groups on either side that a bucket includes; None: all.
         always: every bucket has "off" and a model-free arm.
-        token_budget: bound of batch times tokens to verify; None: no bound.
+        token_budget: upper bound of batch times tokens to verify; None: no bound.
     """
 
     reward: str = "model"
@@ -66,25 +66,25 @@ class BegMabOptions:
 
 
 PUBLISHED = {"reward": "throughput", "neighbours": 0, "always": False}
-"""Options of the published code's default: each bucket has its own group and nothing else."""
+"""Options of the published code's default: each bucket contains only its own group."""
 
 
 class BegMabTuner:
-    """Epsilon-greedy inside the bucket of the batch.
+    """Epsilon-greedy choice inside the bucket of the batch.
 
-    What is not published is how ``reward="model"`` explores: an arm must be able to be the best one, at the upper end
-    of what is known of it, and what it is expected to cost is taken from a credit that grows with the choices made. So
-    an arm that is clearly worse is looked at rarely, one that is nearly as good often, and all of it costs what
-    ``explore_cost`` says. An arm's knowledge ages, so one that was bad becomes uncertain, and is looked at again.
+    The exploration under ``reward="model"`` is not published. An arm is explored only if it could be the best one at
+    the upper end of its confidence interval. Its expected cost is paid from a credit that grows with each choice. So
+    clearly worse arms are explored rarely, nearly equal ones often, and the total cost is ``explore_cost``. Estimates
+    age, so an arm that was bad becomes uncertain and is explored again.
     """
 
     def __init__(
         self, strategies: Sequence[Strategy], options: BegMabOptions | None = None, seed: int = 0, *, max_batch: int
     ) -> None:
-        """For batches up to ``max_batch``; for larger ones it chooses "off".
+        """For batches up to ``max_batch``; the tuner chooses "off" for larger ones.
 
         Raises:
-            ValueError: no strategies, or options that do not fit them.
+            ValueError: there are no strategies, or the options do not fit them.
         """
         options = options or BegMabOptions()
         self._strategies = tuple(dict.fromkeys(strategies))
@@ -106,9 +106,9 @@ class BegMabTuner:
         return self._options
 
     def arms(self, batch: int) -> list[Strategy]:
-        """What a batch may choose among: its bucket's arms within the token budget; "off" above the last bucket.
+        """Arms of a batch: its bucket's arms within the token budget; "off" above the last bucket.
 
-        Arms of withheld drafters are left out.
+        Arms of withheld drafters are omitted.
         """
         bucket = bucket_of(self.buckets, batch)
         if bucket is None:
@@ -117,7 +117,7 @@ class BegMabTuner:
 
     def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
         arms = self.arms(batch)
-        # a generator of its own for every choice: there is no state of one to be kept
+        # a separate generator for every choice avoids generator state
         rng = random.Random(f"{self._seed} {self._choices}")
         self._choices += 1
         return self._scores.choose(arms, batch, rng, budgets) if len(arms) > 1 else arms[0]
@@ -150,7 +150,7 @@ class BegMabTuner:
 
 
 class _Windows:
-    """The published scores: medians over sliding windows, one for each arm of each bucket."""
+    """The published scores: medians over sliding windows, per arm and bucket."""
 
     def __init__(self, tuner: BegMabTuner) -> None:
         self._tuner = tuner
@@ -176,7 +176,7 @@ class _Windows:
         del rewards[: -self._tuner.options.window]
 
     def renew(self, drafter: str) -> None:
-        """Its arms count as untried."""
+        """Treat the drafter's arms as untried."""
         self._rewards = {key: values for key, values in self._rewards.items() if not key[1].uses([drafter])}
 
     def state(self) -> dict[str, Any]:
@@ -193,11 +193,11 @@ class _Windows:
 
 
 class _Model:
-    """Scores from acceptance lengths and step times, and exploration within a credit."""
+    """Scores from acceptance lengths and step times, with exploration limited by a credit."""
 
     def __init__(self, tuner: BegMabTuner) -> None:
         self._options = tuner.options
-        # plain steps just above the largest batch still tell what a request costs
+        # plain steps just above the largest batch still show the cost of a request
         self._times = StepTimes(tuner.strategies, max_batch=2 * tuner.max_batch)
         self._lengths = AcceptanceLengths(self._options.window, self._options.drift)
         self._credit = self._options.explore_credit
@@ -214,20 +214,20 @@ class _Model:
             most[arm] = 1.0 + (arm.num_tokens if drafted is None else drafted.mean)
         rates = {arm: lengths[arm][0] / times[arm][0] for arm in arms}
         best = max(arms, key=lambda arm: (rates[arm], arm))
-        # the credit is time: a look at a large batch takes longer than one at a small batch
+        # the credit is in time: exploring at a large batch costs more than at a small one
         unit = times[best][0] / self._times.predict(OFF, self._typical)[0]
         self._credit = min(self._credit + options.explore_cost * unit, options.explore_credit)
         eager = rng.random() < options.epsilon
         found, gain, price = best, 0.0, 0.0
         for arm in arms:
-            # "off" is what all the others' overhead is told from: it should be known wherever it could be the best
+            # the others' overhead is estimated relative to "off", which must be known wherever it could be the best
             untried = times[OFF][1] > _UNSURE if arm == OFF else not self._lengths.knows_drafter(arm)
             if arm == best or not (eager or untried):
                 continue
             (length, error), (seconds, doubt) = lengths[arm], times[arm]
-            # two standard errors, at most all drafts
+            # upper bound: two standard errors, at most all drafts
             optimistic = min(length + 2 * error, most[arm]) / (seconds * max(0.5, 1 - doubt)) / rates[best]
-            # in times of a choice of the best arm
+            # in units of a step with the best arm
             cost = seconds / times[best][0] * (1 - rates[arm] / rates[best])
             if optimistic > 1.0 and cost * unit <= self._credit and (optimistic - 1.0) / (cost + 0.05) > gain:
                 found, gain, price = arm, (optimistic - 1.0) / (cost + 0.05), cost * unit
@@ -239,7 +239,7 @@ class _Model:
         self._lengths.observe(step)
 
     def renew(self, drafter: str) -> None:
-        """What it costs stays, what it gains is open again."""
+        """Keep the drafter's step times, and discard its acceptance estimate."""
         self._lengths.renew(drafter)
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Speed-up by strategy and batch from one profiling pass, and the best of it (ReSpec, adaptive solver)."""
+"""Selects the strategy with the best speed-up, fitted from one profiling pass (ReSpec, adaptive solver)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_tlt.speculation.step_times import StepTimes
 from megatron_tlt.speculation.strategy import OFF, BudgetMix, BudgetsOf, StepRecord, Strategy
 
 _FORMER_GRID = (1, 4, 16)
-"""Batches of the grid of earlier releases' states, which do not name it."""
+"""Grid batches of earlier releases' states, which do not record them."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class SolverOptions:
 
     Attributes:
         batches: the grid's batch sizes; None: the powers of four up to the largest batch.
-        samples: steps that a cell (strategy, batch) of the grid needs.
-        inline: profile while rolling out, at the batches that come by; otherwise ``wanted`` is for a pass before.
-        refresh: steps after which every source's acceptance is looked at again; a drift asks for it at once.
-        half_life: of what is known of acceptance, in steps.
+        samples: steps needed per cell (strategy, batch) of the grid.
+        inline: profile during rollouts, at the batches that occur; else ``wanted`` lists cells for a separate pass.
+        refresh: steps between checks of every source's acceptance; a drift triggers a check at once.
+        half_life: half-life of the acceptance estimate, in steps.
         drift: standard deviations by which the latest steps must contradict the earlier ones.
-        token_budget: bound of batch times tokens to verify; None: no bound.
+        token_budget: upper bound of batch times tokens to verify; None: no bound.
     """
 
     batches: tuple[int, ...] | None = None
@@ -50,19 +50,19 @@ class SolverOptions:
 
 
 class SolverTuner:
-    """argmax over strategies of tokens per step over time per step, both fitted; "off" where no speed-up is above 1.
+    """argmax over strategies of fitted tokens per step over fitted step time; "off" if no speed-up is above 1.
 
-    It never explores; it profiles. Ordinary steps refine the fit. Acceptance of sources that are not in use is looked
-    at anew, by one strategy of each, when a drift was seen and every ``refresh`` steps.
+    It profiles instead of exploring, and ordinary steps refine the fit. The acceptance of unused sources is remeasured
+    with one strategy of each, after a drift and every ``refresh`` steps.
     """
 
     def __init__(
         self, strategies: Sequence[Strategy], options: SolverOptions | None = None, seed: int = 0, *, max_batch: int
     ) -> None:
-        """For batches up to ``max_batch``; for larger ones it chooses "off".
+        """For batches up to ``max_batch``; the tuner chooses "off" for larger ones.
 
         Raises:
-            ValueError: "off" is not among the strategies (speed-up is over it), or the grid has a larger batch.
+            ValueError: "off", the reference of the speed-up, is not a strategy, or the grid has a larger batch.
         """
         self._strategies = tuple(dict.fromkeys(strategies))
         if OFF not in self._strategies:
@@ -76,7 +76,7 @@ class SolverTuner:
                 f"tuner solver: batches are {list(self._grid)}; allowed: up to {max_batch}, the largest batch that "
                 "speculates (threshold + hysteresis of the gate)"
             )
-        # plain steps just above the largest batch still tell what a request costs
+        # plain steps just above the largest batch still show the cost of a request
         self._times = StepTimes(self._strategies, max_batch=2 * max_batch)
         self._lengths = AcceptanceLengths(self._options.half_life, self._options.drift)
         self._steps = 0
@@ -86,7 +86,7 @@ class SolverTuner:
         self._withheld: frozenset[str] = frozenset()
 
     def _all_missing(self) -> dict[tuple[Strategy, int], int]:
-        """The steps that each cell (strategy, batch) of the grid needs before anything was profiled."""
+        """Steps that each cell (strategy, batch) of the grid needs before profiling."""
         return {
             (strategy, batch): self._options.samples
             for batch in self._grid
@@ -99,11 +99,11 @@ class SolverTuner:
         return self._strategies
 
     def wanted(self) -> list[tuple[Strategy, int]]:
-        """The cells (strategy, batch) that it still wants steps of, in order."""
+        """Cells (strategy, batch) that still need steps, in order."""
         return list(self._missing)
 
     def speedup(self, strategy: Strategy, batch: int, budgets: BudgetMix | None = None) -> float:
-        """Expected tokens per second over those of "off", of the requests that may have drafts."""
+        """Expected tokens per second relative to "off", over the requests that may have drafts."""
         plain = self._times.predict(OFF, batch)[0]
         length, _ = self._lengths.predict(strategy, None if budgets is None else budgets.drafted_only())
         return length * plain / self._times.predict(strategy, batch, None if budgets is None else budgets.mean)[0]
@@ -125,7 +125,7 @@ class SolverTuner:
         return best if speedups[best] > 1.0 else OFF
 
     def _nearest(self, batch: int) -> int:
-        """The grid's batch that this one is profiled as."""
+        """The grid batch that represents this batch."""
         return min(self._grid, key=lambda b: (abs(b - batch) / (b + batch), b))
 
     def observe(self, step: StepRecord) -> None:
@@ -173,7 +173,7 @@ class SolverTuner:
     def load_state(self, state: Mapping[str, Any]) -> None:
         check_state(state, "solver", self._strategies)
         self._steps, self._refreshed = int(state["steps"]), int(state["refreshed"])
-        # a batch that the state's grid lacks has yet to be profiled; earlier releases had one grid for all gates
+        # batches missing from the state's grid must be profiled; earlier releases had one grid for all gates
         known = set(state.get("grid", _FORMER_GRID))
         missing = {(Strategy.parse(name), int(batch)): int(count) for name, batch, count in state["missing"]}
         self._missing = {

@@ -1,4 +1,4 @@
-"""One strategy for everything."""
+"""A tuner with one fixed strategy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class StaticOptions:
 
 
 class StaticTuner:
-    """The only strategy it is given, where the token budget allows it."""
+    """Chooses its only strategy wherever the token budget allows it."""
 
     def __init__(
         self, strategies: Sequence[Strategy], options: StaticOptions | None = None, seed: int = 0, *, max_batch: int
     ) -> None:
-        """It chooses "off" above ``max_batch``.
+        """Above ``max_batch`` it chooses "off".
 
         Raises:
             ValueError: there is not exactly one strategy.

@@ -17,7 +17,7 @@ TUNERS: dict[str, tuple[Any, Any]] = {
     "solver": (SolverTuner, SolverOptions),
     "static": (StaticTuner, StaticOptions),
 }
-"""Name to class and class of options; the oracle, which is told the truth, is built by benchmarks alone."""
+"""Name to (class, options class). The oracle, which knows the true step times, is built by benchmarks only."""
 
 
 def build_tuner(
@@ -28,10 +28,10 @@ def build_tuner(
     *,
     max_batch: int,
 ) -> Tuner:
-    """The tuner of a name, over ``strategies``, for batches up to ``max_batch``, the largest that may speculate.
+    """Build the named tuner over ``strategies`` for batches up to ``max_batch``, the largest that may speculate.
 
     Raises:
-        ValueError: an unknown name or option, or a value that it does not allow; it says what is allowed.
+        ValueError: an unknown name or option, or a value out of range; the message lists what is allowed.
     """
     if name not in TUNERS:
         raise ValueError(f"tuner {name!r}: allowed are {', '.join(sorted(TUNERS))}")
