@@ -81,8 +81,8 @@ class SchedulerAccounts:
         self._step.running += running
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         # a decoding request has one token in the step besides its drafts
-        behind = scheduler_output.total_num_scheduled_tokens - drafted - running
-        self._step.had_prefill |= bool(behind or scheduler_output.scheduled_new_reqs)
+        prompt_tokens = scheduler_output.total_num_scheduled_tokens - drafted - running
+        self._step.had_prefill |= bool(prompt_tokens or scheduler_output.scheduled_new_reqs)
         emitted = {
             output.request_id: len(output.new_token_ids)
             for client_outputs in outputs.values()

@@ -1,4 +1,4 @@
-"""One vLLM engine, any strategy: what drafts at the end of a step is ours to say, per step and per request."""
+"""Control over drafting in one vLLM engine: the strategy can change per step, the draft budget per request."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 _BETTER_THAN_HEAD = 0.5
-"""Probability below which a match does not keep a pair's head from drafting; trees match something nearly always."""
+"""A pair's model-free draft below this probability is discarded, so that the head drafts: trees nearly always match."""
 
 
 class NoProposer:
-    """For an engine without a head: what vLLM asks of a ``custom_class``; ``StrategySwitch`` does the work."""
+    """Placeholder ``custom_class`` drafter for an engine without a head; ``StrategySwitch`` replaces its methods."""
 
     def __init__(self, vllm_config: Any) -> None: ...
 
     def load_model(self, *_: Any) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
     def propose(self, *_: Any, **__: Any) -> list[list[int]]:
-        """Never asked.
+        """Never called.
 
         Raises:
             RunError: always.
         """
-        raise RunError("vLLM asked a drafter that StrategySwitch stands in for")
+        raise RunError("vLLM called the placeholder drafter that StrategySwitch replaces")
 
 
 @dataclass(frozen=True)
 class _NoDrafts:
-    """What stands for vLLM's ``SpecDecodeMetadata`` in a step that verifies nothing; nobody else reads more of it."""
+    """Replaces vLLM's ``SpecDecodeMetadata`` in a step that verifies nothing; vLLM reads only these fields of it."""
 
     logits_indices: torch.Tensor
     num_draft_tokens: tuple[int, ...] = ()
@@ -54,11 +54,10 @@ class _NoDrafts:
 
 @dataclass
 class _Row:
-    """A request's place in vLLM's batch after a step, and what it may draft.
+    """A request's row in vLLM's batch after a step, and its draft limit.
 
-    ``start`` is the position of its first token in the step, ``length`` how many of its tokens there are still part of
-    it (rejected drafts are not), ``offset`` the first one's row in the step's hidden states. ``last``: no draft can
-    ever be of use to it again.
+    ``start`` is the position of its first token in the step. ``length`` counts its tokens in the step without rejected
+    drafts. ``offset`` is its first row in the step's hidden states. ``last``: no later step can use drafts for it.
     """
 
     index: int
@@ -73,12 +72,12 @@ class _Row:
 
 
 class StrategySwitch:
-    """Drafts for a live engine under whichever strategy is in force, which may change between any two steps.
+    """Drafts for a live engine under the current strategy, which can change between any two steps.
 
-    It stands where vLLM's model runner asks its drafter, behind the sampled tokens. A head (a drafter model) runs under
-    its own strategies only; the target's states of what it skips are kept (``SkippedStates``), and its KV cache is
-    filled from them when a request is next drafted for. Prompts always pass it, since their blocks are shared between
-    requests. Nothing here is able to change what is sampled: drafts are verified.
+    It replaces the drafter call of vLLM's model runner, which follows sampling. The head (a drafter model) runs only
+    under its own strategies. For the tokens it skips, the target's hidden states are kept (``SkippedStates``); the
+    head's KV cache is filled from them when it drafts for that request again. The head always processes prompts, since
+    requests share their KV cache blocks. Drafts are verified, so sampling cannot change.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class StrategySwitch:
         *,
         probabilistic: bool = False,
     ) -> None:
-        """Take over drafting in ``runner``, which was built for ``num_tokens`` drafts at most (0: none, ever).
+        """Take over drafting in ``runner``, which was built for at most ``num_tokens`` draft tokens (0: none).
 
-        ``probabilistic``: the head's drafts are drawn from its distribution, instead of its likeliest tokens.
+        ``probabilistic``: the head samples its drafts from its distribution instead of taking the likeliest tokens.
 
         Raises:
-            ConfigError: a token drafter under a name that is no model-free one.
+            ConfigError: the name of a token drafter is not one of a model-free drafter.
         """
         self._runner = runner
         self._num_tokens = num_tokens
@@ -107,11 +106,11 @@ class StrategySwitch:
         self._unique = itertools.count()
         self._catch_up_s = self._drafting_s = 0.0
         self.strategy = OFF
-        # what the drafts that now wait for verification were made under
+        # the strategy that produced the drafts now waiting for verification
         self.drafted_under = OFF
-        # False while the head's weights are not whole: it then takes no part, not even in prompts
+        # False while the head's weights are incomplete: it then skips everything, prompts included
         self.drafter_ready = True
-        # where what the head reads goes too, for whoever learns from it
+        # also receives the head's inputs, as training data for the drafter
         self.recorded: RecordedStates | None = None
         if not num_tokens:
             return
@@ -119,7 +118,7 @@ class StrategySwitch:
         self._sampler = DraftSampler(runner, probabilistic) if head else None
         self._skipped = SkippedStates(skipped, int(runner.max_num_reqs))
         runner.propose_draft_token_ids = self._propose
-        # vLLM drafts token 0 for the whole batch where one sequence is near the longest; ``_limit`` looks at each
+        # near one sequence's maximum length vLLM drafts token 0 for the whole batch; ``_limit`` checks each request
         runner._input_fits_in_drafter = lambda metadata: metadata is not None
         self._sample_drafts = runner._sample
         runner._sample = self._sample
@@ -131,34 +130,34 @@ class StrategySwitch:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Those that a strategy may draft with."""
+        """Names of the drafters that a strategy can use."""
         return (*self._lookups.names, *([self._head_name] if self._head_name else []))
 
     @property
     def skipped(self) -> SkippedCounts:
-        """What the head skipped so far, and what became of it."""
+        """Counts of tokens that the head skipped so far, and of those computed later."""
         return dataclasses.replace(self._skipped.counts) if self._num_tokens else SkippedCounts()
 
     def take_catch_up_s(self) -> float:
-        """Seconds in which the head computed skipped tokens, since this was last asked."""
+        """Seconds that the head spent on computing skipped tokens since the last call."""
         seconds, self._catch_up_s = self._catch_up_s, 0.0
         return seconds
 
     def take_drafting_s(self) -> float:
-        """Seconds in which drafts were made, catching up included, since this was last asked; 0 under OFF."""
+        """Seconds spent on drafting since the last call, skipped tokens included; 0 under OFF."""
         seconds, self._drafting_s = self._drafting_s, 0.0
         return seconds
 
     def release(self) -> None:
-        """Give back the memory for skipped states, between rollouts."""
+        """Free the memory of skipped hidden states; call it between rollouts."""
         if self._num_tokens:
             self._skipped.release()
 
     def set(self, strategy: Strategy, budgets: Mapping[str, int] | None) -> None:
-        """Draft under ``strategy`` from now on, where named with at most so many tokens (by the callers' ids).
+        """Draft under ``strategy`` from now on; ``budgets`` limits the draft tokens of requests, by the caller's id.
 
         Raises:
-            ConfigError: the engine has no such drafter or was built for fewer tokens, or a budget that is negative.
+            ConfigError: the engine lacks a drafter or was built for fewer tokens, or a budget is negative.
         """
         if not set(strategy.drafters) <= set(self.drafters):
             allowed = ", ".join(("off", *self.drafters))
@@ -171,14 +170,14 @@ class StrategySwitch:
         self._budgets = dict(budgets or {})
 
     def add(self, internal_id: str, request: Request) -> None:
-        """The engine has queued a request, under vLLM's id."""
-        # without a key it is a problem of its own: nothing before it and beside it has a part in its drafts
+        """Register a request that the engine has queued under vLLM's id."""
+        # without a key the request is its own problem and shares no drafting history
         self._tracked[internal_id] = TrackedRequest(request, request.problem_key or f"request {next(self._unique)}")
         if self.recorded is not None:
             self.recorded.start(internal_id, request.request_id, request.prompt_token_ids)
 
     def finish(self, internal_id: str, response: Sequence[int]) -> None:
-        """The request has ended with this response."""
+        """Register that the request has ended with this response."""
         self._lookups.finish(self._tracked.pop(internal_id), response)
         self._forget(internal_id)
         if self.recorded is not None:
@@ -189,7 +188,7 @@ class StrategySwitch:
             self._skipped.forget(internal_id)
 
     def clear(self) -> None:
-        """The rollout is over, requests that are left were given up, and no draft waits."""
+        """End the rollout: drop the remaining requests and all drafts that wait for verification."""
         for internal_id, tracked in self._tracked.items():
             self._lookups.give_up(tracked)
             self._forget(internal_id)
@@ -205,9 +204,9 @@ class StrategySwitch:
         return self._tracked[internal_id].request.request_id
 
     def _describe(self, num_draft_tokens: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Any:
-        """vLLM's ``_calc_spec_decode_metadata``, whose dozen small tensors cost a step without drafts a few percent.
+        """Replaces vLLM's ``_calc_spec_decode_metadata``, whose small tensors cost a few percent of a plain step.
 
-        ``ends`` (requests,): where each request's tokens end in the step.
+        ``ends`` (requests,): the end of each request's tokens in the step.
         """
         if num_draft_tokens.any():
             return self._describe_drafts(num_draft_tokens, ends)
@@ -215,16 +214,16 @@ class StrategySwitch:
         return _NoDrafts(last)
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        """vLLM's ``_sample``; a step without drafts is sampled as in an engine without any, which is faster."""
+        """Replaces vLLM's ``_sample``: a step without drafts uses the faster path of an engine without a drafter."""
         drafted = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
         return self._sample_drafts(logits, spec_decode_metadata if drafted else None)
 
     def _take(self) -> Any:
-        """vLLM's ``take_draft_token_ids``; its scheduler need not be told that no request has drafts."""
+        """Replaces vLLM's ``take_draft_token_ids``; returns None if no request has drafts."""
         return self._take_drafts() if self._any_drafts else None
 
     def _propose(self, scheduler_output: Any, sampled_token_ids: list[list[int]], *rest: Any) -> list[list[int]]:
-        """vLLM's ``propose_draft_token_ids``: drafts for each row of the batch."""
+        """Replaces vLLM's ``propose_draft_token_ids``; returns the drafts of each row of the batch."""
         began = time.perf_counter()
         drafts = self._draft(scheduler_output, sampled_token_ids, *rest)
         if self.strategy != OFF:
@@ -283,7 +282,7 @@ class StrategySwitch:
             drafted = len(scheduler_output.scheduled_spec_decode_tokens.get(internal_id, ()))
             sampled = len(sampled_token_ids[index])
             start, num_tokens = int(computed[index]), int(batch.num_tokens_no_spec[index])
-            # one of the sampled tokens is the verifier's own: its states come with the next step
+            # the verifier adds one of the sampled tokens; its hidden states come with the next step
             length = scheduled - drafted + max(0, sampled - 1)
             prompt = scheduled - drafted > 1 or start < int(batch.num_prompt_tokens[index])
             room = self._room(internal_id, num_tokens)
@@ -293,7 +292,7 @@ class StrategySwitch:
         return rows
 
     def _record(self, rows: list[_Row], features: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Keep what the head reads of a step, the target's states behind its final norm last."""
+        """Record the head's inputs for a step, followed by the target's hidden states after the final norm."""
         assert self.recorded is not None
         states = features
         if self._runner.use_aux_hidden_state_outputs:
@@ -301,27 +300,27 @@ class StrategySwitch:
         self.recorded.add(states, [(row.internal_id, row.start, row.offset, row.length) for row in rows])
 
     def _room(self, internal_id: str, num_tokens: int) -> int:
-        """Drafts that fit behind so many tokens: the verifier adds a token of its own."""
+        """Number of draft tokens that still fit after ``num_tokens``; the verifier adds one token itself."""
         request = self._tracked[internal_id].request
         generated = num_tokens - len(request.prompt_token_ids)
         return int(min(request.sampling.max_tokens - generated, self._runner.max_model_len - num_tokens)) - 1
 
     def _limit(self, internal_id: str, num_tokens: int, room: int) -> int:
-        """How many drafts the request gets now."""
+        """Number of draft tokens that the request gets in this step."""
         most = self.strategy.num_tokens
         request = self._tracked[internal_id].request
         limit = min(most, self._budgets.get(request.request_id, most), room)
         missing = request.sampling.min_tokens - (num_tokens - len(request.prompt_token_ids))
         if missing > 0:
-            # vLLM bars stop tokens from the verifier's own token by the count before the drafts
+            # vLLM bans stop tokens in the verifier's token based on the count before the drafts
             limit = min(limit, missing - 1)
         return max(0, limit)
 
     def _look_up(self, name: str, rows: list[_Row], drafts: list[list[int]]) -> None:
-        """Let a token drafter draft, once it has the newest tokens of all: responses share problems."""
+        """Draft with a token drafter, after it has the newest tokens of all rows: responses share problems."""
         token_ids = self._runner.input_batch.token_ids_cpu
         for row in rows:
-            # a prompt in chunks is known from the beginning, but its response begins behind all of it
+            # the tokens of a chunked prompt are all known at once, but its response starts after the last chunk
             self._lookups.feed(name, self._tracked[row.internal_id], token_ids[row.index, : row.num_tokens])
         least = self.strategy.least_probability
         if name != self.strategy.drafters[-1]:
@@ -333,9 +332,9 @@ class StrategySwitch:
     def _use_head(
         self, rows: list[_Row], features: torch.Tensor, metadata: Any, sampling: Any, drafts: list[list[int]]
     ) -> None:
-        """Run the head over rows that draft with it, and over prompts; keep the states of the others.
+        """Run the head on prompts and on rows that draft with it; keep the hidden states of the other rows.
 
-        Rows that have drafts already get none of it.
+        Rows that already have drafts get none from the head.
         """
         assert self._head is not None and self._sampler is not None
         names = self.strategy.drafters
@@ -379,7 +378,7 @@ class StrategySwitch:
         self._skipped.append(kept, ((row.internal_id, row.start, row.length) for row in rows))
 
     def _skip_plain_step(self, parts: list[torch.Tensor], size: int) -> bool:
-        """Keep all states of a step of one token per request behind its prompt; False for any other step."""
+        """Keep all states of a step with one decoded token per request; False if the step is not of that kind."""
         batch = self._runner.input_batch
         starts = batch.num_computed_tokens_cpu[:size]
         if parts[0].shape[0] != size or (starts < batch.num_prompt_tokens[:size]).any():
