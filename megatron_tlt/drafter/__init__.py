@@ -1,4 +1,4 @@
-"""The learned drafter: models, losses, data buffer, training and evaluation; knows neither vLLM nor Megatron."""
+"""The learned drafter: models, losses, data buffer, training and evaluation; independent of vLLM and Megatron."""
 
 from megatron_tlt.drafter.buffer import DataBuffer
 from megatron_tlt.drafter.checkpoint import load_without_target, read_checkpoint, write_checkpoint

@@ -1,8 +1,8 @@
-"""The online data buffer of one rank: responses of this step and, drawn by length, of earlier ones.
+"""The online data buffer of one rank: responses of this RL step and, sampled by length, of earlier steps.
 
-TLT (2511.16665): the responses that are finished while others still decode are the short ones, so a drafter that
-learned from them alone would be wrong about long ones; long responses of the step before are mixed in (one-step-off
-sampling). Older responses come from an older policy, so they are drawn only where newer ones are too few.
+TLT (2511.16665): responses that finish while others still decode are short, so a drafter trained on them alone is poor
+on long ones. Long responses of the previous step are therefore mixed in (one-step-off sampling). Older responses come
+from an older policy, so they are sampled only if newer ones are too few.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SUFFIX = ".entry"
 
 @dataclass
 class BufferCounts:
-    """What went in and out: ``found + added`` is always ``stored + replaced`` and all that was dropped.
+    """Counts of entries: ``found + added`` equals ``stored + replaced`` plus all dropped.
 
-    ``found`` were in the folder when it was opened. Dropped are: ``too_short`` to draft anything, ``too_large`` for the
-    buffer by themselves, for want of ``capacity``, ``expired`` by age, ``rewound`` as a resumed run samples them again,
-    ``damaged`` files, files with hidden states of ``other_width`` than asked for.
+    ``found``: in the folder when it was opened. Reasons for dropping: ``too_short`` to draft from, ``too_large`` for
+    the buffer, lack of ``capacity``, ``expired`` by age, ``rewound`` because a resumed run samples them again,
+    ``damaged`` file, hidden states of ``other_width``.
     """
 
     found: int = 0
@@ -61,23 +61,22 @@ class _Stored:
 
 
 class DataBuffer:
-    """Entries by key, within bounds on memory and files.
+    """Entries by key, bounded in memory and on disk.
 
-    New entries are in memory; the ones that came first go to files when memory is full. :meth:`flush` writes all the
-    others too: what it (or an eviction from memory) has written is there again in the next process, however this one
-    ends. Files are written whole or not at all, and read only if every byte is as it was written. With ``disk_bytes`` 0
-    nothing is written. One process uses a folder at a time; no method is safe against another thread.
+    New entries are in memory; when memory is full, the oldest move to files. :meth:`flush` writes all others. Entries
+    written by a flush or an eviction survive any end of the process. Writes are atomic, and reads verify a checksum.
+    With ``disk_bytes`` 0 nothing is written. One process at a time uses a folder; methods are not thread-safe.
 
-    A checkpoint refers to entries by key (:meth:`snapshot`), and a resumed run gets exactly these back
-    (:meth:`restore`). Files of dropped entries stay while the newest two checkpoints refer to them: all files together
-    take at most three times ``disk_bytes``.
+    A checkpoint refers to entries by key (:meth:`snapshot`); a resumed run gets exactly these entries back
+    (:meth:`restore`). Files of dropped entries stay while one of the newest two checkpoints refers to them, so all
+    files take at most three times ``disk_bytes``.
 
     Args:
-        folder: this rank's own; made if need be. All that is in it is taken over, even beyond the bounds, which hold
+        folder: this rank's own; created if missing. All entries in it are loaded, even beyond the bounds, which apply
             after :meth:`restore` or the first :meth:`add`.
         config: the bounds.
         seed: of :meth:`sample`.
-        width: of all entries' hidden states; files of another drafter's are dropped. None takes any.
+        width: of all hidden states; files with another width are dropped. None accepts any width.
     """
 
     def __init__(self, folder: Path, config: DrafterBufferConfig, seed: int, width: int | None = None) -> None:
@@ -87,7 +86,7 @@ class DataBuffer:
         self._newest_step = 0
         self._bytes = 0
         self._memory_bytes = 0
-        # keys of the newest published checkpoint and of the one in flight
+        # keys of the newest published checkpoint and of the one being written
         self._checkpointed: deque[frozenset[str]] = deque(maxlen=2)
         self._kept_files: set[str] = set()  # keys of dropped entries that a checkpoint refers to
         self.counts = BufferCounts()
@@ -133,12 +132,12 @@ class DataBuffer:
 
     @property
     def capacity(self) -> int:
-        """Bytes that all entries together may take."""
+        """Maximum total bytes of all entries."""
         return self._config.disk_bytes or self._config.memory_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all entries together take, wherever they are."""
+        """Total bytes of all entries, in memory and on disk."""
         return self._bytes
 
     @property
@@ -148,7 +147,7 @@ class DataBuffer:
 
     @property
     def descriptions(self) -> list[Description]:
-        """Of all entries, by key."""
+        """Descriptions of all entries, ordered by key."""
         return [self._stored[key].description for key in sorted(self._stored)]
 
     def __len__(self) -> int:
@@ -156,21 +155,21 @@ class DataBuffer:
 
     @property
     def earlier_fraction(self) -> float:
-        """Of a batch: how much of it is of earlier steps."""
+        """Share of a batch that comes from earlier RL steps."""
         return self._config.earlier_fraction
 
     def __contains__(self, key: str) -> bool:
         return key in self._stored
 
     def add(self, entry: Entry) -> bool:
-        """Takes an entry in; False where it was dropped at once. Others are dropped to make room for it.
+        """Add an entry, dropping others if it needs room; returns False if the entry itself was dropped.
 
-        A step newer than any so far ages the others. An entry with a key that is there already replaces it. Both hold
-        for one that is dropped, too.
+        An entry of a newer step than any so far ages the others. An entry with an existing key replaces the old one.
+        Both also hold if the new entry is dropped.
 
         Raises:
             ConfigError: its hidden states have another width than the buffer's.
-            RunError: the disk is full (of other things) while entries go to files.
+            RunError: the disk is full (of other files) while entries are written.
         """
         if self._width not in (None, entry.width):
             raise ConfigError(
@@ -189,7 +188,7 @@ class DataBuffer:
             self._expire()
             return False
         self._serial += 1
-        # The old one's file stays until the new one takes its place: what was acknowledged is never missing.
+        # the old file stays until the new one replaces it, so that an acknowledged entry is never missing
         replaces_file = old is not None and old.on_disk
         stored = _Stored(describe(entry), entry, replaces_file, self._serial)
         self._keep(stored)
@@ -208,7 +207,7 @@ class DataBuffer:
         self._newest_step = max(self._newest_step, stored.description.step)
 
     def _forget(self, stored: _Stored) -> None:
-        """Takes an entry off the books; its file stays."""
+        """Remove an entry from the books; its file stays."""
         del self._stored[stored.description.key]
         self._bytes -= stored.description.nbytes
         self._memory_bytes -= stored.description.nbytes if stored.entry is not None else 0
@@ -230,9 +229,9 @@ class DataBuffer:
             self._drop(stored, "expired")
 
     def _make_room(self) -> None:
-        """Drops entries until the rest fits, those of earlier steps as long as these take more than half.
+        """Drop entries until the rest fits; those of earlier steps first while they take more than half.
 
-        Those of the oldest step go first, of one step the shortest.
+        The oldest step's entries are dropped first, within a step the shortest.
         """
 
         def shortest_last(items: list[_Stored]) -> list[_Stored]:
@@ -253,7 +252,7 @@ class DataBuffer:
             self._drop(victim, "capacity")
 
     def _spill(self) -> None:
-        """Moves the entries that came first out of memory until the rest fits there."""
+        """Move the oldest entries from memory to files until the rest fits in memory."""
         if self._memory_bytes <= self._config.memory_bytes:
             return
         for stored in sorted(self._stored.values(), key=lambda item: item.serial):
@@ -268,16 +267,16 @@ class DataBuffer:
         if stored.on_disk:
             return
         assert stored.entry is not None
-        # No flush to the platter: a killed process loses nothing by it, and a torn file is found by its sum.
+        # no fsync: killing the process loses nothing, and the checksum detects a torn file
         atomic_write_bytes(self._path(stored.description.key), to_bytes(stored.entry), durable=False)
         stored.on_disk = True
         self._kept_files.discard(stored.description.key)
 
     def flush(self) -> list[str]:
-        """Writes what is only in memory; the keys of all entries that now survive this process (none without a disk).
+        """Write entries that are only in memory; returns the keys that now survive this process (none without a disk).
 
         Raises:
-            RunError: the disk is full (of other things); what was written before stays.
+            RunError: the disk is full (of other files); entries written before stay.
         """
         if not self._config.disk_bytes:
             return []
@@ -286,11 +285,11 @@ class DataBuffer:
         return sorted(self._stored)
 
     def snapshot(self) -> list[str]:
-        """Flushes for a checkpoint, and returns the keys that the checkpoint refers to.
+        """Flush for a checkpoint; returns the keys that the checkpoint refers to.
 
-        A save begins after the one before is published, so the files of both stay, even of entries that are dropped
-        later. Files that only earlier checkpoints refer to are removed. To save the same step again replaces its
-        checkpoint, so the one before it counts as before.
+        A save begins after the previous one is published, so the files of both stay, even of entries dropped later.
+        Files that only older checkpoints refer to are removed. Saving the same step again replaces its checkpoint, so
+        the previous one still counts.
         """
         keys = self.flush()
         if not self._checkpointed or not self._checkpointed[-1].issuperset(keys):
@@ -301,14 +300,14 @@ class DataBuffer:
         return keys
 
     def restore(self, step: int, keys: Collection[str] | None = None) -> int:
-        """Drops what the buffer did not hold after ``step``; a resumed run samples later steps again.
+        """Drop entries that the buffer did not hold after ``step``; a resumed run samples later steps again.
 
         Args:
-            step: the newest step that is kept, -1 for none.
-            keys: what :meth:`snapshot` returned; all others are dropped. None keeps what the bounds allow.
+            step: the newest step to keep, -1 for none.
+            keys: the result of :meth:`snapshot`; all other entries are dropped. None keeps what the bounds allow.
 
         Returns:
-            How many of ``keys`` are missing; 0 without a disk, as none is expected then.
+            The number of missing ``keys``; 0 without a disk, as none are expected then.
         """
         items = list(self._stored.values())
         past = {item.description.key for item in items if item.description.step <= step}
@@ -325,7 +324,7 @@ class DataBuffer:
         return missing
 
     def get(self, key: str) -> Entry | None:
-        """The entry, read from its file if need be; None where it is not there, or its file was damaged."""
+        """The entry, read from its file if necessary; None if it is missing or its file is damaged."""
         stored = self._stored.get(key)
         if stored is None or stored.entry is not None:
             return stored.entry if stored else None
@@ -340,18 +339,18 @@ class DataBuffer:
             return None
 
     def sample(self, count: int, step: int, draw: int) -> list[Entry]:
-        """Up to ``count`` different entries of ``step`` and earlier ones.
+        """Sample up to ``count`` different entries of ``step`` and earlier steps.
 
-        Those of ``step`` are drawn evenly. Earlier ones are drawn with weight proportional to length, from the newest
-        of their steps first; older ones only fill up. ``earlier_fraction`` of the batch comes from earlier steps, all
-        of it where ``step`` has none yet, as during its rollout. Where one side has too few, the other fills up.
+        Entries of ``step`` are sampled uniformly. Earlier entries are sampled with weight proportional to length, the
+        newest step first; older ones only fill up. ``earlier_fraction`` of the batch comes from earlier steps, and all
+        of it if ``step`` has no entries yet, as during its rollout. If one group has too few, the other fills up.
 
-        The same seed, step, draw and content give the same entries, wherever these are kept.
+        The same seed, step, draw and content give the same entries, in memory or on disk.
         """
         digest = hashlib.blake2b(f"{self._seed}/{step}/{draw}".encode(), digest_size=8).digest()
         rng = random.Random(int.from_bytes(digest, "big"))
         descriptions = [item for item in self.descriptions if item.step <= step]
-        # Efraimidis and Spirakis (2006): the largest of u ** (1 / weight) are a weighted sample without replacement.
+        # Efraimidis and Spirakis (2006): the largest u ** (1 / weight) are a weighted sample without replacement
         drawn = {item.key: rng.random() ** (1.0 if item.step == step else 1.0 / item.length) for item in descriptions}
         ranked = sorted(descriptions, key=lambda item: (-item.step, -drawn[item.key], item.key))
         current = [item.key for item in ranked if item.step == step]

@@ -1,8 +1,8 @@
-"""A drafter's training checkpoint: its config and one file of tensors, from which training goes on bit for bit.
+"""A drafter's training checkpoint: its config and one file of tensors, from which training continues bit for bit.
 
-``config.json`` is the one of the folder that vLLM loads; ``training.safetensors`` holds trainable tensors and the
-optimizer's, with version, numbers and whatever else its writer needs in its header. It is replaced as a whole. The
-background checkpoints of a session (``spot/checkpointer.py``) are the same file: both are made of :func:`payload_of`.
+``config.json`` is that of the folder that vLLM loads. ``training.safetensors`` holds the trainable tensors and the
+optimizer's state; its header holds the version, numbers and the writer's extra data. The file is replaced atomically.
+A session's background checkpoints (``spot/checkpointer.py``) have the same content, from :func:`payload_of`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ KIND = "megatron_tlt.drafter.v1"
 
 
 def payload_of(state: DrafterState, extra: Mapping[str, Any]) -> Payload:
-    """What a checkpoint of a state holds, with the live tensors; ``extra`` is plain data of the caller's."""
+    """The checkpoint's content, with the live tensors; ``extra`` is plain data of the caller."""
     header = {"version": state.version, "numbers": state.numbers, "extra": dict(extra)}
     return Payload(KIND, header, state.tensors())
 
 
 def state_of(payload: Payload) -> tuple[DrafterState, dict[str, Any]]:
-    """The way back from :func:`payload_of`.
+    """The inverse of :func:`payload_of`.
 
     Raises:
-        ConfigError: the header lacks something.
+        ConfigError: the header lacks a key.
     """
     header = payload.header
     try:
@@ -56,10 +56,10 @@ def state_of(payload: Payload) -> tuple[DrafterState, dict[str, Any]]:
 
 
 def write_checkpoint(folder: Path, model: DraftModel, state: DrafterState, extra: Mapping[str, Any]) -> None:
-    """Writes a checkpoint over the one that is there, if any; ``extra`` is plain data of the caller's.
+    """Write a checkpoint, replacing an existing one; ``extra`` is plain data of the caller.
 
     Raises:
-        RunError: the disk is full or the folder cannot be written; the checkpoint of before stays.
+        RunError: the disk is full or the folder cannot be written; the old checkpoint stays.
     """
     payload = payload_of(state, extra)
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in payload.tensors.items()}
@@ -69,10 +69,10 @@ def write_checkpoint(folder: Path, model: DraftModel, state: DrafterState, extra
 
 
 def read_checkpoint(folder: Path) -> tuple[DrafterState, dict[str, Any]]:
-    """The state in a checkpoint and what its writer put beside it. The caller has verified the file.
+    """Read the state and the writer's extra data. The caller has verified the file.
 
     Raises:
-        ConfigError: there is none, or its file cannot be read.
+        ConfigError: there is no checkpoint, or its file cannot be read.
     """
     file = folder / STATE
     if not file.is_file():
@@ -110,12 +110,12 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_without_target(folder: Path) -> DraftModel:
-    """The drafter in a training checkpoint or a drafter's folder, for its weights alone: it cannot be run.
+    """Load the drafter of a training checkpoint or a drafter's folder, for its weights only: it cannot be run.
 
-    Where a folder holds both, the checkpoint counts. An embedding (and, for EAGLE, an LM head) is passed over.
+    The checkpoint takes precedence if a folder holds both. An embedding (and, for EAGLE, an LM head) is ignored.
 
     Raises:
-        ConfigError: what is there is no drafter; the file, key or tensor that says so is named.
+        ConfigError: the folder is not a drafter's; the message names the file, key or tensor.
         RunError: the weights are damaged.
     """
     config, kind = _config(folder)

@@ -1,4 +1,4 @@
-"""EAGLE (2401.15077): one decoder layer over fc[embedding; hidden], behind the target's own LM head."""
+"""EAGLE (2401.15077): one decoder layer over fc[embedding; hidden], followed by the target's own LM head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Eagle(DraftModel):
-    """Features are the target's hidden states behind its final norm, which the LM head reads without another norm."""
+    """Features are the target's hidden states after its final norm; the LM head reads them without another norm."""
 
     kind: ClassVar[Kind] = "eagle"
 
@@ -37,7 +37,7 @@ class Eagle(DraftModel):
         return self.shared.head
 
     def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
-        """The feature is in the LM head's space already: no column is scaled by itself."""
+        """The feature is already in the space of the LM head's input, so all columns have the same scale."""
         with torch.no_grad():
             self.fc.weight.zero_()
             self.fc.weight[:, -self.feature_size :].fill_diagonal_(scale)

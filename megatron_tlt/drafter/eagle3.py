@@ -1,4 +1,4 @@
-"""EAGLE-3 (2503.01840): features of three of the target's layers, an LM head of its own, training-time test."""
+"""EAGLE-3 (2503.01840): features of three target layers, its own LM head, training-time test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_AUX_LAYERS = 3
 
 
 class Eagle3Layer(DraftLayer):
-    """Attention reads [embedding; feature], each behind a norm; the residual stream is the feature."""
+    """Attention reads [embedding; feature], each after its own norm; the residual stream is the feature."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config, 2 * config.hidden_size)
@@ -28,10 +28,10 @@ class Eagle3Layer(DraftLayer):
 class Eagle3(DraftModel):
     """``eagle_config.eagle_aux_hidden_state_layer_ids`` of its config names the auxiliary layers.
 
-    With a ``draft_vocab_size`` below the vocabulary it drafts some tokens only: ``d2t`` holds, as in published folders,
-    the target's id of each row of the LM head less the row's number.
+    With a ``draft_vocab_size`` below the vocabulary it drafts only some tokens. As in published folders, ``d2t`` holds
+    the target's token id of each LM head row minus the row's index.
 
-    Layer id i means the stream that enters the target's layer i (behind layer i - 1), before any norm: transformers'
+    Layer id i means the input of the target's layer i (the output of layer i - 1) before any norm: transformers'
     ``hidden_states[i]`` for i below the number of layers.
     """
 
@@ -71,7 +71,7 @@ class Eagle3(DraftModel):
             self.lm_head.weight.copy_(self.shared.head[largest])
 
     def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
-        """The last auxiliary layer's stream, each column at unit size, then at its size after the final norm."""
+        """Scale the last auxiliary layer's columns to unit size, then to their size after the final norm."""
         hidden = int(self.config.hidden_size)
         with torch.no_grad():
             self.fc.weight.zero_()

@@ -1,7 +1,7 @@
-"""One response as the drafter learns from it, and its form as bytes: safetensors with a checked header.
+"""A response as training data of the drafter, and its file format: safetensors with a checked header.
 
-The header holds a CRC of everything behind it. The sizes in it catch a file that was cut off; the sum catches one whose
-bytes never reached the disk.
+The header holds a CRC of all bytes after it. The sizes in the header detect a truncated file; the CRC detects bytes
+that never reached the disk.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _PREFIX = struct.Struct("<8sII")  # magic, CRC-32 of the rest, bytes of the desc
 
 
 class DamagedEntry(Exception):
-    """The bytes are not those of a whole entry; says what is wrong with them."""
+    """The bytes are not an intact entry; the message states the defect."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A prompt with one response, T tokens in all, and what the target made of them.
+    """A prompt with one response, T tokens in all, with the target's hidden states.
 
     Attributes:
-        key: its name, unique within a run (step, problem, sample); adding it again replaces it.
-        step: the RL step that it was sampled in.
+        key: unique name within a run (step, problem, sample); adding the key again replaces the entry.
+        step: the RL step that sampled it.
         token_ids: (T), int32.
         prompt_length: tokens before the response.
-        hidden: (T, E) in bfloat16 (or float32): row t is the target's hidden states at token t, the one behind its
-            final norm last. E is H, or 4 H with three auxiliary layers before it.
-        reward: the response's.
+        hidden: (T, E) in bfloat16 (or float32). Row t holds the target's hidden states at token t; the state after the
+            final norm comes last. E is H, or 4 H with three auxiliary layers before it.
+        reward: of the response.
     """
 
     key: str
@@ -75,27 +75,27 @@ class Entry:
 
     @property
     def width(self) -> int:
-        """Of the hidden states, E."""
+        """Width E of the hidden states."""
         return int(self.hidden.shape[1])
 
     @property
     def num_drafted(self) -> int:
-        """Response tokens that a first draft step can be asked for: all but the response's first."""
+        """Number of response tokens that a first draft step can predict: all but the first."""
         return max(0, self.length - self.prompt_length - 1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them by name."""
+        """All tensors by name."""
         return {"token_ids": self.token_ids, "hidden": self.hidden}
 
     @property
     def nbytes(self) -> int:
-        """What it counts for in memory and on disk; its file is never larger."""
+        """Bytes that it counts for in memory and on disk; its file is never larger."""
         return sum(tensor.nbytes for tensor in self.tensors().values()) + ENTRY_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True)
 class Description:
-    """What can be known of an entry without its tensors; ``nbytes`` as :attr:`Entry.nbytes`."""
+    """Properties of an entry without its tensors; ``nbytes`` as :attr:`Entry.nbytes`."""
 
     key: str
     step: int
@@ -114,14 +114,14 @@ def describe(entry: Entry) -> Description:
 
 
 def to_bytes(entry: Entry) -> bytes:
-    """The content of its file."""
+    """Serialize an entry into the content of its file."""
     description = json.dumps(describe(entry).__dict__).encode()
     body = description + save({name: tensor.contiguous().cpu() for name, tensor in entry.tensors().items()})
     return _PREFIX.pack(_MAGIC, zlib.crc32(body), len(description)) + body
 
 
 def _described(data: Any, size: int) -> tuple[Description, int, int]:
-    """(description, CRC-32, where the tensors begin); ``data`` are the first bytes of ``size``."""
+    """Parse (description, CRC-32, offset of the tensors) from ``data``, the first bytes of a file of ``size`` bytes."""
     try:
         magic, crc, length = _PREFIX.unpack_from(data)
         if magic != _MAGIC:
@@ -136,10 +136,10 @@ def _described(data: Any, size: int) -> tuple[Description, int, int]:
 
 
 def read_description(path: Path) -> Description:
-    """The description in a file, whose tensors are not looked at.
+    """Read the description in a file without its tensors.
 
     Raises:
-        DamagedEntry: it cannot be read, or is no entry.
+        DamagedEntry: the file cannot be read or is not an entry.
     """
     try:
         with open(path, "rb") as file:
@@ -149,10 +149,10 @@ def read_description(path: Path) -> Description:
 
 
 def read_entry(path: Path) -> Entry:
-    """The entry in a file, checked over its whole length through a memory map.
+    """Read the entry in a file through a memory map, and verify all of its bytes.
 
     Raises:
-        DamagedEntry: it cannot be read, was cut off, or any byte of it is another than was written.
+        DamagedEntry: the file cannot be read, is truncated, or differs from what was written.
     """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,4 +1,4 @@
-"""How many drafts in a row a target would accept greedily, on sequences that it has already made."""
+"""Greedy acceptance of consecutive drafts, evaluated on existing sequences of the target."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHUNK_ROWS = 1024
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Greedy acceptance over chains of drafts, one from every place of a response where drafting could begin.
+    """Greedy acceptance over chains of drafts, one from each position of a response where drafting can begin.
 
     Attributes:
-        chains: how many.
-        accepted_per_depth: of them, the share that is still right at each depth (1, 2, ..., K).
+        chains: number of chains.
+        accepted_per_depth: share of chains that are still correct at each depth (1, 2, ..., K).
     """
 
     chains: int
@@ -29,17 +29,17 @@ class Acceptance:
 
     @property
     def mean_accepted(self) -> float:
-        """Drafts accepted per chain."""
+        """Accepted drafts per chain."""
         return sum(self.accepted_per_depth)
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verification: the accepted drafts and the target's own next token."""
+        """Tokens per verification: accepted drafts plus the target's own next token."""
         return 1.0 + self.mean_accepted
 
 
 def _argmax(model: DraftModel, head_input_TH: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, (T); logits of some rows at a time."""
+    """The likeliest token of each row, (T); computes the logits of some rows at a time."""
     drafted = torch.cat([project(rows, model.head_DH).argmax(-1) for rows in head_input_TH.split(_CHUNK_ROWS)])
     return drafted if model.draft_ids_D is None else model.draft_ids_D[drafted]
 
@@ -48,9 +48,9 @@ def _argmax(model: DraftModel, head_input_TH: torch.Tensor) -> torch.Tensor:
 def greedy_chains(
     model: DraftModel, token_ids_T: torch.Tensor, hidden_TF: torch.Tensor, lengths: Sequence[int], depth: int
 ) -> torch.Tensor:
-    """What the drafter proposes at every position, each going on from its own drafts: (T, depth) token ids.
+    """The drafter's greedy proposals at every position, each chain continued from its own drafts: (T, depth) token ids.
 
-    ``token_ids_T[t]`` is the token behind the one that ``hidden_TF[t]`` belongs to, as vLLM's drafter is fed.
+    ``token_ids_T[t]`` is the token after that of ``hidden_TF[t]``, as in vLLM's drafter input.
     """
     features, context = model.start(hidden_TF, lengths)
     tokens = token_ids_T
@@ -66,17 +66,17 @@ def greedy_chains(
 def teacher_forced_acceptance(model: DraftModel, entries: Sequence[Entry], depth: int, max_tokens: int) -> Acceptance:
     """The expected greedy acceptance of chains of ``depth`` drafts on held-out entries.
 
-    A chain's draft counts while it and all before it are the sequence's next tokens. Chains near the end of a sequence
-    have fewer tokens to be right about, as when decoding.
+    A draft counts if it and all drafts before it in the chain equal the sequence's next tokens. Chains near the end of
+    a sequence have fewer tokens to predict, as in decoding.
 
     Args:
         model: the drafter.
         entries: held-out sequences with their hidden states.
         depth: drafts per chain (K).
-        max_tokens: of a pack.
+        max_tokens: per pack.
 
     Raises:
-        ConfigError: entries that do not fit the drafter, or are longer than ``max_tokens``.
+        ConfigError: the entries do not fit the drafter or are longer than ``max_tokens``.
     """
     device = next(model.parameters()).device
     right = torch.zeros(depth, dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""Drafters in the folders that stock vLLM loads: written, read, and made from the target's last layer.
+"""Drafter folders that stock vLLM can load: written, read, and initialized from the target's last layer.
 
-``config.json`` describes a one-layer Llama; ``model.safetensors`` holds the trainable tensors and nothing of the
-target's, whose embedding (and LM head, for EAGLE) vLLM then shares with the drafter.
+``config.json`` describes a one-layer Llama. ``model.safetensors`` holds only the trainable tensors; vLLM shares the
+target's embedding (and LM head, for EAGLE) with the drafter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
 from megatron_tlt.platform.files import atomic_write_bytes
 
 WEIGHTS = "model.safetensors"
-#: In a config.json: the import path of a user's kind, whose architecture may be that of another kind too.
+#: config.json key: the import path of a user-defined kind, whose architecture may equal that of another kind.
 KIND_KEY = "drafter_kind"
 _LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# Not part of the Llama form, or not drafted with here: whoever wrote them meant another model.
+# Options that the drafter's layer lacks: a folder that enables one is of another model.
 _FOREIGN = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_WEIGHTS = (
     *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
@@ -58,23 +58,23 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def aux_layers_of(config: PretrainedConfig) -> tuple[int, ...]:
-    """The auxiliary layers of a drafter's config; empty where it has none."""
+    """The auxiliary layers of a drafter's config; empty if it has none."""
     return tuple((getattr(config, "eagle_config", None) or {}).get(_LAYERS_KEY, ()))
 
 
 def draft_config(
     target: PretrainedConfig, kind: Kind, aux_layers: Sequence[int] | None = None, draft_vocab_size: int | None = None
 ) -> LlamaConfig:
-    """The config of a drafter for a target: its sizes, epsilon and rotary positions, in one dense Llama layer.
+    """Build a drafter's config from the target's sizes, epsilon and rotary positions, with one dense Llama layer.
 
     Args:
         target: the target's config.
-        kind: its name or import path.
-        aux_layers: the layers whose input it reads, if any, ascending (:class:`~megatron_tlt.drafter.eagle3.Eagle3`).
-        draft_vocab_size: tokens that it can draft, where it has an LM head of its own; None for all.
+        kind: name or import path of the drafter's kind.
+        aux_layers: ascending layers whose input the drafter reads (:class:`~megatron_tlt.drafter.eagle3.Eagle3`).
+        draft_vocab_size: number of tokens it can draft if it has its own LM head; None for all.
 
     Raises:
-        ConfigError: a target of another family, layers that it lacks, or more tokens than it has.
+        ConfigError: the target's family is unsupported, or it has fewer layers or tokens than asked for.
     """
     family_of(target, "target")
     config = LlamaConfig(
@@ -117,10 +117,10 @@ def draft_config(
 
 
 def model_class(kind: Kind) -> type[DraftModel]:
-    """The class of a kind's models.
+    """The model class of a kind.
 
     Raises:
-        ConfigError: there is no such kind, or none of its models at its import path.
+        ConfigError: the kind does not exist, or its import path does not name a model of that kind.
     """
     path = kind_of(kind).model
 
@@ -135,7 +135,7 @@ def model_class(kind: Kind) -> type[DraftModel]:
 
 
 def build_drafter(config: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
-    """An untrained drafter in float32, with weights that mean nothing; torch's random state stays as it is.
+    """An untrained drafter in float32 with arbitrary weights; torch's random state is not changed.
 
     Raises:
         ConfigError: as ``model_class``.
@@ -146,18 +146,18 @@ def build_drafter(config: PretrainedConfig, kind: Kind, shared: SharedWeights) -
 
 
 def _target_layer(weights: TargetTensors, num_layers: int) -> dict[str, torch.Tensor]:
-    """What the target's last layer has of a dense Llama layer, in float32."""
+    """The tensors that the target's last layer shares with a dense Llama layer, in float32."""
     at = f"model.layers.{num_layers - 1}."
     names = [*_LAYER_WEIGHTS, "input_layernorm.weight"]
     return {name: weights.read(at + name).float() for name in names if at + name in weights}
 
 
 def _first_weights(model: DraftModel, layer: dict[str, torch.Tensor], norm: torch.Tensor, std: float) -> dict[str, Any]:
-    """A drafter's first weights: the features pass through ``fc``, and the layer adds nothing to them yet.
+    """A drafter's initial weights: ``fc`` passes the feature through, and the layer adds nothing yet.
 
-    Its output projections are zero, since what the target's last layer adds belongs to another space than the features:
-    where that stream has outliers, an unrolled drafter would explode. The other projections and norms are that layer's,
-    but for what reads the embedding, which has no counterpart in the target and is drawn from N(0, std).
+    The output projections are zero, because the target's last layer adds vectors of another space than the features:
+    with outliers in that stream, an unrolled drafter would diverge. The other projections and norms are copied from
+    that layer, except those that read the embedding. These have no counterpart in the target and come from N(0, std).
     """
     hidden = int(model.config.hidden_size)
     found: dict[str, torch.Tensor] = {}
@@ -170,7 +170,7 @@ def _first_weights(model: DraftModel, layer: dict[str, torch.Tensor], norm: torc
             found[name][:, -hidden:] = torch.eye(hidden)
         elif tail == "hidden_norm.weight":
             found[name] = layer["input_layernorm.weight"]
-        elif tail == "input_layernorm.weight":  # of EAGLE-3's embedding, though one of that name is in the layer
+        elif tail == "input_layernorm.weight":  # EAGLE-3's norm of the embedding, not the target's norm of that name
             found[name] = torch.ones(hidden)
         elif tail == "norm.weight":
             found[name] = norm
@@ -197,14 +197,14 @@ def drafter_from_target(
     weights: TargetTensors | None = None,
     draft_vocab_size: int | None = None,
 ) -> DraftModel:
-    """A drafter that starts from the Hugging Face folder ``target``, in float32: it repeats the target's feature.
+    """A drafter in float32, initialized from the Hugging Face folder ``target`` to repeat the target's feature.
 
-    Training scales that start to its first data, and chooses on it which ``draft_vocab_size`` tokens can be drafted
-    (:func:`~megatron_tlt.drafter.start.calibrate_start`). ``weights`` are the target's where they are not the folder's.
-    The same seed gives the same weights.
+    The first training step chooses the feature's scale and, from its data, which ``draft_vocab_size`` tokens can be
+    drafted (:func:`~megatron_tlt.drafter.start.calibrate_start`). ``weights`` overrides the folder's weights. The same
+    seed gives the same weights.
 
     Raises:
-        ConfigError: the folder cannot be read, or holds no model that is supported.
+        ConfigError: the folder cannot be read, or its model is not supported.
     """
     target_config, weights = read_hf_config(target), weights or SafetensorsFolder(target)
     shared = SharedWeights.of(weights, bool(target_config.tie_word_embeddings))
@@ -219,7 +219,7 @@ def drafter_from_target(
 
 
 def write_config(model: DraftModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the ``config.json`` of a drafter whose weights are stored in ``dtype``.
+    """Write the ``config.json`` of a drafter whose weights are stored in ``dtype``.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
@@ -229,7 +229,7 @@ def write_config(model: DraftModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes ``config.json``, ``model.safetensors`` and a manifest; the weights are wholly new or wholly old.
+    """Write ``config.json``, ``model.safetensors`` and a manifest; the weights are replaced atomically.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.
@@ -241,14 +241,14 @@ def save_drafter(model: DraftModel, folder: Path, dtype: torch.dtype = torch.flo
 
 
 def foreign_options(config: PretrainedConfig) -> list[str]:
-    """The options of a config that a drafter's layer has not, one line each."""
+    """Enabled options of a config that the drafter's layer does not support, one line each."""
     return [f"{key} is {getattr(config, key)!r}; allowed: false" for key in _FOREIGN if getattr(config, key, False)]
 
 
 def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]:
-    """What in a drafter's config does not fit the target, one line each.
+    """Differences between a drafter's config and the one its target requires, one line each.
 
-    Sizes of layers and rotary positions may be its own: published heads of targets with scaled ones have plain ones.
+    Layer sizes and rotary positions may differ: published heads of targets with scaled positions use plain ones.
     """
     keys = ("hidden_size", "vocab_size", "num_hidden_layers", "architectures")
     wrong = [
@@ -263,14 +263,14 @@ def _differences(own: PretrainedConfig, expected: PretrainedConfig) -> list[str]
 
 
 def load_drafter(folder: Path, target: PretrainedConfig, kind: Kind, shared: SharedWeights) -> DraftModel:
-    """The drafter in ``folder``, in float32, for a target.
+    """Load the drafter in ``folder`` for a target, in float32.
 
-    An embedding in the folder (and, for EAGLE, an LM head) is passed over: the target's are used. So is ``t2d``, which
-    says of each of the target's tokens whether it can be drafted.
+    An embedding in the folder (and, for EAGLE, an LM head) is ignored; the target's are used. ``t2d``, the mask of
+    target tokens that can be drafted, is ignored too.
 
     Raises:
-        ConfigError: it cannot be read, or is for another target: the hidden size (both are named), the vocabulary, the
-            auxiliary layers, an option that the layer has not, a tensor that is missing or has another shape.
+        ConfigError: the folder cannot be read or is for another target: hidden size (both are named), vocabulary,
+            auxiliary layers, an unsupported option, or a tensor that is missing or has another shape.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -311,10 +311,10 @@ def _check_vocabulary(model: DraftModel, folder: Path) -> None:
 
 
 def require_chosen(model: DraftModel, folder: Path) -> None:
-    """A drafter of a part of the vocabulary has to be trained before it is used elsewhere: training chooses the part.
+    """Require that a drafter of a part of the vocabulary was trained, since training chooses that part.
 
     Raises:
-        ConfigError: it was never chosen.
+        ConfigError: the part was never chosen.
     """
     table = dict(model.named_buffers()).get("d2t")
     if table is not None and not table.any():
@@ -322,14 +322,14 @@ def require_chosen(model: DraftModel, folder: Path) -> None:
 
 
 def first_drafter(config: DrafterConfig, target: Path, seed: int, weights: TargetTensors | None = None) -> DraftModel:
-    """The drafter that a config starts from: the one in its folder, or one made from the target's last layer.
+    """The drafter that a config starts from: loaded from its folder, or initialized from the target's last layer.
 
-    A collective over the world where the config has a folder, whose weights are compared with its manifest.
-
-    ``target`` is the target's Hugging Face folder; one without weights will do where ``weights`` are given.
+    If the config has a folder, this is a collective over the world that verifies the weights with the manifest.
+    ``target`` is the target's Hugging Face folder; it needs no weights if ``weights`` is given.
 
     Raises:
-        ConfigError: as :func:`load_drafter` and :func:`drafter_from_target` do, or ``aux_layers`` are not the folder's.
+        ConfigError: as :func:`load_drafter` and :func:`drafter_from_target`, or the config's auxiliary layers or
+            vocabulary size differ from the folder's.
         RunError: the drafter's weights are damaged.
     """
     if config.path is None:

@@ -1,7 +1,7 @@
 """A Llama-form decoder layer in plain torch, over packed sequences and over unrolled draft steps.
 
-Shapes: T packed tokens (sequences one behind another, no padding), H hidden size, N query heads, G key/value heads, D
-width of a head. Parameters are named so that a model's ``state_dict`` has the names of the folder that vLLM loads.
+Shapes: T packed tokens (concatenated sequences, no padding), H hidden size, N query heads, G key/value heads, D width
+of a head. Parameters are named so that a model's ``state_dict`` has the names of the folder that vLLM loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rotary_frequencies(config: PretrainedConfig) -> torch.Tensor:
     """The D/2 angles per position, as transformers computes them for the config's ``rope_parameters``.
 
     Raises:
-        ConfigError: a scaling that comes with a factor on attention.
+        ConfigError: the scaling also scales attention.
     """
     rope = rope_parameters(config)
     if rope["rope_type"] == "default":
@@ -48,11 +48,11 @@ def rotate(x_TND: torch.Tensor, angles_TD2: torch.Tensor) -> torch.Tensor:
 
 
 class UnrolledContext:
-    """What the draft steps of one pack share: its sequences, and each step's keys and values.
+    """State shared by the draft steps of a pack: its sequences, and each step's keys and values.
 
-    Step 0 sees the target's features at every position and is causal. Step j goes on from each position's own draft:
-    its token stands ``j`` behind that position and sees the step-0 keys up to the position, then its own drafts' keys
-    of steps 1..j (EAGLE-3, 2503.01840, section 3.2). That is what a drafter sees at inference.
+    Step 0 is causal and reads the target's features at every position. Step j continues from each position's own
+    drafts: its token is ``j`` positions later and attends to the step-0 keys up to the position, then to its own
+    drafts' keys of steps 1..j (EAGLE-3, 2503.01840, section 3.2). The drafter attends to the same keys at inference.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -63,11 +63,11 @@ class UnrolledContext:
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Number of completed steps."""
         return len(self.keys)
 
     def attend(self, q_TND: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
-        """The next step's attention, (T, N, D); keeps its keys and values for the steps behind it."""
+        """The next step's attention, (T, N, D); stores its keys and values for later steps."""
         repeats = q_TND.shape[1] // k_TGD.shape[1]
         self.keys.append(k_TGD.repeat_interleave(repeats, dim=1))
         self.values.append(v_TGD.repeat_interleave(repeats, dim=1))
@@ -76,7 +76,7 @@ class UnrolledContext:
         return torch.cat(parts)
 
     def _attend_one(self, q_TND: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """One sequence by itself: nothing outside ``start .. stop`` is ever multiplied with it."""
+        """Attention within one sequence; nothing outside ``start .. stop`` is multiplied with it."""
         if self.steps == 1:
             q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (q_TND, self.keys[0], self.values[0]))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
@@ -84,7 +84,7 @@ class UnrolledContext:
         return torch.cat([self._attend_chunk(q_TND, start, low, min(low + _QUERY_CHUNK, stop)) for low in chunks])
 
     def _attend_chunk(self, q_TND: torch.Tensor, start: int, low: int, high: int) -> torch.Tensor:
-        """Queries ``low .. high`` of an unrolled step; the mask stays (chunk, keys up to the chunk + own drafts)."""
+        """Queries ``low .. high`` of an unrolled step; the mask is (chunk, keys up to the chunk + own drafts)."""
 
         def gathered(steps: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat([steps[0][start:high], *(later[low:high] for later in steps[1:])]).transpose(0, 1)[None]
@@ -120,7 +120,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftMlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU MLP."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class DraftMlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Attention and MLP on a residual stream; what is normed before attention is the drafter's own."""
+    """Attention and MLP on a residual stream; each drafter applies its own norm before attention."""
 
     def __init__(self, config: PretrainedConfig, input_size: int) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMlp(config)
 
     def run(self, x_TI: torch.Tensor, residual_TH: torch.Tensor, context: UnrolledContext) -> torch.Tensor:
-        """The stream behind the layer, (T, H); attention reads ``x_TI``."""
+        """The stream after the layer, (T, H); attention reads ``x_TI``."""
         residual_TH = residual_TH + self.self_attn(x_TI, context)
         return residual_TH + self.mlp(self.post_attention_layernorm(residual_TH))
 
 
 class DraftNorm(nn.RMSNorm):
-    """RMSNorm over H with the target's epsilon, computed in float32 whatever the stream's dtype is."""
+    """RMSNorm over H with the target's epsilon, computed in float32 for any dtype of the stream."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config.hidden_size, eps=config.rms_norm_eps)

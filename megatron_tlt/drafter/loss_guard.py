@@ -1,4 +1,4 @@
-"""Says when a drafter's training goes wrong although every number is finite."""
+"""Detects diverging drafter training while all numbers are still finite."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ ALARMS: dict[Alarm, str] = {
     "or the learning rate is too high",
     "loss_grows": "the loss grows on the same data: the learning rate is too high",
 }
-"""What each alarm means and what to change."""
+"""Meaning of each alarm and what to change."""
 
 
 class LossGuard:
-    """Watches the losses of the drafts that are trained in a row, in nats per token.
+    """Watches the losses of the trained draft depths, in nats per token.
 
-    Single drafts may trade places while their mean falls, so trends are those of the mean; one draft alone may explode.
+    Trends use the mean over depths, because single depths may trade places while the mean falls. A single depth above
+    twice the limit raises an alarm at once.
 
     Args:
-        vocab_size: tokens that can be drafted; a loss above its logarithm is above the limit. None sets no limit.
-        patience: so many losses in a row above the limit are an alarm if the mean of their second half is not below
-            that of the first; so is one draft's above twice the limit. A falling loss may get below the limit: the
-            policy may have moved on from a good head. Halves are compared because batches differ by chance.
-        window: the mean of so many losses is compared with the lowest such mean of the session.
-        growth: the factor that the mean may grow by.
-        slack: nats that it may grow by on top.
+        vocab_size: number of tokens that can be drafted; the limit is its logarithm. None sets no limit.
+        patience: alarm after this many consecutive losses above the limit, unless the mean of their second half is
+            below that of the first. A falling loss may still get below the limit, for example after the policy has
+            changed. Halves are compared because batches vary.
+        window: number of losses whose mean is compared with the lowest such mean of the session.
+        growth: allowed factor of growth of the mean.
+        slack: allowed additional growth in nats.
     """
 
     def __init__(
@@ -42,14 +43,14 @@ class LossGuard:
         self._session: int | None = None
 
     def reset(self) -> None:
-        """Forgets all losses: the drafter is another one, or other ranks train it, that have not seen them."""
+        """Forget all losses: the drafter was replaced, or ranks that have not seen these losses join the training."""
         self._above.clear()
         self._session = None
 
     def check(self, session: int, drafts: Sequence[float]) -> Alarm | None:
-        """Takes in a step's loss by draft; returns the alarm that it raises, if any.
+        """Record a step's loss by draft depth; returns the alarm, if any.
 
-        ``session`` numbers what the losses are comparable in: the target of another session may have another entropy.
+        Losses are comparable only within one ``session``: the target of another session may have another entropy.
         """
         if session != self._session:
             self._session, self._lowest = session, math.inf

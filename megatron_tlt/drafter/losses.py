@@ -1,8 +1,8 @@
-"""The drafter's losses, per token and as sums over a pack; every token's loss is that of one draft.
+"""The drafter's losses, per token and as sums over a pack; each token's loss is that of one draft.
 
-Shapes: R rows (drafts whose prediction lies in a response), H hidden size, V vocabulary, D tokens that can be drafted,
-M categories compared: these. The target's probabilities p of them sum to less than 1 where it says tokens that cannot
-be drafted; the drafter has q = 0 there, and they weigh nothing in a loss.
+Shapes: R rows (drafts whose prediction is in a response), H hidden size, V vocabulary, D draft vocabulary, M compared
+categories (V or D). Over D, the target's probabilities p sum to less than 1 if the target emits other tokens. The
+drafter has q = 0 for those, and they do not count in a loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DistributionLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _weighted(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``sum p * values`` where p > 0: categories that the target excludes have values of infinity."""
+    """``sum p * values`` where p > 0: categories excluded by the target have infinite values."""
     return torch.where(p > 0, p * values.masked_fill(p == 0, 0.0), 0.0).sum(-1)
 
 
@@ -40,26 +40,26 @@ def kl_divergence(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tenso
 def total_variation(log_p_RM: torch.Tensor, log_q_RM: torch.Tensor) -> torch.Tensor:
     """``1 - sum min(p, q)``: the probability that a draft sampled from q is rejected (Bebop, 2606.12370).
 
-    Its gradient vanishes where the two hardly overlap: it is for a drafter that another loss has warmed up.
+    Its gradient vanishes where p and q hardly overlap, so use it after warming up the drafter with another loss.
     """
     return 1.0 - torch.minimum(log_p_RM.exp(), log_q_RM.exp()).sum(-1)
 
 
 LOSSES: dict[str, DistributionLoss] = {"eagle": cross_entropy, "kl": kl_divergence, "tv": total_variation}
-"""By ``drafter.loss.name``."""
+"""Losses by ``drafter.loss.name``."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """Drafts and what the target made of the same places.
+    """Drafts and the target's states for the same positions.
 
     Attributes:
-        head_input_RH: what the LM head reads.
-        features_RH: the feature handed to the next step.
+        head_input_RH: input of the LM head.
+        features_RH: the feature passed to the next step.
         weights_R: weight of each row's loss.
-        target_hidden_RH: the target's state behind its final norm, which EAGLE's feature predicts.
-        target_log_sum_R: ``log sum exp`` of the target's logits over its whole vocabulary; needed where the drafter has
-            a vocabulary of its own, as only that vocabulary's logits are then computed here.
+        target_hidden_RH: the target's state after its final norm, which EAGLE's feature predicts.
+        target_log_sum_R: ``log sum exp`` of the target's logits over its whole vocabulary. Needed with a draft
+            vocabulary, because only the logits of that vocabulary are computed here.
     """
 
     head_input_RH: torch.Tensor
@@ -71,7 +71,7 @@ class Drafted:
 
 @torch.no_grad()
 def log_sums(hidden_RH: torch.Tensor, head_VH: torch.Tensor, chunk_rows: int) -> torch.Tensor:
-    """``log sum exp`` of the LM head's logits at each state, (R); ``chunk_rows`` states at a time."""
+    """``log sum exp`` of the LM head's logits at each state, (R), computed ``chunk_rows`` states at a time."""
     return torch.cat([project(rows, head_VH).logsumexp(-1) for rows in hidden_RH.split(chunk_rows)])
 
 
@@ -83,9 +83,9 @@ def _chunk_loss(
     target_head: torch.Tensor,
     target_log_sum_R: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and acceptance probabilities of some rows, each (R); nothing of width V outlives this call.
+    """Losses and acceptance probabilities of some rows, each (R); no tensor of width V outlives this call.
 
-    ``target_head`` holds the rows of the drafted tokens, (D, H).
+    ``target_head`` holds the rows of the draft vocabulary, (D, H).
     """
     logits_RD = project(head_input_RH, head_DH)
     drafted_R1 = logits_RD.detach().argmax(-1, keepdim=True)
@@ -105,14 +105,14 @@ def draft_loss(
     chunk_rows: int,
     draft_ids_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The weighted sum of all rows' losses, and sums to be logged (unweighted by ``weights_R``).
+    """The weighted sum of all rows' losses, and sums to log (not weighted by ``weights_R``).
 
-    ``accepted`` sums the target's probabilities of the drafter's likeliest tokens: how many of these drafts a target
-    that samples would accept.
+    ``accepted`` sums the target's probabilities of the drafter's likeliest tokens: the expected number of these drafts
+    that a sampling target accepts.
 
     ``regression_weight * SmoothL1(feature, target's hidden) + distribution_weight * loss(p, q)`` (TLT, 2511.16665). The
-    head runs over ``chunk_rows`` rows at a time and again for the backward pass, so (R, V) is never held. Its rows are
-    the logits of the target's tokens ``draft_ids_D``, or of all.
+    head processes ``chunk_rows`` rows at a time and recomputes them in the backward pass, so (R, V) is never stored.
+    Its rows are the logits of the target's tokens ``draft_ids_D``, or of all tokens.
     """
     rows = len(drafted.weights_R)
     target_head = target_head_VH
@@ -154,7 +154,7 @@ def draft_loss(
 def reward_weight(config: DrafterLossConfig, reward: float) -> float:
     """The weight of a response's tokens: 1, or its reward normalised to 0..1 and clipped (NexSpec, 2510.26475).
 
-    The bounds are the configuration's and not the batch's, so that a response weighs the same on any number of ranks.
+    The bounds come from the configuration, not the batch, so that a response's weight does not depend on the ranks.
     """
     if not config.reward_weighting:
         return 1.0

@@ -1,4 +1,4 @@
-"""What EAGLE and EAGLE-3 have in common: a draft step, and the target's tensors that they share."""
+"""The base class of EAGLE and EAGLE-3: a draft step, and the target's tensors that both share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = str
 
 
 class TargetTensors(Protocol):
-    """The target's weights by their Hugging Face names: a ``SafetensorsFolder``, or a policy that is loaded."""
+    """The target's weights by Hugging Face name: a ``SafetensorsFolder`` or a loaded policy."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -33,14 +33,14 @@ class TargetTensors(Protocol):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The target's token embedding and LM head, both (V, H): used, never trained, never saved with a drafter."""
+    """The target's token embedding and LM head, both (V, H); never trained and never saved with a drafter."""
 
     embedding: torch.Tensor
     head: torch.Tensor
 
     @classmethod
     def of(cls, weights: TargetTensors, tied: bool) -> SharedWeights:
-        """Read in the dtype they are held in; a tied head is the embedding itself.
+        """Read both in their stored dtype; a tied head is the embedding itself.
 
         Raises:
             ConfigError: one of the two cannot be read.
@@ -50,37 +50,37 @@ class SharedWeights:
 
     @classmethod
     def from_folder(cls, folder: Path) -> SharedWeights:
-        """Those of a Hugging Face folder; raises ConfigError as ``of``, and where the folder cannot be read."""
+        """Read both from a Hugging Face folder; raises ConfigError as ``of``, or if the folder cannot be read."""
         return cls.of(SafetensorsFolder(folder), bool(read_hf_config(folder).tie_word_embeddings))
 
     def to(self, device: torch.device) -> SharedWeights:
-        """The same on ``device``; still one tensor where they are tied."""
+        """Copies on ``device``; a tied pair remains one tensor."""
         embedding = self.embedding.detach().to(device)
         return SharedWeights(embedding, embedding if self.head is self.embedding else self.head.detach().to(device))
 
 
 def project(hidden_TH: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:
-    """Logits in float32, multiplied in the head's dtype: (T, V)."""
+    """Logits (T, V) in float32, multiplied in the head's dtype."""
     return F.linear(hidden_TH.to(head_VH.dtype), head_VH).float()
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A drafter's tensor in ``dtype``; its table of a draft vocabulary stays integers."""
+    """A drafter's tensor in ``dtype``; the draft vocabulary's table keeps its integer dtype."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class DraftModel(nn.Module, ABC):
     """A drafter over packed sequences.
 
-    Position t takes token x_{t+1} and the target's hidden state h_t, has rotary position t and predicts h_{t+1} and
-    with it x_{t+2}; unrolled step j takes x_{t+1+j} and the drafter's own feature of step j - 1, has rotary position
-    t + j and predicts x_{t+2+j}. That is vLLM's alignment: token ids are shifted by one against the target's positions
+    Position t takes token x_{t+1} and the target's hidden state h_t, has rotary position t, and predicts h_{t+1} and
+    thereby x_{t+2}. Unrolled step j takes x_{t+1+j} and the drafter's own feature of step j - 1, has rotary position
+    t + j, and predicts x_{t+2+j}. This is vLLM's alignment: token ids are shifted by one against the target's positions
     and hidden states.
     """
 
     kind: ClassVar[Kind]
-    """As ``drafter.kind`` names it."""
-    #: Its weights are those that ``drafter_from_target`` gave it: the first training step scales them to the data.
+    """The name of its kind in ``drafter.kind``."""
+    #: Set by ``drafter_from_target``: the weights are still initial, and the first training step scales them to data.
     from_target = False
 
     def __init__(self, config: PretrainedConfig, shared: SharedWeights) -> None:
@@ -89,10 +89,10 @@ class DraftModel(nn.Module, ABC):
         self.share(shared)
 
     def share(self, shared: SharedWeights) -> None:
-        """Takes the target's embedding and head of now: the target goes on being trained.
+        """Use the target's current embedding and head, which change as the target is trained.
 
         Raises:
-            ConfigError: they have another shape than the drafter's.
+            ConfigError: their shape differs from the drafter's.
         """
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, tensor in (("embedding", shared.embedding), ("LM head", shared.head)):
@@ -103,48 +103,48 @@ class DraftModel(nn.Module, ABC):
     @property
     @abstractmethod
     def feature_size(self) -> int:
-        """Width of the hidden states it takes, F: H, or 3 H of three layers."""
+        """Width F of the hidden states it reads: H, or 3 H from three layers."""
 
     @property
     @abstractmethod
     def entry_size(self) -> int:
-        """Width of an entry's hidden states, E: it takes the first F columns, the losses the last H.
+        """Width E of an entry's hidden states: the drafter reads the first F columns, the losses the last H.
 
-        These are the target's states behind its final norm, whose distribution is the LM head over them.
+        The last H columns are the target's states after its final norm, to which the LM head applies.
         """
 
     @property
     @abstractmethod
     def head_DH(self) -> torch.Tensor:
-        """The LM head behind :meth:`forward`, a row for each token that can be drafted."""
+        """The LM head applied to the result of :meth:`forward`, one row per token that can be drafted."""
 
     @property
     def draft_ids_D(self) -> torch.Tensor | None:
-        """The target's ids of the tokens that can be drafted, ascending; None where all can be."""
+        """The target's ids of the tokens that can be drafted, ascending; None if all can be drafted."""
         return None
 
     @abstractmethod
     def set_start(self, rms_E: torch.Tensor, scale: float) -> None:
-        """Makes a drafter whose output projections are zero repeat the target's feature, times ``scale``.
+        """Make a drafter with zero output projections repeat the target's feature times ``scale``.
 
         ``rms_E`` is the root mean square of each column of an entry's hidden states.
         """
 
     def choose_vocabulary(self, weights_V: torch.Tensor) -> None:
-        """Drafts the tokens of largest weight from now on, where it cannot draft all; equal weights by lower id."""
+        """Choose the tokens of largest weight as draft vocabulary, if it is a part; ties go to the lower id."""
 
     @abstractmethod
     def combine(self, hidden_TF: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states (T, feature size) as step 0's features (T, H)."""
+        """Step 0's features (T, H) from the target's hidden states (T, feature size)."""
 
     @abstractmethod
     def forward(
         self, token_ids_T: torch.Tensor, features_TH: torch.Tensor, context: UnrolledContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step: (what the LM head reads, features of the next step), each (T, H)."""
+        """One draft step: (input of the LM head, features of the next step), each (T, H)."""
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """(T, H) in float32."""
+        """Token embeddings (T, H) in float32."""
         return F.embedding(token_ids_T, self.shared.embedding).float()
 
     def start(self, hidden_TF: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, UnrolledContext]:

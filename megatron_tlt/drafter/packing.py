@@ -1,7 +1,7 @@
-"""Entries laid one behind another without padding, with what every unrolled draft step needs.
+"""Packs entries without padding, with the inputs of every unrolled draft step.
 
-Shapes: S tokens of all sequences of a pack, T draft positions of all of them (two fewer per sequence), E width of an
-entry's hidden states, F of those that the drafter takes.
+Shapes: S tokens of all sequences in a pack, T their draft positions (two fewer per sequence), E width of an entry's
+hidden states, F the columns that the drafter reads.
 Position a of a sequence drafts x_{a+2+j} in step j, from x_{a+1+j} and, in step 0, from h_a.
 """
 
@@ -20,23 +20,23 @@ from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.losses import reward_weight
 from megatron_tlt.errors import ConfigError
 
-# Attention's share of a draft layer's work per pair of tokens: only balances packs of like size.
+# Attention's share of a draft layer's work per pair of tokens; used only to balance packs.
 _ATTENTION_SHARE = 1e-4
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Some entries, packed.
+    """Packed entries.
 
     Attributes:
         lengths: draft positions of each sequence.
         token_ids_S: all tokens.
-        hidden_SE: the target's hidden states at them.
+        hidden_SE: the target's hidden states at these tokens.
         weights_T: weight of each draft position's loss.
-        anchors_T: the token at which each draft position stands (its h), as an index into S.
-        last_T: the last token of its sequence, likewise.
-        first_T: the first token of its sequence from which a response token is drafted, likewise.
-        log_sums_S: ``log sum exp`` of the target's logits after each token; set while training where it is needed.
+        anchors_T: token of each draft position (that of its h), as an index into S.
+        last_T: last token of its sequence, as an index into S.
+        first_T: first token of its sequence from which a response token is drafted, as an index into S.
+        log_sums_S: ``log sum exp`` of the target's logits after each token; set during training if needed.
     """
 
     lengths: list[int]
@@ -49,7 +49,7 @@ class Pack:
     log_sums_S: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Pack:
-        """The same on ``device``."""
+        """A copy on ``device``."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -58,24 +58,24 @@ class Pack:
         return Pack(lengths=self.lengths, **moved)
 
     def inputs(self, step: int) -> torch.Tensor:
-        """The token each draft position reads in a step, (T); beyond the end of a sequence it does not matter which."""
+        """The input token of each draft position in a step, (T); arbitrary beyond the end of a sequence."""
         return self.token_ids_S[torch.minimum(self.anchors_T + 1 + step, self.last_T)]
 
     def drafted(self, step: int) -> torch.Tensor:
-        """The token each draft position is asked for in a step, (T); valid at :meth:`rows`."""
+        """The token that each draft position has to predict in a step, (T); valid at :meth:`rows`."""
         return self.token_ids_S[torch.minimum(self.anchors_T + 2 + step, self.last_T)]
 
     def rows(self, step: int) -> torch.Tensor:
-        """The draft positions whose token of a step is in the response, ascending; indices into T.
+        """The draft positions whose predicted token is in the response, ascending; indices into T.
 
-        The response's first token is the target's own in any case: drafts begin behind it.
+        The target itself produces the response's first token, so drafts begin after it.
         """
         inside = (self.anchors_T >= self.first_T) & (self.anchors_T + 2 + step <= self.last_T)
         return inside.nonzero()[:, 0]
 
 
 def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
-    """Packs entries."""
+    """Pack entries."""
     starts = itertools.accumulate((entry.length for entry in entries[:-1]), initial=0)
     lengths = [entry.length - 2 for entry in entries]
     pairs = list(zip(starts, entries, strict=True))
@@ -97,12 +97,12 @@ def build_pack(entries: Sequence[Entry], loss: DrafterLossConfig) -> Pack:
 def build_packs(
     entries: Sequence[Entry], max_tokens: int, loss: DrafterLossConfig, entry_size: int
 ) -> list[tuple[Pack, list[Entry]]]:
-    """Few packs of at most ``max_tokens`` tokens and nearly equal work, each with its entries.
+    """Distribute entries over few packs of at most ``max_tokens`` tokens and similar work.
 
-    Entries from which nothing can be drafted are left out.
+    Each pack is returned with its entries. Entries too short to draft from are left out.
 
     Raises:
-        ConfigError: an entry is longer than that, or its hidden states have another width than ``entry_size``.
+        ConfigError: an entry is longer than ``max_tokens``, or its hidden states do not have width ``entry_size``.
     """
     for entry in entries:
         if entry.width != entry_size:
@@ -118,7 +118,7 @@ def build_packs(
 
 
 def uniform_noise(entries: Sequence[Entry], size: int, width: float, seed: int, version: int) -> torch.Tensor:
-    """Noise in ``-width .. width`` on the features of a pack, (T, size); the same for an entry in any pack."""
+    """Noise in ``-width .. width`` on the features of a pack, (T, size); an entry gets the same noise in any pack."""
     drawn = []
     for entry in entries:
         digest = hashlib.blake2b(f"{seed}/{version}/{entry.key}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Prompts with responses for an offline warm-up: read from a file of JSON lines, checked, and cached as token ids."""
+"""Prompts with responses for an offline warm-up: read from a JSON lines file, checked, and stored as token ids."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megatron_tlt.platform.files import atomic_write_text
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and a response of the target's, as token ids."""
+    """A prompt and a response of the target, as token ids."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
 
     @property
     def length(self) -> int:
-        """Tokens of both."""
+        """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
 
 
 def read_pairs(path: Path, vocab_size: int, tokenizer: Callable[[], Tokenizer]) -> list[Pair]:
-    """The pairs of a file, a JSON object with ``prompt`` and ``response`` a line; each is text or token ids.
+    """Read the pairs of a file; each line is a JSON object with ``prompt`` and ``response``, as text or token ids.
 
-    A response that is text ends with the end-of-sequence token. ``tokenizer`` is called where there is text.
+    The end-of-sequence token is appended to a text response. ``tokenizer`` is called only if there is text.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it: the line, its key, what was found and what is allowed.
+        ConfigError: the file or a line cannot be read; names the line, the key, the value and what is allowed.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -72,7 +72,7 @@ def read_pairs(path: Path, vocab_size: int, tokenizer: Callable[[], Tokenizer]) 
 
 
 def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
-    """Writes token ids that :func:`read_pairs` reads again.
+    """Write token ids in the format of :func:`read_pairs`.
 
     Raises:
         RunError: the disk is full.
@@ -81,7 +81,7 @@ def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
 
 
 def digest_of(pairs: Sequence[Pair]) -> str:
-    """A name for exactly these pairs in this order."""
+    """A digest of these pairs in this order."""
     digest = hashlib.blake2b(digest_size=16)
     for pair in pairs:
         digest.update(json.dumps([pair.prompt, pair.response]).encode())

@@ -1,4 +1,4 @@
-"""A session: steps of drafter training in a row, on data of a buffer."""
+"""A session: consecutive steps of drafter training on data of a buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SessionOutcome = Literal["completed", "stopped", "no_tokens", Failure]
 
 @dataclass(frozen=True)
 class SessionResult:
-    """How a session ended, its number of steps, and the metrics of the last one."""
+    """Outcome of a session, its number of steps, and the metrics of the last step."""
 
     outcome: SessionOutcome
     steps: int
@@ -32,10 +32,10 @@ def train_session(
     should_stop: Callable[[], bool] = lambda: False,
     group: RankGroup | None = None,
 ) -> SessionResult:
-    """Trains on a buffer until ``max_steps`` are done, a rank is told to stop, or a step ends otherwise than well.
+    """Train on a buffer until ``max_steps`` are done, a rank has to stop, or a step is not successful.
 
-    ``step`` is the RL step. All ranks of ``group`` call this together, each with a buffer of its own, and end
-    it together: each asks ``should_stop`` before and between its micro-batches, and one is enough.
+    ``step`` is the RL step. All ranks of ``group`` call this together, each with its own buffer, and return together.
+    Each rank calls ``should_stop`` before and between its micro-batches; True on one rank stops all.
     """
 
     def drawn() -> Iterator[Entry]:

@@ -1,9 +1,9 @@
-"""The start of a drafter that is made from its target: it repeats the target's feature, scaled to what data shows.
+"""Calibration of a drafter initialized from its target: it repeats the target's feature, scaled to fit data.
 
-Where it cannot draft the whole vocabulary, it drafts the tokens that the target is likeliest to say on that data.
+A draft vocabulary is chosen too: the tokens that the target most likely emits on that data.
 
-A drafter whose output projections are zero passes the feature through. The loss of what the LM head makes of it is
-convex in the feature's scale and is ln V at scale 0, so a scale that is chosen on data never starts above guessing.
+A drafter with zero output projections passes the feature through. The loss of the LM head's output is convex in the
+feature's scale and is ln V at scale 0, so a scale chosen on data is never worse than uniform guessing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from megatron_tlt.drafter.model import DraftModel, project
 from megatron_tlt.drafter.packing import Pack
 
-#: Factors on the feature that are tried. 0 guesses uniformly: its loss is ln V.
+#: Candidate scales of the feature. 0 guesses uniformly: its loss is ln V.
 SCALES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125, 0.0625, 0.0)
-#: The scale is chosen on every so-manieth position of each sequence, however sequences are packed and spread.
+#: The scale is chosen on every 8th position of each sequence, however sequences are packed and distributed.
 _EVERY = 8
 _CHUNK_ROWS = 1024
 _SMALLEST_RMS = 1e-6
@@ -27,15 +27,15 @@ _SMALLEST_RMS = 1e-6
 def calibrate_start(
     model: DraftModel, packs: Sequence[Pack], reduce: Callable[[Sequence[torch.Tensor]], None]
 ) -> Exception | None:
-    """Sets the start of ``model`` from data; calling it again starts afresh.
+    """Calibrate ``model`` on data; a repeated call starts afresh.
 
     Args:
-        model: as ``drafter_from_target`` gives it, untrained.
-        packs: this rank's data; it may have none.
+        model: untrained, from ``drafter_from_target``.
+        packs: this rank's data; may be empty.
         reduce: sums tensors over all ranks, in place. All ranks call this together and choose the same scale.
 
     Returns:
-        What went wrong on this rank, which takes part in both reductions all the same.
+        The exception on this rank, if any; the rank takes part in both reductions all the same.
     """
     device = next(model.parameters()).device
     error: Exception | None = None
@@ -44,7 +44,7 @@ def calibrate_start(
         try:
             for pack in packs:
                 weights_V += _said(model, pack.to(device))
-        except Exception as caught:  # whatever it is: the other ranks wait in the reduction
+        except Exception as caught:  # any exception: the other ranks wait in the reduction
             error = caught
         reduce([weights_V])
         model.choose_vocabulary(weights_V)
@@ -69,7 +69,7 @@ def calibrate_start(
 
 
 def _said(model: DraftModel, pack: Pack) -> torch.Tensor:
-    """How often each token is said after some of the positions, in expectation: the target's probabilities, (V)."""
+    """Expected count of each token after some of the positions: the sum of the target's probabilities, (V)."""
     rows = pack.rows(0)
     positions_T = torch.cat([torch.arange(length, device=rows.device) for length in pack.lengths])
     rows = rows[positions_T[rows] % _EVERY == 0]
@@ -83,7 +83,7 @@ def _said(model: DraftModel, pack: Pack) -> torch.Tensor:
 def _first_draft_losses(model: DraftModel, pack: Pack) -> torch.Tensor:
     """The summed cross entropies of some of the first drafts, for each scale.
 
-    The logits are proportional to the scale, so one pass gives them all:
+    The logits are proportional to the scale, so one pass gives all losses:
     ``-sum p log q = (sum p) log sum exp(s z) - s sum p z``.
     """
     features, context = model.start(pack.hidden_SE[pack.anchors_T, : model.feature_size].float(), pack.lengths)

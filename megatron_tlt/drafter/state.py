@@ -1,4 +1,4 @@
-"""What a drafter's training is made of, as plain tensors and numbers; nothing of the target's is in it."""
+"""The state of a drafter's training as plain tensors and numbers, without the target's tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class DrafterState:
-    """The drafter's tensors, the optimizer's state, and the version that they are.
+    """The drafter's tensors, the optimizer's state, and their version.
 
-    ``parameters`` by name, the table of a draft vocabulary (``d2t``) among them; ``optimizer`` by ``NAME/ENTRY``
-    (``fc.weight/exp_avg``), what it keeps as numbers in ``numbers`` under the same names, its groups' own numbers
-    (rate, decay) under ``/ENTRY``. Tensors are the live ones where the trainer gave them: copy what has to stay.
+    ``parameters`` by name, including the draft vocabulary's table (``d2t``). ``optimizer`` tensors by ``NAME/ENTRY``
+    (``fc.weight/exp_avg``). ``numbers`` holds the optimizer's numbers under the same names, and those of its group
+    (rate, decay) under ``/ENTRY``. A state from the trainer has the live tensors: copy them to keep them.
     """
 
     version: int
@@ -29,13 +29,13 @@ class DrafterState:
     numbers: dict[str, Number]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors under one kind of names, for a file."""
+        """All tensors in one namespace, for a file."""
         named = {f"parameters/{name}": tensor for name, tensor in self.parameters.items()}
         return named | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.items()}
 
     @classmethod
     def from_tensors(cls, version: int, tensors: dict[str, torch.Tensor], numbers: dict[str, Number]) -> DrafterState:
-        """The way back from :meth:`tensors`."""
+        """The inverse of :meth:`tensors`."""
 
         def below(folder: str) -> dict[str, torch.Tensor]:
             return {name.removeprefix(folder): x for name, x in tensors.items() if name.startswith(folder)}
@@ -46,10 +46,10 @@ class DrafterState:
 def capture_optimizer(
     optimizer: Optimizer, named: dict[str, torch.nn.Parameter]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
-    """The optimizer's tensors and numbers; it has one group.
+    """The tensors and numbers of an optimizer with one group.
 
     Raises:
-        ConfigError: it keeps something else, which could not be saved.
+        ConfigError: it has other state, which cannot be saved.
     """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Number] = {}
@@ -69,7 +69,7 @@ def capture_optimizer(
 
 
 def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter], state: DrafterState) -> None:
-    """Puts a captured state into an optimizer of the same class over parameters of the same names."""
+    """Load a captured state into an optimizer of the same class over parameters of the same names."""
     slots: dict[int, dict[str, torch.Tensor | Number]] = {}
     index = {name: i for i, name in enumerate(named)}
     own: dict[str, torch.Tensor | Number] = {**state.optimizer, **state.numbers}
@@ -84,12 +84,12 @@ def restore_optimizer(optimizer: Optimizer, named: dict[str, torch.nn.Parameter]
 
 
 def broadcast_state(state: DrafterState, source: int, device: torch.device, group: RankGroup) -> DrafterState:
-    """Global rank ``source``'s state on every rank of ``group``; a rank may have missed any number of sessions.
+    """Copy global rank ``source``'s state to every rank of ``group``; a rank may have missed any number of sessions.
 
-    What is received are copies, on the source too: a collective that was given up never touches the live tensors.
+    All ranks receive copies, the source too, so that an abandoned collective never writes to live tensors.
 
     Raises:
-        GroupFailed: a member is gone, or the group was given up.
+        GroupFailed: a member is gone, or the group was abandoned.
         RunError: a rank's drafter has other parameters.
     """
     mine = group.rank == source

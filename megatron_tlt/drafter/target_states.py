@@ -12,12 +12,12 @@ from megatron_tlt.errors import ConfigError
 
 
 class TargetStates:
-    """What a drafter learns from, one sequence at a time.
+    """The drafter's training input, computed one sequence at a time.
 
     Args:
-        folder: the target's Hugging Face folder; computed in the dtype that its weights are stored in.
-        aux_layers: layers whose input is taken; the number of layers itself means the stream before the final norm. The
-            states behind the final norm come last, and are all that there is without auxiliary layers (EAGLE).
+        folder: the target's Hugging Face folder; computation uses the dtype of its stored weights.
+        aux_layers: layers whose input is taken; the number of layers means the stream before the final norm. The states
+            after the final norm follow, and are the only ones without auxiliary layers (EAGLE).
         device: where to compute.
 
     Raises:
@@ -31,7 +31,7 @@ class TargetStates:
             model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", local_files_only=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}") from error
-        self._model: Any = model.base_model.to(device).eval()  # no logits: they are not asked for
+        self._model: Any = model.base_model.to(device).eval()  # without the LM head, as no logits are needed
         self._aux_layers, self._device = tuple(aux_layers), device
 
     @torch.no_grad()
@@ -44,5 +44,5 @@ class TargetStates:
             states = list(self._model(inputs, output_hidden_states=True, use_cache=False).hidden_states)
         finally:
             hook.remove()
-        final, states[-1] = states[-1], before_norm[0]  # transformers gives the normed ones at this place
+        final, states[-1] = states[-1], before_norm[0]  # transformers returns the normed states in this place
         return torch.cat([*(states[layer][0] for layer in self._aux_layers), final[0]], dim=-1).bfloat16().cpu()

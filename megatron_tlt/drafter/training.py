@@ -1,4 +1,4 @@
-"""Training of the drafter: on packed sequences, data-parallel over the ranks of a group, until told to stop."""
+"""Training of the drafter on packed sequences, data-parallel over a group's ranks, until it has to stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAILURES: dict[str, str] = {
     "non_finite_update": "the optimizer's update is not finite",
     **{str(name): why for name, why in ALARMS.items()},
 }
-"""Outcomes after which the drafter of before the session stays, and what each means."""
+"""Outcomes after which the drafter from before the session is kept, and their meanings."""
 _KEYS = OptimizerKeys("drafter.optimizer", "drafter.optimizer_arguments", "drafter.weight_decay")
 _SUMS = (
     "loss",
@@ -43,20 +43,20 @@ _SUMS = (
 )
 _DEPTH_SUMS = ("loss", "accepted", "drafts")
 Reduce = Callable[[Sequence[torch.Tensor]], None]
-"""Sums tensors over all ranks that train together, in place."""
+"""Sums tensors in place over all ranks of the group."""
 
 
 def _alone(tensors: Sequence[torch.Tensor]) -> None:
-    """A ``Reduce`` over one rank."""
+    """A ``Reduce`` over a single rank."""
 
 
 @dataclass(frozen=True)
 class DrafterStepResult:
-    """How a step ended, and its metrics over all ranks (losses per draft; empty where nothing was trained).
+    """Outcome of a step and its metrics over all ranks (losses per draft; empty if nothing was trained).
 
-    ``loss_depth_j`` is the distribution loss of the j-th draft in a row, ``acceptance_depth_j`` the probability that a
-    target that samples accepts it where the drafts before it were, and ``acceptance_length`` what follows from these:
-    tokens per verification.
+    ``loss_depth_j`` is the distribution loss of the j-th consecutive draft. ``acceptance_depth_j`` is the probability
+    that a sampling target accepts it, given that it accepts the drafts before it. ``acceptance_length`` follows from
+    these: tokens per verification.
     """
 
     outcome: Outcome
@@ -64,15 +64,15 @@ class DrafterStepResult:
 
 
 class DrafterTrainer:
-    """A drafter, its optimizer and its version, which grows by one with every step.
+    """A drafter, its optimizer, and its version, which grows by one per step.
 
     Args:
-        model: on the device to train on, in float32; ``config.dtype`` is what it computes in.
-        config: how to train.
-        seed: of the noise on features.
+        model: in float32, on the training device; ``config.dtype`` is the dtype of computation.
+        config: training settings.
+        seed: of the feature noise.
 
     Raises:
-        ConfigError: a drafter of another kind than the config's, or an optimizer that cannot be built.
+        ConfigError: the drafter's kind differs from the config's, or the optimizer cannot be built.
     """
 
     def __init__(self, model: DraftModel, config: DrafterConfig, seed: int) -> None:
@@ -94,39 +94,39 @@ class DrafterTrainer:
         dtype = config.dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
         self._bfloat16 = dtype == "bfloat16"
         self._failure: Failure | None = None
-        # total variation has no such bound: it is at most 1
+        # total variation has no uniform-guess bound: it is at most 1
         self._guard = LossGuard(None if config.loss.name == "tv" else len(model.head_DH))
         depths = [f"{name}_depth_{depth + 1}" for depth in range(config.steps) for name in _DEPTH_SUMS]
         self._sum_names = (*_SUMS, *depths)
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """What the drafter is made of, live: parameters, and the table of a draft vocabulary."""
+        """The drafter's live tensors: parameters, and the draft vocabulary's table."""
         return self.model.state_dict()
 
     @property
     def state(self) -> DrafterState:
-        """The trainable tensors and the optimizer's state, live: copy what has to stay.
+        """The live trainable tensors and optimizer state; copy them to keep them.
 
         Raises:
-            ConfigError: the optimizer keeps what is neither tensor nor number.
+            ConfigError: the optimizer has state other than tensors and numbers.
         """
         tensors, numbers = capture_optimizer(self._optimizer, self._named)
         return DrafterState(self.version, self._tensors, tensors, numbers)
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """What it holds between steps: parameters, the optimizer's state, the target's embedding and head."""
+        """Tensors held between steps: parameters, optimizer state, the target's embedding and LM head."""
         shared = self.model.shared
         heads = [shared.embedding] if shared.head is shared.embedding else [shared.embedding, shared.head]
         return [*self.state.tensors().values(), *heads]
 
     @property
     def needed_bytes(self) -> int:
-        """What a step needs at the least, activations left out, whether there has been one or not.
+        """Minimum memory of a step without activations, also before the first step.
 
-        That is the above with a full optimizer's state, the gradients, and the copy of the parameters that a step
-        which turns out not to be finite goes back to.
+        It covers the tensors of :attr:`held` with the full optimizer state, the gradients, and a copy of the parameters
+        that restores them after a non-finite step.
         """
         probe = torch.nn.Parameter(torch.zeros(2, 2))
         optimizer = plain_optimizer(
@@ -140,14 +140,14 @@ class DrafterTrainer:
         return state * (3 + kept) + target
 
     def drop_gradients(self) -> None:
-        """Frees their memory until the next step."""
+        """Free the gradients' memory until the next step."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def load_state(self, state: DrafterState) -> None:
-        """Goes on from a state, bit for bit.
+        """Continue from a state, bit for bit.
 
         Raises:
-            RunError: it is of another drafter; the first tensor that differs is named.
+            RunError: the state is of another drafter; the message names the first tensor that differs.
         """
         for name, tensor in self._tensors.items():
             found = state.parameters.get(name)
@@ -162,14 +162,14 @@ class DrafterTrainer:
         self._guard.reset()
 
     def forget_losses(self) -> None:
-        """Before other ranks train together: those that have seen more losses would end the session alone."""
+        """Reset the loss guard before other ranks join, since ranks with more losses would end a session alone."""
         self._guard.reset()
 
     def synchronize(self, source: int, group: RankGroup | None) -> None:
-        """Gives all ranks of the group global rank ``source``'s state: there is one drafter, not one per rank.
+        """Copy the state of global rank ``source`` to all ranks of the group.
 
         Raises:
-            GroupFailed: the group broke or was given up; the state is the one of before.
+            GroupFailed: the group broke or was abandoned; the state is unchanged.
         """
         if group is not None:
             self.load_state(broadcast_state(self.state, source, self._device, group))
@@ -181,20 +181,20 @@ class DrafterTrainer:
         session: int = 0,
         group: RankGroup | None = None,
     ) -> DrafterStepResult:
-        """One optimizer step on the entries of all ranks of ``group`` (None: of this one); a rank may have none.
+        """Take an optimizer step on the entries of all ranks of ``group`` (None: this rank); a rank may have none.
 
-        The gradient is that of the mean over all ranks' drafts, so it does not depend on how entries are spread. What
-        is not finite stops training by name on all ranks; parameters are then those of the last good step. A rank that
-        ``should_stop`` says so to, between two micro-batches, ends the step on all ranks: nothing of it stays. The
-        first step of a drafter that was made from its target chooses that start's scale on the step's entries.
-        Losses within one ``session`` are compared with each other: one that goes wrong ends training by name too.
+        The gradient is of the mean over all ranks' drafts, so the distribution of entries over ranks does not matter.
+        A non-finite value stops training on all ranks, with a named outcome and the parameters of the last good step.
+        If ``should_stop`` returns True on any rank, between two micro-batches, the step is abandoned on all ranks.
+        The first step of a drafter made from its target calibrates the initial scale on the step's entries. Losses are
+        compared within one ``session``; growing or excessive losses also end training with a named outcome.
 
-        Whatever is raised, parameters are those of the last whole step.
+        Parameters after any exception are those of the last complete step.
 
         Raises:
-            ConfigError: entries that do not fit the drafter.
-            GroupFailed: another rank raised something, or the group broke or was given up.
-            RunError: an earlier step ended with something that is not finite; load a state to go on.
+            ConfigError: the entries do not fit the drafter.
+            GroupFailed: another rank raised an exception, or the group broke or was abandoned.
+            RunError: an earlier step ended with a non-finite value; load a state to continue.
         """
         if self._failure is not None:
             raise RunError(f"drafter training stopped with {self._failure}; load a state to go on")
@@ -204,7 +204,7 @@ class DrafterTrainer:
         packs: list[tuple[Pack, list[Entry]]] = []
         try:
             packs = self.micro_batches(list(entries))
-        except Exception as caught:  # whatever it is: the other ranks wait for this one
+        except Exception as caught:  # any exception: the other ranks wait for this one
             error = caught
         if self.version == 0 and self.model.from_target:
             error = calibrate_start(self.model, [pack for pack, _ in packs], reduce) or error
@@ -217,23 +217,23 @@ class DrafterTrainer:
         try:
             return self._reduce_and_update(sums, error, session, reduce)
         except Exception:
-            # a collective that was given up may still write to them
+            # an abandoned collective may still write to the gradients
             self._optimizer.zero_grad(set_to_none=True)
             raise
 
     def micro_batches(self, entries: Sequence[Entry]) -> list[tuple[Pack, list[Entry]]]:
-        """What a step computes at a time, with the entries in it.
+        """The micro-batches of a step, each with its entries.
 
         Raises:
-            ConfigError: entries that do not fit the drafter.
+            ConfigError: the entries do not fit the drafter.
         """
         return build_packs(entries, self.config.max_tokens_per_micro_batch, self.config.loss, self.model.entry_size)
 
     def _reduce_and_update(
         self, sums: torch.Tensor, error: Exception | None, session: int, reduce: Reduce
     ) -> DrafterStepResult:
-        """The part of a step that all ranks of the group take in lockstep."""
-        reduce([sums])  # before the gradients: a step that is dropped does not move these
+        """The part of a step that all ranks of the group execute in lockstep."""
+        reduce([sums])  # before the gradients, which an abandoned step does not transfer
         totals = dict(zip(self._sum_names, sums.tolist(), strict=True))
         if error is not None:
             raise error
@@ -260,13 +260,13 @@ class DrafterTrainer:
             return self._fail("non_finite_update")
         metrics = self._metrics(totals, norm)
         depths = range(1, self.config.steps + 1)
-        # short responses have no later drafts
+        # short responses have no drafts at the later depths
         drafts = [metrics[f"loss_depth_{depth}"] for depth in depths if totals[f"drafts_depth_{depth}"]]
         alarm = self._guard.check(session, drafts)
         return DrafterStepResult("trained", metrics) if alarm is None else self._fail(alarm, metrics)
 
     def _accumulate(self, packs: Sequence[tuple[Pack, list[Entry]]], should_stop: Callable[[], bool]) -> torch.Tensor:
-        """Adds the gradients of this rank's entries up; the sums that are logged."""
+        """Accumulate the gradients of this rank's entries; returns the logged sums."""
         if should_stop():
             return self._sums(stopped_ranks=1.0)
         sums = self._sums()
@@ -310,7 +310,7 @@ class DrafterTrainer:
         return DrafterStepResult(outcome, metrics or {})
 
     def _update(self) -> bool:
-        """Steps the optimizer; False, with the parameters of before, where what comes out is not finite."""
+        """Step the optimizer; False, with the old parameters restored, if the result is not finite."""
         parameters: list[torch.Tensor] = list(self._named.values())
         before = [parameter.detach().clone() for parameter in parameters]
         warmup = self.config.warmup_steps
@@ -327,7 +327,7 @@ class DrafterTrainer:
         return False
 
     def _forward(self, pack: Pack, members: Sequence[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of a pack's losses over all unrolled steps, and the sums that are logged (in the order of _SUMS)."""
+        """The sum of a pack's losses over all unrolled steps, and the logged sums (in the order of _SUMS)."""
         config = self.config
         size = self.model.feature_size
         hidden_TF = pack.hidden_SE[pack.anchors_T, :size].float()
@@ -365,13 +365,13 @@ class DrafterTrainer:
         return total, sums
 
     def _log_sums(self, pack: Pack) -> torch.Tensor | None:
-        """``Pack.log_sums_S``: the target's whole LM head, most of a step's work, once for all unrolled steps.
+        """``Pack.log_sums_S`` from the target's whole LM head (most of a step's work), once for all unrolled steps.
 
-        None where it is not needed.
+        None if not needed.
         """
         if self.model.draft_ids_D is None:
             return None
-        # later drafts are compared with the target at positions that the first ones have already
+        # later drafts are compared at positions that the first drafts already cover
         compared = pack.anchors_T[pack.rows(0)] + 1
         hidden = pack.hidden_SE[compared, -self.model.config.hidden_size :]
         found = log_sums(hidden, self.model.shared.head, self.config.logit_chunk_tokens)
@@ -380,7 +380,7 @@ class DrafterTrainer:
     def _drafted(
         self, pack: Pack, step: int, rows: torch.Tensor, head_input: torch.Tensor, features: torch.Tensor
     ) -> Drafted:
-        """The drafts of a step beside the target's state one token on, whose distribution is that of the drafted."""
+        """A step's drafts with the target's state one token later, whose distribution is that of the drafted token."""
         beside = pack.anchors_T[rows] + 1 + step
         hidden = pack.hidden_SE[beside, -self.model.config.hidden_size :]
         log_sums_R = None if pack.log_sums_S is None else pack.log_sums_S[beside]

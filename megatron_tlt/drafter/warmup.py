@@ -1,7 +1,7 @@
-"""Offline warm-up of a drafter on fixed responses, killed and resumed as often as need be.
+"""Offline warm-up of a drafter on fixed responses; it can be killed and resumed at any time.
 
-In its folder: ``warmup.json`` says what is warmed up on what, ``data`` holds the target's hidden states, ``training``
-the checkpoint, ``drafter`` (at the end) the folder that vLLM loads, ``report.json`` what was gained.
+Its folder contains ``warmup.json`` (the settings), ``data`` (the target's hidden states), ``training`` (the
+checkpoint), and, at the end, ``drafter`` (the folder that vLLM loads) and ``report.json`` (the gain).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _FLUSH_EVERY = 32
 
 @dataclass(frozen=True)
 class WarmupPlan:
-    """How long, and how often what.
+    """Length and schedule of a warm-up.
 
     Attributes:
-        steps: optimizer steps in all; a warm-up that is done goes on where more are asked for.
-        entries_per_step: responses in each.
+        steps: total optimizer steps; a larger number continues a finished warm-up.
+        entries_per_step: responses per step.
         save_every: steps between checkpoints.
         evaluate_every: steps between evaluations on the held-out responses.
-        held_out_every: each so-manieth response is held out.
-        depth: drafts in a row that are evaluated (K).
-        seed: of the draw of responses and of feature noise.
+        held_out_every: one of this many responses is held out.
+        depth: evaluated consecutive drafts (K).
+        seed: of the sampling of responses and of the feature noise.
     """
 
     steps: int
@@ -77,7 +77,7 @@ class WarmupPlan:
 class WarmupReport:
     """``history``: step, acceptance_length, accepted_per_depth and (after step 0) the last step's losses.
 
-    ``loss`` is what is trained on; ``loss_per_depth`` the distribution losses of the drafts in a row.
+    ``loss`` is the training loss; ``loss_per_depth`` the distribution losses by draft depth.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class WarmupReport:
 
     @property
     def line(self) -> str:
-        """The gain in a line."""
+        """The gain in one line."""
         first, last = (f"{self.history[i]['acceptance_length']:.3f}" for i in (0, -1))
         return (
             f"acceptance length (K = {self.depth}, greedy, teacher-forced, on {self.held_out_responses} held-out "
@@ -98,10 +98,10 @@ class WarmupReport:
 
 
 def check_same(folder: Path, about: dict[str, Any]) -> None:
-    """Notes what a folder's warm-up is about; later calls must agree with it.
+    """Record the settings of a folder's warm-up; later calls require the same settings.
 
     Raises:
-        ConfigError: the folder holds another warm-up: each key that differs, with both values.
+        ConfigError: the settings differ; lists each differing key with both values.
     """
     file = folder / ABOUT
     if not file.is_file():
@@ -111,7 +111,7 @@ def check_same(folder: Path, about: dict[str, Any]) -> None:
         known = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    with contextlib.suppress(KeyError, ValueError):  # an earlier release's lacks the keys that came later
+    with contextlib.suppress(KeyError, ValueError):  # files of earlier releases lack newer keys
         known["drafter"] = DrafterConfig.model_validate(known["drafter"]).model_dump(mode="json")
     with contextlib.suppress(KeyError, TypeError, ValueError):
         sampled = known["sampled"]
@@ -137,25 +137,25 @@ def warm_up(
     should_stop: Callable[[], bool] = lambda: False,
     about: dict[str, Any] | None = None,
 ) -> WarmupReport | None:
-    """Trains ``model`` in place; started again with the same arguments it goes on, and ends with the same bits.
+    """Train ``model`` in place. Called again with the same arguments, it continues and gives a bit-equal result.
 
     Args:
-        model: the drafter to start from, on the device to train on.
-        config: how to train.
-        pairs: responses of the target; ``plan`` says which are held out.
-        hidden_states: of the target for a sequence, (T) -> (T, E); asked once for each, whose answer is kept.
-        folder: of this warm-up alone.
-        plan: how long, how often.
-        progress: where to show it.
-        should_stop: asked between steps; True saves and ends early.
-        about: what else must be the same when it is started again (the target), as plain data.
+        model: the initial drafter, on the training device.
+        config: training settings.
+        pairs: responses of the target; ``plan`` selects the held-out ones.
+        hidden_states: returns the target's states of a sequence, (T) -> (T, E); called once per pair and cached.
+        folder: used by this warm-up only.
+        plan: length and schedule.
+        progress: display of progress.
+        should_stop: called between micro-batches; True saves and returns early.
+        about: further plain data that must be equal when continuing (the target).
 
     Returns:
-        The report, also in the folder; None where it was stopped.
+        The report, also written to the folder; None if stopped.
 
     Raises:
-        ConfigError: pairs that cannot be trained on, or another warm-up's folder.
-        RunError: training ended with something that is not finite, or the disk is full.
+        ConfigError: the pairs cannot be trained on, or the folder is of another warm-up.
+        RunError: training ended with a failure outcome, or the disk is full.
     """
     _check_pairs(pairs, model, config)
     kept = {name: value for name, value in asdict(plan).items() if name not in ("steps", "save_every")}
@@ -178,9 +178,9 @@ def warm_up(
         state, extra = read_checkpoint(folder / TRAINING)
         trainer.load_state(state)
         history = extra["history"]
-        progress.message(f"warm-up goes on behind step {trainer.version}")
+        progress.message(f"warm-up continues after step {trainer.version}")
     if trainer.version > plan.steps:
-        raise ConfigError(f"warm-up: steps is {plan.steps}; {folder} is behind step {trainer.version} already")
+        raise ConfigError(f"warm-up: steps is {plan.steps}; {folder} has already completed step {trainer.version}")
     if not _train(trainer, training, held_out, folder / TRAINING, plan, progress, should_stop, history):
         return None
     save_drafter(model, folder / DRAFTER)
@@ -211,7 +211,7 @@ def _cache(
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> tuple[DataBuffer, DataBuffer] | None:
-    """The buffers of what is trained on and what is held out, with an entry for each pair; None where stopped."""
+    """The training and held-out buffers, with an entry for each pair; None if stopped."""
     per_token = model.entry_size * _BYTES_PER_FEATURE + torch.int32.itemsize
     size = sum(pair.length * per_token + ENTRY_OVERHEAD_BYTES for pair in pairs)
     bounds = DrafterBufferConfig(memory_bytes=min(size, _IN_MEMORY), disk_bytes=size)
@@ -250,7 +250,7 @@ def _train(
     should_stop: Callable[[], bool],
     history: list[dict[str, Any]],
 ) -> bool:
-    """Trains up to the plan's steps, saving and evaluating on the way; False where it was told to stop."""
+    """Train up to the plan's steps, with saves and evaluations; False if stopped."""
 
     def evaluate(metrics: dict[str, float]) -> None:
         found = teacher_forced_acceptance(
@@ -282,7 +282,7 @@ def _train(
 
     if not history:
         evaluate({})
-    # the row at the end of an earlier, shorter warm-up would not be there without that one
+    # drop the final row of an earlier, shorter warm-up, which one uninterrupted warm-up would not have
     history[:] = [row for row in history if row["step"] % plan.evaluate_every == 0 or row["step"] == plan.steps]
     progress.start("warm-up", plan.steps)
     progress.advance(trainer.version)
@@ -296,7 +296,7 @@ def _train(
             raise RunError(
                 f"warm-up: training ended with {session.outcome} after step {trainer.version}: "
                 f"{FAILURES[session.outcome]} (loss per depth {_numbers(found)} nats, "
-                f"of guessing {math.log(len(trainer.model.head_DH)):.2f}); what was saved last is in {folder}"
+                f"of guessing {math.log(len(trainer.model.head_DH)):.2f}); the last checkpoint is in {folder}"
             )
         if session.outcome not in ("completed", "stopped"):
             raise RunError(f"warm-up: training ended with {session.outcome} after step {trainer.version}")

@@ -179,7 +179,7 @@ def test_more_steps_go_on(sharp_folder: Path, pairs: list[Pair], tmp_path: Path)
         plan = WarmupPlan(**{**vars(PLAN), "steps": steps})
         assert run(sharp_folder, pairs, tmp_path / "longer", plan=plan) is not None
     same_end(tmp_path / "whole", tmp_path / "longer")
-    with pytest.raises(ConfigError, match=r"steps is 16; .* behind step 30 already"):
+    with pytest.raises(ConfigError, match=r"steps is 16; .* has already completed step 30"):
         run(sharp_folder, pairs, tmp_path / "longer", plan=WarmupPlan(**{**vars(PLAN), "steps": 16}))
 
 
@@ -207,7 +207,7 @@ def test_the_killed_tool_goes_on(sharp_folder: Path, pairs: list[Pair], tmp_path
         assert process.wait(60) == status
     assert not (out / "drafter").exists()
     last = subprocess.run(command(sharp_folder, data, out), capture_output=True, text=True, timeout=300)
-    assert last.returncode == 0 and "goes on behind step" in last.stdout, last.stderr
+    assert last.returncode == 0 and "continues after step" in last.stdout, last.stderr
     same_end(tmp_path / "whole", out)
 
 
