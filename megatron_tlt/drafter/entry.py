@@ -125,7 +125,7 @@ def _described(data: Any, size: int) -> tuple[Description, int, int]:
     try:
         magic, crc, length = _PREFIX.unpack_from(data)
         if magic != _MAGIC:
-            raise DamagedEntry("it does not begin as a drafter entry")
+            raise DamagedEntry("it does not start with a drafter entry's header")
         fields = json.loads(bytes(data[_PREFIX.size : _PREFIX.size + length]))
         description = Description(**fields)
     except (struct.error, ValueError, TypeError) as error:

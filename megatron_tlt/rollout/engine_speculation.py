@@ -99,8 +99,8 @@ class EngineSpeculation:
         if untrained and not self._notified:
             self._notified = True
             show(
-                f"note: the {self._drafter} drafter starts from the target and has not been trained; rollouts draft "
-                "with it from its first training on. A trained one (drafter.path) drafts from the start"
+                f"note: the {self._drafter} drafter starts from the target and is untrained; rollouts use it "
+                "after its first training. A trained drafter (drafter.path) is used from the start"
             )
         for counts in (self._steps, self._drafts, self._accepted):
             counts.clear()

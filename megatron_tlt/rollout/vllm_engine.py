@@ -249,7 +249,7 @@ class VllmEngine(RolloutEngine):
             RunError: no unfinished request has this id.
         """
         if self._rollout_state is None or request_id not in self._rollout_state.internal_of:
-            raise RunError(f"request {request_id} cannot be aborted: it is not one of a rollout in progress")
+            raise RunError(f"request {request_id} cannot be aborted: it is not part of a running rollout")
         self._rollout_state.aborted.append(request_id)
 
     def set_strategy(self, strategy: Strategy, budgets: Mapping[str, int] | None = None) -> None:

@@ -94,7 +94,7 @@ def expert_weights(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor,
     }
     params = dict(layer.named_parameters(recurse=False))
     if unknown := sorted(params.keys() - {"w13_weight", "w2_weight"}):
-        raise RunError(f"vLLM's {prefix}.{unknown[0]} is no weight of an expert; it cannot be read back")
+        raise RunError(f"vLLM's {prefix}.{unknown[0]} is not an expert's weight; it cannot be read back")
     experts = prefix.removesuffix(".routed_experts")
     start = parallel.tp_rank * width
     for expert in layer.expert_map_manager.get_local_expert_ids():

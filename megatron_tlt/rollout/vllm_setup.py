@@ -257,7 +257,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         raise ConfigError(f"model folder {model_path}: no config.json in it; a Hugging Face model folder is needed")
     for key in rollout.vllm:
         if key in OWNED_ENGINE_ARGS:
-            raise ConfigError(f"rollout.vllm.{key} is not yours to set; it is set by {OWNED_ENGINE_ARGS[key]}")
+            raise ConfigError(f"rollout.vllm.{key} is managed by {OWNED_ENGINE_ARGS[key]} and cannot be overridden")
         if key not in EngineArgs.__dataclass_fields__:
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field")
     args: dict[str, Any] = {

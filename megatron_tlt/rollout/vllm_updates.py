@@ -41,9 +41,9 @@ class WeightVersions:
         """Raise RunError unless an update of the part was started and ``version`` is valid."""
         self._check(part)
         if part not in self._open:
-            raise RunError(f"an update of the {part}'s weights ended that had not begun; call begin_update first")
+            raise RunError(f"no update of the {part}'s weights was started; call begin_update first")
         if version < 0:
-            raise RunError(f"the {part}'s weights were to become version {version}; allowed: 0 or above")
+            raise RunError(f"the {part}'s new version is {version}; allowed: 0 or above")
 
     def finish(self, part: str, version: int) -> None:
         """Set the version after all of the part's weights are written."""
@@ -73,7 +73,9 @@ class WeightVersions:
         """Raise RunError if the part is being updated or never had weights."""
         if self._versions[part] is None:
             state = (
-                "are half-written: an update has begun and not ended" if part in self._open else "are not wholly loaded"
+                "are half-written: an update was started but not finished"
+                if part in self._open
+                else "are not completely loaded"
             )
             raise RunError(
                 f"the {part}'s weights {state} (last version: {self._name(part)}); the engine will not generate"

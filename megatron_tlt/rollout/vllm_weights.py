@@ -119,7 +119,7 @@ def read_weights(
                 continue
             seen.add(id(param))
             if param.numel() == 0:
-                raise RunError(f"vLLM's {prefix}.{kind} is packed away and cannot be read back")
+                raise RunError(f"vLLM's {prefix}.{kind} is packed and cannot be read back")
             names = [f"{module}.{kind}" if module else kind for module in hf_modules]
             parts = _parts(layer, names, kind, param)
             if not parts:

@@ -207,16 +207,16 @@ def test_an_update_that_failed_leaves_an_engine_that_does_not_generate(
     with pytest.raises(OSError, match="the link is down"):
         engine.load_weights(broken())
     assert engine.versions == {"policy": None}
-    with pytest.raises(RunError, match=rf"the policy's weights are not wholly loaded \(last version: {version}\)"):
+    with pytest.raises(RunError, match=rf"the policy's weights are not completely loaded \(last version: {version}\)"):
         engine.generate([request])
     engine.load_weights(state.items())
     assert engine.versions == {"policy": version + 1}
     assert outcome(engine.generate([request])) == [before]
 
-    with pytest.raises(RunError, match="had not begun"):
+    with pytest.raises(RunError, match="no update of the policy's weights was started"):
         engine.finish_update("policy", version + 2)
     engine.begin_update("policy")
-    with pytest.raises(RunError, match="the policy's weights are half-written: an update has begun and not ended"):
+    with pytest.raises(RunError, match="the policy's weights are half-written: an update was started but not finished"):
         engine.generate([request])
     engine.load_weights(state.items())
     assert engine.versions == {"policy": None}  # a part of the update
@@ -327,7 +327,7 @@ def test_an_engine_without_speculation_says_so(plain_engine: VllmEngine) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vllm": {"seed": 3}}, "rollout.vllm.seed is not yours to set"),
+        ({"vllm": {"seed": 3}}, "rollout.vllm.seed is managed by run.seed"),
         ({"vllm": {"no_such_field": 3}}, "rollout.vllm.no_such_field: vLLM's EngineArgs has no such field"),
         ({"tensor_parallel_size": 3}, "rollout.tensor_parallel_size is 3; allowed are divisors of the world size, 1"),
         ({"max_response_tokens": 5000}, "vLLM refused"),

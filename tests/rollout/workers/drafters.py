@@ -35,7 +35,7 @@ def main(model_folder: str, head: str, out: str) -> None:
         engine.generate(requests)
         raise AssertionError("it generated from dummy weights")
     except RunError as error:
-        assert "the policy's weights are not wholly loaded (last version: none)" in str(error), error
+        assert "the policy's weights are not completely loaded (last version: none)" in str(error), error
 
     state = load_file(Path(head) / "model.safetensors")
     seen = set()
