@@ -22,8 +22,9 @@ from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.errors import TltError
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.engine_memory import ModelDimensions
+from megatron_tlt.platform.versions import installed_versions
 from megatron_tlt.rollout.vllm_graphs import engine_arguments
-from megatron_tlt.rollout.vllm_versions import check_version, installed_version
+from megatron_tlt.rollout.vllm_versions import check_version
 from megatron_tlt.speculation.graph_pool import GraphPlan, capture_sizes
 from megatron_tlt.speculation.strategy import Strategy
 
@@ -113,7 +114,7 @@ def _unmeasurable() -> str:
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
     try:
-        check_version(installed_version())
+        check_version(installed_versions()["vllm"])
     except TltError as error:
         return str(error)
     return ""

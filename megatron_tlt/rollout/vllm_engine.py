@@ -155,7 +155,8 @@ class VllmEngine(RolloutEngine):
     ) -> list[Response]:
         """Generate one response per request, in the order of the requests.
 
-        The same weights, requests and strategies give the same tokens and bit-equal log-probabilities, in any process.
+        On a CPU the same weights, requests and strategies give the same tokens and bit-equal log-probabilities, in any
+        process. On a GPU they give the same distribution: kernels depend on the batch.
         ``on_finished`` is called with each response when it ends, ``on_step`` after each engine step.
         ``chooser`` sets the strategy before each step; its last strategy remains active.
         ``finish_reason`` is "stop" if ``token_ids`` end with a stop token, "abort" after ``abort``, else "length".

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.adaptive import strategies_of
-from megatron_tlt.rollout.vllm_versions import SUPPORTED_RELEASE, missing_attributes
+from megatron_tlt.rollout.vllm_versions import missing_attributes
 from megatron_tlt.speculation.graph_pool import BatchBucket, GraphKind, GraphPlan, capture_sizes, plan_bucketed
 from megatron_tlt.speculation.strategy import OFF
 
@@ -135,9 +135,7 @@ def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH
         fields = {field.name for field in dataclasses.fields(BatchExecutionDescriptor)}
         missing = [f"{_UTILS}.BatchExecutionDescriptor.{name}" for name in sorted(_DESCRIPTOR_FIELDS - fields)]
     if missing:
-        raise RunError(
-            f"vllm lacks {', '.join(missing)}, which plans of CUDA graphs use; install release {SUPPORTED_RELEASE}.0"
-        )
+        raise RunError(f"vllm lacks {', '.join(missing)}, which plans of CUDA graphs use; install release 0.32.0")
 
 
 @contextmanager

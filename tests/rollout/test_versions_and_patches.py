@@ -16,8 +16,15 @@ def test_the_installed_release_fits() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "0.3.2"])
 def test_another_release_is_refused_by_name(version: str) -> None:
-    with pytest.raises(RunError, match=f"vllm {version} is installed; .* 0.32.x"):
+    with pytest.raises(RunError, match=rf"vllm {version} is installed; .* 0\.32\.x or 0\.26\.x"):
         check_version(version)
+
+
+def test_all_supported_releases_pass_and_a_missing_one_is_named() -> None:
+    for version in ("0.32.0", "0.32.1+cpu", "0.26.0"):
+        check_version(version)
+    with pytest.raises(RunError, match="vllm is not installed"):
+        check_version(None)
 
 
 def test_a_moved_attribute_is_named() -> None:
