@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 def build_engines(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """An engine for every strategy, by the strategy's name; the drafter models are made from the last layer."""
+    from megatron_tlt.bench.engines import one_of_several
     from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig, RolloutConfig
     from megatron_tlt.config.speculation import NgramConfig, SpeculationConfig
     from megatron_tlt.drafter import drafter_from_target, save_drafter
@@ -65,6 +66,7 @@ def build_engines(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         "kv_cache_memory_bytes": 400 << 20,  # there are as many engines as strategies
     }
     rollout = RolloutConfig(max_prompt_tokens=VOCAB, max_response_tokens=longest, vllm=vllm)
+    rollout = one_of_several(rollout)
     engines = {"off": VllmEngine(folder / "target", rollout, SpeculationConfig(enabled=False), 0)}
     for drafter in arguments.drafters:
         path = None

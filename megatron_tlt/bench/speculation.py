@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_tlt.bench.engines import one_of_several
 from megatron_tlt.bench.result import BenchmarkResult, interleave, ratio_of_medians
 from megatron_tlt.bench.rollout_cases import of_length
 from megatron_tlt.config.loader import load_config
@@ -51,9 +52,10 @@ def _requests(config: TltConfig, folder: Path, count: int) -> list[Request]:
 def _engines(config: TltConfig, folder: Path) -> dict[str, VllmEngine]:
     """Two engines in one process: the one without speculation has none of its machinery."""
     on = config.speculation.model_copy(update={"enabled": True})
+    rollout = one_of_several(config.rollout)
     return {
-        "off": VllmEngine(folder, config.rollout, SpeculationConfig(enabled=False), config.run.seed),
-        on.drafter: VllmEngine(folder, config.rollout, on, config.run.seed),
+        "off": VllmEngine(folder, rollout, SpeculationConfig(enabled=False), config.run.seed),
+        on.drafter: VllmEngine(folder, rollout, on, config.run.seed),
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.engines import one_of_several
 from megatron_tlt.bench.workers.quickstart import prepare_quickstart, train_head
 from megatron_tlt.config.speculation import SkippedConfig, SpeculationConfig
 from megatron_tlt.platform.device import initialize_distributed, prepare
@@ -69,10 +70,10 @@ def main(given_json: str, work: str, out: str) -> None:
         head = train_head(quickstart, kind, given["warm_steps"], Path(work))
         speculation = SpeculationConfig(drafter=kind, path=head, num_speculative_tokens=given["drafts"])
         engines = {
-            "filled": VllmEngine(model, quickstart.config.rollout, speculation, given["seed"]),
+            "filled": VllmEngine(model, one_of_several(quickstart.config.rollout), speculation, given["seed"]),
             "not filled": VllmEngine(
                 model,
-                quickstart.config.rollout,
+                one_of_several(quickstart.config.rollout),
                 speculation.model_copy(update={"skipped": SkippedConfig(window=0)}),
                 given["seed"],
             ),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.bench.chain_model import write_chain_model
+from megatron_tlt.bench.engines import one_of_several
 from megatron_tlt.bench.rollout import ABLE
 from megatron_tlt.bench.rollout_cases import Epochs, ReplayDrafter, RolloutCase, make_cases, of_length, pareto_lengths
 from megatron_tlt.bench.rollout_oracle import OracleChooser, RateTable
@@ -53,7 +54,7 @@ class RolloutTarget:
         statics: Sequence[Strategy],
         given: dict[str, Any],
     ) -> None:
-        seed = given["seed"]
+        seed, rollout = given["seed"], one_of_several(rollout)
         self._plain = VllmEngine(folder, rollout, SpeculationConfig(enabled=False), seed)
         self._engine = VllmEngine(folder, rollout, speculation, seed, drafters)
         self._recorded = RecordedStates(given["states_bytes"]) if given.get("states_bytes") else None
