@@ -6,6 +6,7 @@ own dataclasses and validated against the installed release in ``config.passthro
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,16 +27,26 @@ class RunConfig(Section):
     deterministic: bool = False
 
 
+def _processes(value: Any) -> Any:
+    if value != "auto":
+        return value
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return (gpus if visible is None else min(gpus, len(list(filter(None, visible.split(",")))))) or 2
+
+
 class LauncherConfig(Section):
     """Number of processes, one per device. ``tlt train`` starts torchrun itself if it does not run under it.
 
     If a rank is killed by a signal other than a request to stop (SIGKILL, SIGSEGV, the kernel's OOM killer), ``tlt
     train`` restarts all ranks from the newest checkpoint, at most ``max_restarts`` times. It does not restart if the
     same step failed twice in a row, or after an error with a message, SIGTERM or Ctrl-C.
+
+    ``nproc_per_node: auto`` is one process for each GPU of this machine, and two on a machine without GPUs.
     """
 
     nnodes: PositiveInt = 1
-    nproc_per_node: PositiveInt = 1
+    nproc_per_node: Annotated[PositiveInt, BeforeValidator(_processes)] = 1
     threads_per_process: PositiveInt = 1
     collective_timeout_s: PositiveInt = 600
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 3

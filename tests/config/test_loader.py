@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from megatron_tlt.actor.batches import BatchShape, plan_shares
 from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config, load_resolved
 from megatron_tlt.config.migrations import VERSION_KEY, migrate
-from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.schema import LauncherConfig, TltConfig
 from megatron_tlt.errors import ConfigError
 
 BASE = {
@@ -349,3 +350,22 @@ def test_a_drafter_that_no_engine_loads_needs_no_folder() -> None:
         load_config(quickstart, ["speculation.enabled=false"])
     config = load_config(quickstart, ["speculation.enabled=false", "spot=null", "drafter=null"])
     assert config.speculation.drafter == "eagle3" and config.speculation.path is None
+
+
+def test_auto_is_a_process_for_each_visible_gpu_and_two_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        def __init__(self, _: str) -> None: ...
+
+        def glob(self, _: str) -> list[int]:
+            return list(range(gpus))
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("megatron_tlt.config.schema.Path", Found)
+    counts = []
+    for gpus, visible in ((0, None), (1, None), (8, None), (8, "0,1,2"), (8, "")):  # noqa: B007
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        counts.append(LauncherConfig.model_validate({"nproc_per_node": "auto"}).nproc_per_node)
+    assert counts == [2, 1, 8, 3, 2]
+    with pytest.raises(ValidationError):
+        LauncherConfig.model_validate({"nproc_per_node": "all"})
