@@ -25,5 +25,9 @@ setup_env
 if $setup_only; then exit 0; fi
 
 cd "$root"
+if [[ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" == 1 ]]; then
+    echo "One GPU: its engine never waits for another, so the drafter is trained after each update and not during rollouts."
+    arguments=(spot=null ${arguments[@]+"${arguments[@]}"})
+fi
 # exec: Ctrl-C and SIGTERM reach the command itself, which saves and leaves; it prints where the report is.
 exec .venv/bin/tlt train launch/quickstart-cpu.yaml ${arguments[@]+"${arguments[@]}"}
