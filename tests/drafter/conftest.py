@@ -1,4 +1,4 @@
-"""Tiny targets of several families, and entries whose hidden states come from transformers itself."""
+"""Tiny targets of several families, and entries with hidden states computed by transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_target(folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, token_ids: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """(T, H) behind the final norm, and before it (T, 3 H) of the layers that EAGLE-3 reads, of one sequence (T)."""
+    """States of one sequence (T): (T, H) after the final norm, preceded by EAGLE-3's auxiliary layers (T, 3 H)."""
     states = model(token_ids[None].long(), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in (*(AUX_LAYERS if kind == "eagle3" else ()), -1)], dim=-1)
 
@@ -44,7 +44,7 @@ def random_entry(
 
 
 def scattered(model: DraftModel) -> DraftModel:
-    """Weights at which every part of the model matters: norms away from 1, fc and MLP all but passed through."""
+    """Randomize weights so that every part of the model matters: norms away from 1, fc and MLP not an identity."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(5)
         for parameter in model.parameters():
@@ -67,7 +67,7 @@ def target(target_folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def sharp_folder(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with logits four times as far apart, so that what it says next can be learned."""
+    """The target with logits scaled by four, so that its next tokens can be learned."""
     sharp = copy.deepcopy(target)
     with torch.no_grad():
         sharp.lm_head.weight *= 4  # type: ignore[union-attr,operator]

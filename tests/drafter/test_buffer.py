@@ -1,4 +1,4 @@
-"""The data buffer: its bounds and books, what survives, what is never loaded, how it samples."""
+"""The data buffer: bounds, counts, durability, damaged files, sampling."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
 
 
-def books(buffer: DataBuffer) -> bool:
+def balanced(buffer: DataBuffer) -> bool:
     counts = buffer.counts
     gone = counts.replaced + sum(counts.dropped.values())
     return counts.found + counts.added == len(buffer) + gone
@@ -82,7 +82,7 @@ operation = st.one_of(
     disk=st.one_of(st.just(0), st.integers(6000, 60000)),
     max_age=st.integers(0, 3),
 )
-def test_bounds_hold_books_add_up_and_samples_were_stored(
+def test_bounds_hold_counts_add_up_and_samples_were_stored(
     tmp_path_factory: pytest.TempPathFactory,
     operations: list[tuple[object, ...]],
     memory: int,
@@ -115,13 +115,13 @@ def test_bounds_hold_books_add_up_and_samples_were_stored(
             found = buffer.sample(count, step, draw)
             assert len(found) == min(count, len(buffer)) == len({item.key for item in found})
             assert all(same(item, latest[item.key]) for item in found)
-        assert books(buffer)
+        assert balanced(buffer)
         assert buffer.nbytes <= buffer.capacity and buffer.memory_nbytes <= memory
         assert disk_bytes(folder) <= disk
         assert all(step - max_age <= item.step <= step for item in buffer.descriptions)
 
 
-def test_a_killed_process_loses_nothing_it_acknowledged_and_no_torn_file_is_loaded(tmp_path: Path) -> None:
+def test_a_kill_loses_no_acknowledged_entry_and_no_torn_file_is_loaded(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, str(WORKER), str(tmp_path)], stdout=subprocess.PIPE, env=environment)
     assert process.stdout is not None
@@ -146,7 +146,7 @@ def test_a_killed_process_loses_nothing_it_acknowledged_and_no_torn_file_is_load
     assert buffer.counts.dropped["damaged"] == 0
 
 
-def test_every_way_to_damage_a_file_is_noticed(tmp_path: Path) -> None:
+def test_every_kind_of_file_damage_is_detected(tmp_path: Path) -> None:
     whole = to_bytes(entry("a", 20))
     file = tmp_path / "e"
     for at in [*range(0, 40), *range(40, len(whole), 97), len(whole) - 1]:
@@ -162,7 +162,7 @@ def test_every_way_to_damage_a_file_is_noticed(tmp_path: Path) -> None:
 
 
 def test_files_of_another_drafter_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder from before the drafter's kind changed, one file of it from before files said their width."""
+    """A folder from before the drafter's kind changed; one of its files predates the stored width."""
     before = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0)
     for number in range(4):
         before.add(entry(str(number), 10 + number))
@@ -170,18 +170,19 @@ def test_files_of_another_drafter_are_dropped_and_counted(tmp_path: Path, caplog
     first = sorted(tmp_path.iterdir())[0]
     first.write_bytes(without_width(first.read_bytes()))
     kept = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0, width=WIDTH)
-    assert (len(kept), kept.counts.dropped["other_width"], kept.counts.dropped["damaged"]) == (3, 0, 1) and books(kept)
+    assert (len(kept), kept.counts.dropped["other_width"], kept.counts.dropped["damaged"]) == (3, 0, 1)
+    assert balanced(kept)
     with pytest.raises(ConfigError, match=f"'4' has hidden states of width {WIDTH}; the buffer holds {4 * WIDTH}"):
         DataBuffer(tmp_path / "other", DrafterBufferConfig(), seed=0, width=4 * WIDTH).add(entry("4", 10))
     caplog.clear()
     other = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0, width=4 * WIDTH)
-    assert (other.counts.found, len(other), other.nbytes) == (3, 0, 0) and books(other)
+    assert (other.counts.found, len(other), other.nbytes) == (3, 0, 0) and balanced(other)
     assert other.counts.dropped["other_width"] == 3 and not list(tmp_path.glob("*.entry"))
     assert f"3 responses dropped from the drafter's data: hidden states of width [{WIDTH}]" in caplog.text
 
 
 def without_width(data: bytes) -> bytes:
-    """An entry's file with a description that lacks the width, and a sum that is right."""
+    """An entry's file whose description lacks the width, with a correct checksum."""
     magic, _, length = PREFIX.unpack_from(data)
     fields = json.loads(data[PREFIX.size : PREFIX.size + length])
     del fields["width"]
@@ -202,10 +203,10 @@ def test_a_damaged_entry_is_dropped_counted_and_replaced_in_the_sample(tmp_path:
         file.write_bytes(file.read_bytes()[:cut])
     assert len(buffer.sample(4, 0, 0)) == 4
     assert len(buffer.sample(6, 0, 1)) == 4
-    assert buffer.counts.dropped["damaged"] == 2 and len(buffer) == 4 and books(buffer)
+    assert buffer.counts.dropped["damaged"] == 2 and len(buffer) == 4 and balanced(buffer)
     files[2].write_bytes(b"")
     again = DataBuffer(tmp_path, config, seed=0)
-    assert (again.counts.found, len(again), again.counts.dropped["damaged"]) == (4, 3, 1) and books(again)
+    assert (again.counts.found, len(again), again.counts.dropped["damaged"]) == (4, 3, 1) and balanced(again)
 
 
 def test_replacing_an_acknowledged_entry_leaves_one_of_the_two(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_replacing_an_acknowledged_entry_leaves_one_of_the_two(tmp_path: Path) -
     assert found is not None and same(found, entry("a", 30))
 
 
-def test_long_responses_of_earlier_steps_stay_and_the_shortest_go(tmp_path: Path) -> None:
+def test_the_shortest_entries_of_earlier_steps_are_dropped_first(tmp_path: Path) -> None:
     room = size(60) + size(50) + size(20) + size(10) + size(12)
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=room, disk_bytes=0), seed=0)
     for length in (10, 60, 20, 50):
@@ -250,16 +251,16 @@ def test_sampling_is_deterministic_one_step_off_and_by_length(tmp_path: Path) ->
     assert all(drawn[f"1/{i}"] / draws == pytest.approx(3 / 8, abs=0.03) for i in range(8))
 
     buffer.flush()
-    again = DataBuffer(tmp_path, config, seed=3)  # from files, in another order
+    again = DataBuffer(tmp_path, config, seed=3)  # loaded from files, in another order
     for draw in range(20):
         assert [e.key for e in again.sample(4, 1, draw)] == [e.key for e in buffer.sample(4, 1, draw)]
     other = DataBuffer(tmp_path, config, seed=4)
     assert any([e.key for e in other.sample(4, 1, d)] != [e.key for e in buffer.sample(4, 1, d)] for d in range(5))
-    assert len(buffer.sample(13, 1, 0)) == 13  # either side fills up for the other
+    assert len(buffer.sample(13, 1, 0)) == 13  # either group fills up for the other
     assert {e.step for e in buffer.sample(6, 0, 0)} == {0}
 
 
-def test_the_newest_earlier_step_is_drawn_first_by_length_and_older_ones_only_fill_up(tmp_path: Path) -> None:
+def test_the_newest_earlier_step_is_sampled_first_and_older_ones_fill_up(tmp_path: Path) -> None:
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=1 << 20, disk_bytes=0, max_age=3), seed=3)
     lengths = {f"2/{i}": 10 * (1 + i) for i in range(6)}
     for step in range(2):
@@ -277,13 +278,13 @@ def test_the_newest_earlier_step_is_drawn_first_by_length_and_older_ones_only_fi
     for draw in range(20):
         assert Counter(item.step for item in buffer.sample(6, 3, draw)) == {2: 6}
         assert Counter(item.step for item in buffer.sample(14, 3, draw)) == {2: 6, 1: 6, 0: 2}
-        # as after the update of step 2: its own evenly, the other half from the step before it
+        # as after the update of step 2: half of it uniformly from step 2, half from step 1
         assert Counter(item.step for item in buffer.sample(6, 2, draw)) == {2: 3, 1: 3}
         assert Counter(item.step for item in buffer.sample(16, 2, draw)) == {2: 6, 1: 6, 0: 4}
 
 
-def test_what_the_newest_checkpoint_refers_to_stays_on_disk_and_is_restored(tmp_path: Path) -> None:
-    """A run saves after steps 1 and 3 and is killed in step 5, when the bounds allow steps 4 and 5 alone."""
+def test_entries_of_the_newest_checkpoint_stay_on_disk_and_are_restored(tmp_path: Path) -> None:
+    """A run saves after steps 1 and 3 and is killed in step 5, when the bounds allow only steps 4 and 5."""
     config = DrafterBufferConfig(memory_bytes=1, disk_bytes=1 << 20, max_age=1)
     buffer = DataBuffer(tmp_path, config, seed=0)
     saved: list[list[str]] = []
@@ -292,8 +293,9 @@ def test_what_the_newest_checkpoint_refers_to_stays_on_disk_and_is_restored(tmp_
             buffer.add(entry(f"{step}/{i}", 20 + i, step))
         if step % 2 and step < 5:
             saved.append(buffer.snapshot())
-        assert {item.step for item in buffer.descriptions} == set(range(max(0, step - 1), step + 1)) and books(buffer)
-    # step 1 is of the checkpoint before the newest, which the one in flight could have been
+        assert {item.step for item in buffer.descriptions} == set(range(max(0, step - 1), step + 1))
+        assert balanced(buffer)
+    # step 1 belongs to the second-newest checkpoint, kept in case the newest save was still in flight
     assert len(list(tmp_path.glob("*.entry"))) == 5 * 3 + 3
     again = DataBuffer(tmp_path, config, seed=0)
     assert again.restore(3, saved[-1]) == 0
@@ -303,7 +305,7 @@ def test_what_the_newest_checkpoint_refers_to_stays_on_disk_and_is_restored(tmp_
     assert all(
         same(again.get(f"{s}/{i}") or entry("x", 9), entry(f"{s}/{i}", 20 + i, s)) for s in (2, 3) for i in range(3)
     )
-    assert len(list(tmp_path.glob("*.entry"))) == 6 and books(again)
+    assert len(list(tmp_path.glob("*.entry"))) == 6 and balanced(again)
     for step in (4, 5):
         for i in range(3):
             again.add(entry(f"{step}/{i}", 20 + i, step))
@@ -332,15 +334,15 @@ def test_files_for_checkpoints_are_bounded(tmp_path: Path) -> None:
         assert disk_bytes(tmp_path) <= 3 * room
 
 
-def test_what_cannot_be_drafted_or_held_is_counted(tmp_path: Path) -> None:
+def test_too_short_and_too_large_entries_are_counted(tmp_path: Path) -> None:
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(memory_bytes=6000, disk_bytes=0), seed=0)
     assert not buffer.add(entry("short", 5, prompt_length=4))
     assert not buffer.add(entry("large", 2000))
     assert buffer.add(entry("fits", 5, prompt_length=3))
-    assert buffer.counts.dropped["too_short"] == buffer.counts.dropped["too_large"] == 1 and books(buffer)
+    assert buffer.counts.dropped["too_short"] == buffer.counts.dropped["too_large"] == 1 and balanced(buffer)
 
 
-def test_a_full_disk_is_an_error_that_keeps_what_was_written(tiny_disk: Path) -> None:
+def test_a_full_disk_raises_and_keeps_written_entries(tiny_disk: Path) -> None:
     config = DrafterBufferConfig(memory_bytes=1, disk_bytes=1 << 20)
     buffer = DataBuffer(tiny_disk, config, seed=0)
     with pytest.raises(RunError, match="disk full"):

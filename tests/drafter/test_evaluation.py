@@ -1,4 +1,4 @@
-"""Chains of drafts against decoding them one by one, and acceptance against counting."""
+"""Draft chains against decoding one by one, and acceptance against direct counting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
 
 @torch.no_grad()
 def decoded(model: DraftModel, entry: Entry, anchor: int) -> list[int]:
-    """Drafts after ``anchor``: one plain causal sequence that grows by its own tokens and features."""
+    """Drafts after ``anchor``, from a plain causal sequence extended with its own tokens and features."""
     tokens = entry.token_ids[1 : anchor + 2].long()
     features = model.combine(entry.hidden[: anchor + 1, : model.feature_size])
     drafts: list[int] = []
@@ -36,7 +36,7 @@ def decoded(model: DraftModel, entry: Entry, anchor: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chains_are_what_decoding_one_by_one_drafts(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
+def test_chains_equal_drafts_decoded_one_by_one(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
     model = drafter_from_target(target_folder, kind, seed=1)
     entries = [random_entry(target, kind, length, 3, seed) for seed, length in enumerate((9, 15))]
     tokens = torch.cat([entry.token_ids[1:-1].long() for entry in entries])
@@ -47,12 +47,12 @@ def test_chains_are_what_decoding_one_by_one_drafts(kind: Kind, target_folder: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_acceptance_is_counted_over_response_places(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
+def test_acceptance_counts_response_positions(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
     model = drafter_from_target(target_folder, kind, seed=1)
     entries = []
     for seed in range(3):
         entry = random_entry(target, kind, 20, 4, seed)
-        for at in range(6, 18, 4):  # tokens that the drafter gets right, so that there is something to count
+        for at in range(6, 18, 4):  # make some tokens correct, so that acceptance is not zero
             entry.token_ids[at : at + 2] = torch.tensor(decoded(model, entry, at - 2)[:2])
         entries.append(entry)
     counts = [0] * DEPTH

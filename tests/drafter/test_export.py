@@ -1,4 +1,4 @@
-"""``tlt export-drafter``: what a warm-up leaves becomes the folder that vLLM loads; what is no drafter is refused."""
+"""``tlt export-drafter``: a warm-up's checkpoint becomes the folder that vLLM loads; other folders are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_checkpoint_and_a_folder_become_the_same_folder(kind: Kind, target_fol
         assert names == ["config.json", "manifest.json", "model.safetensors"]
 
 
-def test_the_dtype_is_what_is_asked_for(target_folder: Path, tmp_path: Path) -> None:
+def test_the_requested_dtype_is_written(target_folder: Path, tmp_path: Path) -> None:
     trainer = checkpoint(target_folder, tmp_path / "training")
     assert main(["export-drafter", str(tmp_path / "training"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -49,7 +49,7 @@ def refused(source: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> s
     return capsys.readouterr().err
 
 
-def test_what_is_no_drafter_is_refused_by_name(
+def test_a_folder_without_a_drafter_is_refused(
     target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -99,7 +99,7 @@ def test_tensors_that_are_missing_or_not_finite_are_named(
 
 
 @pytest.mark.parametrize("source", ["training", "folder"])
-def test_a_flipped_bit_is_found_where_there_is_a_manifest(
+def test_a_manifest_detects_a_flipped_bit(
     source: str, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = checkpoint(target_folder, tmp_path / "training")

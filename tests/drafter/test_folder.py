@@ -1,4 +1,4 @@
-"""Drafter folders: real vLLM loads them and drafts what our model drafts; what does not fit is refused."""
+"""Drafter folders: vLLM loads them and drafts the same tokens as our model; folders that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_vllm_drafts_what_our_model_drafts(kind: Kind, name: str, tmp_path: Path
         hidden = hidden_states(target, tokens, kind)[:, : model.feature_size]
         chains = greedy_chains(model, tokens[1:], hidden[:-1], [len(tokens) - 1], depth=2)
         for record in row["records"]:
-            # behind the response's end vLLM drafts from tokens that are cut off afterwards
+            # after the end of the response vLLM drafts from tokens that are cut off later
             if record["position"] + 1 < len(tokens):
                 assert record["next"] == tokens[record["position"] + 1]
                 assert record["drafts"] == chains[record["position"]].tolist(), (record, row)
@@ -70,7 +70,7 @@ def test_vllm_drafts_what_our_model_drafts(kind: Kind, name: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_family_starts_from_its_last_layer_and_comes_back(name: str, kind: Kind, tmp_path: Path) -> None:
+def test_every_family_starts_from_its_last_layer_and_reloads(name: str, kind: Kind, tmp_path: Path) -> None:
     target = write_tiny_model(name, tmp_path / "target", num_hidden_layers=3)
     random_state = torch.get_rng_state()
     model = drafter_from_target(target, kind, seed=1)
@@ -117,7 +117,7 @@ def changed(folder: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drafter_of_another_size_is_refused_with_both(kind: Kind, target_folder: Path, tmp_path: Path) -> None:
+def test_a_drafter_of_another_size_is_refused_with_both_sizes(kind: Kind, target_folder: Path, tmp_path: Path) -> None:
     other = write_tiny_model("qwen2-untied", tmp_path / "other", num_hidden_layers=4, hidden_size=128)
     save_drafter(drafter_from_target(other, kind, seed=1), tmp_path / "drafter")
     with pytest.raises(ConfigError, match="hidden_size is 128; the target asks for 64"):
@@ -140,7 +140,7 @@ def test_a_drafter_of_another_size_is_refused_with_both(kind: Kind, target_folde
         ("intermediate_size", 96, r"midlayer.mlp.gate_proj.weight' has shape \(128, 64\); allowed: \(96, 64\)"),
     ],
 )
-def test_what_does_not_fit_the_target_is_refused(
+def test_options_that_do_not_fit_the_target_are_refused(
     option: str, value: Any, message: str, target_folder: Path, tmp_path: Path
 ) -> None:
     save_drafter(drafter_from_target(target_folder, "eagle3", seed=1), tmp_path)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_the_target_is_refused(
 
 
 def test_a_folder_as_published_loads_and_drafts(tmp_path: Path) -> None:
-    """Of a Llama 3.1: float16, an embedding and both tables of its vocabulary, no layer ids, plain rotary positions."""
+    """A Llama 3.1 head: float16, with embedding and both vocabulary tables, no layer ids, plain rotary positions."""
     target = write_target("llama-llama3-tied", tmp_path / "target")
     model = scattered(drafter_from_target(target, "eagle3", seed=1, draft_vocab_size=16))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The registry of drafter kinds: what follows from it, and a user's kind by import path."""
+"""The registry of drafter kinds: properties derived from it, and a user's kind by import path."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def user_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_module(tmp_path / "code", MODULE, SOURCE, monkeypatch)
 
 
-def test_the_kinds_of_this_package_are_what_they_were() -> None:
+def test_built_in_kinds_are_unchanged() -> None:
     assert DRAFTERS == ("off", "ngram", "suffix", "eagle", "eagle3", "suffix+eagle", "suffix+eagle3")
     eagle, eagle3 = DrafterConfig(kind="eagle"), DrafterConfig(kind="eagle3")
     assert (eagle.lr, eagle.steps, eagle.regression_weight) == (1e-4, 3, 0.5)
@@ -64,7 +64,7 @@ def test_the_kinds_of_this_package_are_what_they_were() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_s_data_is_its_model_s(name: str, target_folder: Path) -> None:
+def test_a_kinds_data_matches_its_model(name: str, target_folder: Path) -> None:
     kind, model = KINDS[name], drafter_from_target(target_folder, name, seed=1)
     assert type(model) is model_class(name) and model.kind == name
     hidden = int(model.config.hidden_size)
@@ -111,7 +111,7 @@ def test_a_resolved_config_names_it(user_kind: None, tmp_path: Path) -> None:
         load_config(path, ["speculation.drafter=eagle3"])
 
 
-def test_its_folder_says_what_it_is_and_comes_back(user_kind: None, target_folder: Path, tmp_path: Path) -> None:
+def test_its_folder_names_the_kind_and_reloads(user_kind: None, target_folder: Path, tmp_path: Path) -> None:
     model = drafter_from_target(target_folder, KIND, seed=1)
     assert type(model).__name__ == "Head"
     save_drafter(model, tmp_path / "head")
@@ -147,7 +147,7 @@ def test_a_wrong_kind_is_named(user_kind: None, section: Any, values: dict[str, 
     assert said in str(error.value)
 
 
-def test_a_kind_whose_model_is_another_s_is_refused(user_kind: None, target_folder: Path) -> None:
+def test_a_kind_with_the_model_of_another_kind_is_refused(user_kind: None, target_folder: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{MODULE}.Unnamed has kind 'eagle3'; allowed: '{MODULE}.UNNAMED'"):
         drafter_from_target(target_folder, f"{MODULE}.UNNAMED", seed=1)
     with pytest.raises(ConfigError, match=rf"model of drafter.kind {MODULE}.ABSENT: .* no class 'Absent'"):

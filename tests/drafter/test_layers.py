@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = ("eagle", "eagle3")
 def reference_attention(layer: layers.DraftAttention, steps: list[torch.Tensor], position: int) -> torch.Tensor:
     """The output (H) of the last step at one draft position, from the definition; steps are inputs (L, I) each.
 
-    Step 0's inputs up to the position, then this position's own of each further step: a plain causal sequence.
+    Input: step 0 up to the position, then this position's own input of each later step, as a plain causal sequence.
     """
     rows = torch.stack([*steps[0][: position + 1], *(later[position] for later in steps[1:])])
     q, k, v = (F.linear(rows, part.weight).unflatten(-1, (-1, layer.head_dim)) for part in parts(layer))
@@ -44,9 +44,7 @@ def parts(layer: layers.DraftAttention) -> tuple[torch.nn.Linear, ...]:
 
 
 @pytest.mark.parametrize("chunk", [512, 4])
-def test_unrolled_attention_is_that_of_decoding(
-    chunk: int, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unrolled_attention_equals_decoding(chunk: int, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_QUERY_CHUNK", chunk)
     model = scattered(drafter_from_target(target_folder, "eagle", seed=1))
     attention = model.layers[0].self_attn
@@ -66,7 +64,7 @@ def test_unrolled_attention_is_that_of_decoding(
 
 
 def run(model: DraftModel, entries: list[Entry]) -> list[list[torch.Tensor]]:
-    """Per entry and step what the LM head reads, packed in one."""
+    """The LM head's inputs per entry and step, computed in one pack."""
     lengths = [entry.length - 2 for entry in entries]
     tokens = [entry.token_ids.long() for entry in entries]
     features, context = model.start(torch.cat([entry.hidden[:-2, : model.feature_size] for entry in entries]), lengths)
@@ -86,7 +84,7 @@ def test_no_token_attends_across_packed_sequences(kind: Kind, target_folder: Pat
     for entry, rows in zip(entries, packed, strict=True):
         for row, alone in zip(rows, run(model, [entry])[0], strict=True):
             torch.testing.assert_close(row, alone, rtol=1e-5, atol=1e-5)
-    # another neighbour changes no bit
+    # other neighbours in the pack change no bit
     other = run(model, [random_entry(target, kind, 12, 3, 9), entries[1], random_entry(target, kind, 20, 3, 8)])
     assert all(torch.equal(a, b) for a, b in zip(packed[1], other[1], strict=True))
 

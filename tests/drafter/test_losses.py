@@ -1,4 +1,4 @@
-"""Each loss against its formula and against finite differences; which tokens count and how much."""
+"""Each loss against its formula and finite differences; which tokens count and with which weight."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_gradients_are_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_target_that_is_certain_gives_finite_losses_and_gradients(name: str) -> None:
+def test_a_certain_target_gives_finite_losses_and_gradients(name: str) -> None:
     certain = torch.tensor([[0.0, -math.inf, -math.inf]]).expand(2, 3)
     logits = torch.tensor([[200.0, 0.0, 0.0], [-200.0, 0.0, 0.0]], requires_grad=True)
     losses = LOSSES[name](certain, logits.log_softmax(-1))
@@ -92,7 +92,7 @@ def test_logits_of_all_rows_are_never_held() -> None:
     head = torch.randn(vocab, HIDDEN)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss, _ = draft_loss(DrafterLossConfig(), 0.5, batch, head, head, 4)
-    assert max(kept) <= head.numel()  # the largest thing kept is the head itself, not (rows, vocab)
+    assert max(kept) <= head.numel()  # the largest stored tensor is the head itself, not (rows, vocab)
     loss.backward()
     assert hidden.grad is not None and hidden.grad.isfinite().all()
 
@@ -103,7 +103,7 @@ def test_reward_weights_are_normalised_and_clipped() -> None:
     assert reward_weight(DrafterLossConfig(), -9.0) == 1.0
 
 
-def test_configs_that_mean_nothing_are_refused() -> None:
+def test_inconsistent_configs_are_refused() -> None:
     with pytest.raises(ValidationError, match="must be below reward_high"):
         DrafterLossConfig(reward_low=1.0, reward_high=1.0)
     with pytest.raises(ValidationError, match="EAGLE-3 has none"):

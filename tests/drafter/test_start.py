@@ -1,4 +1,4 @@
-"""Where a drafter that is made from its target starts: never above guessing, whatever outliers the target has."""
+"""The initial loss of a drafter made from its target: never above uniform guessing, even with outliers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 8
 
 
 def with_outliers(folder: Path, to: Path) -> Path:
-    """As real models have them: a few dimensions of the residual stream are hundreds of times as large as the rest."""
+    """Add outliers as in real models: a few dimensions of the residual stream are hundreds of times larger."""
     model = load_target(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -52,7 +52,7 @@ def entries_of(target: PreTrainedModel, kind: Kind) -> list[Entry]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
-def test_the_first_loss_is_at_most_that_of_guessing_and_falls(name: str, kind: Kind, tmp_path: Path) -> None:
+def test_the_initial_loss_is_at_most_uniform_and_falls(name: str, kind: Kind, tmp_path: Path) -> None:
     folder = with_outliers(write_target(name, tmp_path / "plain"), tmp_path / "outliers")
     data = entries_of(load_target(folder), kind)
     config = DrafterConfig(
@@ -64,14 +64,14 @@ def test_the_first_loss_is_at_most_that_of_guessing_and_falls(name: str, kind: K
     assert [step.outcome for step in steps] == ["trained"] * STEPS
     first, last = losses(steps[0].metrics), losses(steps[-1].metrics)
     assert len(first) == config.steps and max(first) <= UNIFORM + 1e-3
-    # a tied random target is all but uniform: there is nothing to be learned
+    # a tied random target is almost uniform, so there is nothing to learn
     assert last[0] < first[0] if "tied" not in name else last[0] < UNIFORM + 1e-2
     assert 1.0 <= steps[0].metrics["acceptance_length"] <= 1.0 + config.steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_start_is_the_same_whenever_it_is_chosen(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
-    """A first step that was stopped changes nothing for the one after it."""
+def test_calibration_is_the_same_after_a_stopped_step(kind: Kind, target_folder: Path, target: PreTrainedModel) -> None:
+    """A first step that was stopped does not affect the next one."""
     config = DrafterConfig(kind=kind, aux_hidden_state_layer_ids=list(AUX_LAYERS) if kind == "eagle3" else None)
     data, results = entries_of(target, kind), []
     for stopped in (False, True):
@@ -85,9 +85,9 @@ def test_a_start_is_the_same_whenever_it_is_chosen(kind: Kind, target_folder: Pa
     assert all(results[0][name].equal(results[1][name]) for name in results[0])
 
 
-def test_a_head_of_another_target_is_an_alarm_by_name(sharp_folder: Path) -> None:
+def test_a_head_of_another_target_raises_an_alarm(sharp_folder: Path) -> None:
     model = drafter_from_target(sharp_folder, "eagle", seed=1)
-    model.from_target = False  # as one that was read from a folder
+    model.from_target = False  # as if loaded from a folder
     with torch.no_grad():
         model.fc.weight.mul_(-10.0)
     trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-6), seed=1)
@@ -95,7 +95,7 @@ def test_a_head_of_another_target_is_an_alarm_by_name(sharp_folder: Path) -> Non
     assert trainer.train_step(data).outcome == "loss_above_uniform"
 
 
-def test_a_later_draft_that_explodes_is_an_alarm_too(sharp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverging_later_draft_raises_an_alarm(sharp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = drafter_from_target(sharp_folder, "eagle", seed=1)
     trainer = DrafterTrainer(model, DrafterConfig(kind="eagle", lr=1e-6), seed=1)
     data = entries_of(load_target(sharp_folder), "eagle")
@@ -106,8 +106,8 @@ def test_a_later_draft_that_explodes_is_an_alarm_too(sharp_folder: Path, monkeyp
     assert trainer.train_step(data).outcome == "loss_above_uniform"
 
 
-def test_ranks_that_are_put_together_count_losses_from_there(sharp_folder: Path) -> None:
-    """A rank that has seen more of them than the others would leave the session alone."""
+def test_joined_ranks_restart_their_loss_history(sharp_folder: Path) -> None:
+    """A rank that has seen more losses than the others would end the session alone."""
     model = drafter_from_target(sharp_folder, "eagle", seed=1)
     model.from_target = False
     with torch.no_grad():
@@ -120,15 +120,15 @@ def test_ranks_that_are_put_together_count_losses_from_there(sharp_folder: Path)
     assert trainer.train_step(data).outcome == "loss_above_uniform"
 
 
-def test_a_loss_that_grows_within_a_session_is_an_alarm() -> None:
+def test_a_loss_that_grows_within_a_session_raises_an_alarm() -> None:
     guard = LossGuard(VOCAB, window=4)
     assert [guard.check(0, [loss]) for loss in (2.0, 1.5, 1.2, 1.0)] == [None] * 4
     assert [guard.check(0, [loss]) for loss in (3.0, 3.2, 3.4)] == [None, None, "loss_grows"]
-    # the target of the next session may be less sure of itself
+    # the target of the next session may have a higher entropy
     assert [guard.check(1, [loss]) for loss in (2.8, 2.8, 2.8, 2.8, 2.9)] == [None] * 5
 
 
-def test_noise_is_no_alarm() -> None:
+def test_noise_raises_no_alarm() -> None:
     guard = LossGuard(VOCAB)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(500, generator=generator) * 0.3
@@ -137,14 +137,14 @@ def test_noise_is_no_alarm() -> None:
     assert guard.check(2, [1.0, 2 * UNIFORM + 1.0]) == "loss_above_uniform"
 
 
-def test_a_loss_above_guessing_is_an_alarm_unless_it_falls() -> None:
+def test_a_loss_above_uniform_raises_an_alarm_unless_it_falls() -> None:
     generator = torch.Generator().manual_seed(0)
     noise = (torch.randn(60, generator=generator) * 0.3).tolist()
     guard = LossGuard(VOCAB)
-    # the batches differ more than training changes in a step: several without a new lowest are no alarm
+    # batches vary more than one step of training changes the loss: several without a new minimum raise no alarm
     assert not any(guard.check(0, [UNIFORM + 3.0 - 0.04 * i + noise[i]]) for i in range(60))
     guard.reset()
-    # as one draft gets better another may get worse
+    # while one draft improves another may get worse
     assert not any(guard.check(0, [UNIFORM + 2.5 - 0.1 * i, UNIFORM + 0.02 * i]) for i in range(30))
     guard.reset()
     stays = [guard.check(1, [UNIFORM + 1.0 + 0.01 * i]) for i in range(20)]

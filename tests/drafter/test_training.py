@@ -1,4 +1,4 @@
-"""Training: packed equals padded, ranks equal one process, resumed equals uninterrupted, and it learns."""
+"""Training: packed equals padded, several ranks equal one process, resumed equals uninterrupted, and it learns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKER = Path(__file__).parent / "workers" / "data_parallel.py"
 
 
 class PaddedContext:
-    """Attention over (B, L) padded positions with an explicit mask, in place of the packed one."""
+    """Attention over (B, L) padded positions with an explicit mask; replaces the packed context."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.shape = (batch, length)
@@ -57,7 +57,7 @@ class PaddedContext:
 
 
 def padded_loss(model: DraftModel, config: DrafterConfig, entries: list[Entry]) -> torch.Tensor:
-    """The mean loss per draft from padded tensors, one formula after another."""
+    """The mean loss per draft from padded tensors, computed formula by formula."""
     length = max(entry.length for entry in entries)
     tokens = torch.stack([F.pad(entry.token_ids.long(), (0, length - entry.length)) for entry in entries])
     hidden = torch.stack([F.pad(entry.hidden, (0, 0, 0, length - entry.length)) for entry in entries])
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name", "steps", "drafted"), CASES)
-def test_packed_gradients_are_the_padded_ones(
+def test_packed_gradients_equal_padded_gradients(
     kind: Kind, name: str, steps: int, drafted: int | None, target_folder: Path, target: PreTrainedModel
 ) -> None:
     loss = DrafterLossConfig.model_validate({"name": name, "reward_weighting": True})
@@ -118,7 +118,7 @@ def test_packed_gradients_are_the_padded_ones(
     model = scattered(drafter_from_target(target_folder, kind, seed=1, draft_vocab_size=drafted))
     if drafted is not None:
         model.choose_vocabulary(torch.arange(int(target.config.vocab_size)) % 7)
-    model.from_target = False  # its start is not to be scaled to the data
+    model.from_target = False  # skip the calibration of its start
     expected = padded_loss(model, config, entries)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -127,13 +127,13 @@ def test_packed_gradients_are_the_padded_ones(
     assert result.metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     scale = max(float(gradient.abs().max()) for gradient in gradients)
     for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
-        # SGD at rate 1: the step is the gradient, and what it adds is rounded to the parameter's bits
+        # SGD at rate 1: the step equals the gradient, rounded to the parameter's precision
         found = before[name] - parameter.detach()
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=max(2e-7, 8e-6 * scale), msg=name)
 
 
-def test_it_computes_in_the_dtype_that_is_asked_for(target_folder: Path, target: PreTrainedModel) -> None:
-    """On a CPU in float32 unless given; weights and their gradients are float32 either way."""
+def test_it_computes_in_the_configured_dtype(target_folder: Path, target: PreTrainedModel) -> None:
+    """On a CPU the default is float32; weights and gradients are float32 in any case."""
     entries = [random_entry(target, "eagle3", length, 2, length) for length in (9, 17)]
     losses = {}
     for dtype in (None, "float32", "bfloat16"):
@@ -180,13 +180,13 @@ def test_it_learns(kind: Kind, name: str, sharp_folder: Path, responses: torch.T
     assert (session.outcome, session.steps, trainer.version) == ("completed", 120, 121)
     assert session.metrics["loss"] < 0.8 * first
     assert after.chains == before.chains == sum(entry.num_drafted for entry in held_out)
-    # EAGLE's start repeats the target's last feature, which is a good guess here: this target often repeats its token
+    # EAGLE's start repeats the target's last feature, which is a good guess here: the target often repeats its token
     assert after.acceptance_length > (1.75 if kind == "eagle" else before.acceptance_length + 0.1)
     assert list(after.accepted_per_depth) == sorted(after.accepted_per_depth, reverse=True)
 
 
 @pytest.mark.distributed
-def test_two_ranks_of_unequal_shares_train_what_one_process_trains(target_folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_unequal_shares_equal_one_process(target_folder: Path, tmp_path: Path) -> None:
     from .workers.data_parallel import CONFIG, batches
 
     run_torchrun(WORKER, 2, [str(target_folder), str(tmp_path)])
@@ -236,7 +236,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(
 def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
     target_folder: Path, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """Saved after step 2 and killed after step 4, in which the data of step 2 expired; step 3 needs it again."""
+    """Saved after step 2 and killed after step 4, when the data of step 2 has expired; step 3 needs it again."""
     config, bounds = DrafterConfig(kind="eagle", lr=1e-2, unroll_steps=1), DrafterBufferConfig(max_age=1)
 
     def begin(folder: str) -> tuple[DrafterTrainer, DataBuffer]:
@@ -244,7 +244,7 @@ def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
         return DrafterTrainer(model, config, seed=5), DataBuffer(tmp_path / folder, bounds, seed=5)
 
     def train(trainer: DrafterTrainer, buffer: DataBuffer, steps: range) -> tuple[DrafterState, list[str]]:
-        """The checkpoint after step 2."""
+        """Train the steps; returns the checkpoint after step 2."""
         saved: list[tuple[DrafterState, list[str]]] = []
         for step in steps:
             for i in range(4):
@@ -268,7 +268,7 @@ def test_resumed_after_its_data_expired_is_uninterrupted_bit_for_bit(
         assert torch.equal(tensor, resumed.state.tensors()[name]), name
 
 
-def test_state_is_what_is_trained_and_no_more(target_folder: Path, target: PreTrainedModel) -> None:
+def test_the_state_holds_only_trained_tensors(target_folder: Path, target: PreTrainedModel) -> None:
     trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), DrafterConfig(kind="eagle"), seed=0)
     trainer.train_step([random_entry(target, "eagle", 12, 3, 1)])
     names = set(trainer.model.state_dict())
@@ -285,7 +285,7 @@ def poison(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("outcome", ["non_finite_loss", "non_finite_gradient", "non_finite_update"])
-def test_what_is_not_finite_stops_by_name_and_keeps_the_last_good_parameters(
+def test_non_finite_values_stop_training_and_keep_the_last_good_parameters(
     outcome: str, target_folder: Path, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     entries = [random_entry(target, "eagle", 12, 3, seed) for seed in range(2)]
@@ -293,7 +293,7 @@ def test_what_is_not_finite_stops_by_name_and_keeps_the_last_good_parameters(
     if outcome == "non_finite_update":
         config = config.model_copy(update={"lr": 3e38, "loss": DrafterLossConfig(distribution_weight=1e4)})
     trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), config, seed=0)
-    trainer.model.from_target = False  # its start is not to be scaled to the data
+    trainer.model.from_target = False  # skip the calibration of its start
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0)
     if outcome == "non_finite_loss":
         entries[1].hidden[5] = float("inf")
@@ -309,7 +309,7 @@ def test_what_is_not_finite_stops_by_name_and_keeps_the_last_good_parameters(
         trainer.train_step(entries)
 
 
-def test_sessions_end_by_name(target_folder: Path, target: PreTrainedModel, tmp_path: Path) -> None:
+def test_session_outcomes(target_folder: Path, target: PreTrainedModel, tmp_path: Path) -> None:
     trainer = DrafterTrainer(drafter_from_target(target_folder, "eagle", seed=1), DrafterConfig(kind="eagle"), seed=0)
     buffer = DataBuffer(tmp_path, DrafterBufferConfig(), seed=0)
     assert train_session(trainer, buffer, 0, 2, 5).outcome == "no_tokens"
@@ -317,10 +317,10 @@ def test_sessions_end_by_name(target_folder: Path, target: PreTrainedModel, tmp_
     assert train_session(trainer, buffer, 0, 2, 5, should_stop=lambda: True).outcome == "stopped"
     session = train_session(trainer, buffer, 0, 2, 2)
     assert (session.outcome, session.steps, trainer.version) == ("completed", 2, 2)
-    assert len(buffer) == 1  # a session leaves the data where it is
+    assert len(buffer) == 1  # a session does not consume data
 
 
-def test_what_does_not_fit_is_refused_by_name(target_folder: Path, target: PreTrainedModel) -> None:
+def test_options_and_entries_that_do_not_fit_are_refused(target_folder: Path, target: PreTrainedModel) -> None:
     eagle = drafter_from_target(target_folder, "eagle", seed=1)
     with pytest.raises(ConfigError, match=r"drafter.kind is eagle3; the drafter that was given is eagle"):
         DrafterTrainer(eagle, DrafterConfig(kind="eagle3"), seed=0)

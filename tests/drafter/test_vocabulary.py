@@ -1,4 +1,4 @@
-"""Drafters that can draft some of the vocabulary only: which tokens, what they learn, and where the choice is kept."""
+"""Drafters with a draft vocabulary: its choice, training, and where the choice is stored."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def data(sharp_folder: Path) -> list[Entry]:
 
 @pytest.fixture
 def trainer(sharp_folder: Path, data: list[Entry]) -> DrafterTrainer:
-    """After one step."""
+    """A trainer after one step."""
     found = DrafterTrainer(drafter(sharp_folder), CONFIG, seed=1)
     assert found.train_step(data).outcome == "trained"
     return found
 
 
 def likeliest(target: PreTrainedModel, data: list[Entry]) -> torch.Tensor:
-    """Of the target on all of the data, where the trainer looks at a part of it."""
+    """The target's likeliest tokens on all of the data; the trainer uses a part of it."""
     total = torch.zeros(VOCAB)
     for entry in data:
         probabilities = target(entry.token_ids[None].long()).logits[0].softmax(-1)
@@ -54,7 +54,7 @@ def likeliest(target: PreTrainedModel, data: list[Entry]) -> torch.Tensor:
     return total.topk(DRAFTED).indices
 
 
-def test_the_first_step_chooses_what_the_target_says(
+def test_the_first_step_chooses_the_targets_likeliest_tokens(
     trainer: DrafterTrainer, sharp_folder: Path, data: list[Entry]
 ) -> None:
     ids = trainer.model.draft_ids_D
@@ -77,7 +77,7 @@ def test_the_choice_does_not_depend_on_how_sequences_are_packed(sharp_folder: Pa
     assert all(ids is not None and ids.equal(chosen[0]) for ids in chosen)
 
 
-def test_one_that_was_never_trained_is_refused(sharp_folder: Path, tmp_path: Path) -> None:
+def test_an_untrained_drafter_is_refused(sharp_folder: Path, tmp_path: Path) -> None:
     save_drafter(drafter(sharp_folder), tmp_path)
     with pytest.raises(ConfigError, match="was never trained"):
         first_drafter(DrafterConfig(kind="eagle3", path=tmp_path), sharp_folder, seed=1)
@@ -85,7 +85,7 @@ def test_one_that_was_never_trained_is_refused(sharp_folder: Path, tmp_path: Pat
         load_without_target(tmp_path)
 
 
-def test_its_rows_start_as_the_targets(sharp_folder: Path, data: list[Entry]) -> None:
+def test_lm_head_rows_start_as_the_targets(sharp_folder: Path, data: list[Entry]) -> None:
     trainer = DrafterTrainer(drafter(sharp_folder), CONFIG.model_copy(update={"lr": 1e-30}), seed=1)
     trainer.train_step(data)
     ids = trainer.model.draft_ids_D
@@ -107,9 +107,7 @@ def test_it_learns_and_never_drafts_another_token(trainer: DrafterTrainer, data:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_a_loss_is_that_over_the_tokens_that_can_be_drafted(
-    name: str, trainer: DrafterTrainer, data: list[Entry]
-) -> None:
+def test_the_loss_covers_the_draft_vocabulary(name: str, trainer: DrafterTrainer, data: list[Entry]) -> None:
     model, entry = trainer.model, data[0]
     ids = model.draft_ids_D
     assert ids is not None

@@ -1,4 +1,4 @@
-"""The offline warm-up: acceptance rises, a killed one ends with the bits of another, bad input is named."""
+"""The offline warm-up: acceptance rises, a killed run resumes bit for bit, bad input is named."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_states_are_the_target_s(kind: Kind, sharp_folder: Path) -> None:
+def test_states_equal_the_targets(kind: Kind, sharp_folder: Path) -> None:
     tokens = torch.arange(20, dtype=torch.int32)
     states = TargetStates(sharp_folder, (1, 2, 3) if kind == "eagle3" else (), CPU)(tokens)
     target = load_target(sharp_folder)
@@ -79,7 +79,7 @@ def test_states_are_the_target_s(kind: Kind, sharp_folder: Path) -> None:
     torch.testing.assert_close(target.lm_head(states[:, -64:].float()), logits, rtol=2e-2, atol=5e-2)
 
 
-def test_the_last_tap_is_the_stream_before_the_norm(sharp_folder: Path) -> None:
+def test_the_last_auxiliary_layer_is_the_stream_before_the_norm(sharp_folder: Path) -> None:
     tokens = torch.arange(20, dtype=torch.int32)
     aux_states = TargetStates(sharp_folder, (1, 2, 4), CPU)(tokens)[:, -128:-64]
     model = load_target(sharp_folder)
@@ -89,7 +89,7 @@ def test_the_last_tap_is_the_stream_before_the_norm(sharp_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_acceptance_rises_and_the_folder_is_the_drafter(
+def test_acceptance_rises_and_the_folder_holds_the_drafter(
     kind: Kind, sharp_folder: Path, pairs: list[Pair], tmp_path: Path
 ) -> None:
     plan = WarmupPlan(steps=60, entries_per_step=16, save_every=25, evaluate_every=20)
@@ -101,7 +101,7 @@ def test_acceptance_rises_and_the_folder_is_the_drafter(
     losses = [row["loss_per_depth"] for row in report.history]
     assert losses[0] == [] and all(len(found) == config_of(kind).steps for found in losses[1:])
     assert max(map(max, losses[1:])) < math.log(VOCAB)
-    # EAGLE's start is good at this target, which often repeats its token
+    # EAGLE's start is good for this target, which often repeats its token
     assert lengths[-1] > (1.9 if kind == "eagle" else lengths[0] + 0.1), lengths
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["history"] == report.history and f"{lengths[-1]:.3f} after 60 steps" in written["line"]
@@ -114,7 +114,7 @@ def test_acceptance_rises_and_the_folder_is_the_drafter(
         assert torch.equal(tensor, load_without_target(tmp_path / "training").state_dict()[name]), name
 
 
-def same_end(one: Path, other: Path) -> None:
+def assert_same_result(one: Path, other: Path) -> None:
     for file in ("drafter/model.safetensors", "training/training.safetensors"):
         a, b = load_file(one / file), load_file(other / file)
         assert a.keys() == b.keys()
@@ -123,7 +123,7 @@ def same_end(one: Path, other: Path) -> None:
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
 
 
-def test_stopped_anywhere_it_ends_as_if_it_never_was(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
+def test_a_stopped_warm_up_resumes_bit_for_bit(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
     whole = run(sharp_folder, pairs, tmp_path / "whole")
     stops, report, starts = iter([3, 60, 5, 1, 11, 4]), None, 0
     while report is None:
@@ -137,18 +137,18 @@ def test_stopped_anywhere_it_ends_as_if_it_never_was(sharp_folder: Path, pairs: 
         report = run(sharp_folder, pairs, tmp_path / "stopped", should_stop=should_stop)
         starts += 1
     assert starts >= 6 and report == whole
-    same_end(tmp_path / "whole", tmp_path / "stopped")
+    assert_same_result(tmp_path / "whole", tmp_path / "stopped")
 
 
 class Killed(BaseException):
-    """Nothing runs after it."""
+    """Simulates a kill: no handler catches it."""
 
 
 @pytest.mark.parametrize("at", ["training.safetensors", "manifest.json"])
-def test_killed_while_it_replaces_its_checkpoint_it_goes_on(
+def test_a_kill_while_replacing_the_checkpoint_can_be_resumed(
     at: str, sharp_folder: Path, pairs: list[Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are verified all the same: other ones are refused, its own go on."""
+    """The weights are still verified: foreign weights are refused, its own continue."""
     plan = WarmupPlan(**{**vars(PLAN), "steps": 6, "save_every": 2})
     whole = run(sharp_folder, pairs, tmp_path / "whole", plan=plan)
     checkpoint, replace, times = tmp_path / "killed" / "training", os.replace, 0
@@ -170,15 +170,15 @@ def test_killed_while_it_replaces_its_checkpoint_it_goes_on(
         run(sharp_folder, pairs, tmp_path / "killed", plan=plan)
     file.write_bytes(content)
     assert run(sharp_folder, pairs, tmp_path / "killed", plan=plan) == whole
-    same_end(tmp_path / "whole", tmp_path / "killed")
+    assert_same_result(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_more_steps_go_on(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
+def test_more_steps_continue_a_finished_warm_up(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
     run(sharp_folder, pairs, tmp_path / "whole")
     for steps in (16, 30):
         plan = WarmupPlan(**{**vars(PLAN), "steps": steps})
         assert run(sharp_folder, pairs, tmp_path / "longer", plan=plan) is not None
-    same_end(tmp_path / "whole", tmp_path / "longer")
+    assert_same_result(tmp_path / "whole", tmp_path / "longer")
     with pytest.raises(ConfigError, match=r"steps is 16; .* has already completed step 30"):
         run(sharp_folder, pairs, tmp_path / "longer", plan=WarmupPlan(**{**vars(PLAN), "steps": 16}))
 
@@ -189,7 +189,7 @@ def command(sharp: Path, data: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_the_killed_tool_goes_on(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
+def test_a_killed_tool_resumes(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     write_pairs(data, pairs)
     done = subprocess.run(command(sharp_folder, data, tmp_path / "whole"), capture_output=True, text=True, timeout=300)
@@ -208,7 +208,7 @@ def test_the_killed_tool_goes_on(sharp_folder: Path, pairs: list[Pair], tmp_path
     assert not (out / "drafter").exists()
     last = subprocess.run(command(sharp_folder, data, out), capture_output=True, text=True, timeout=300)
     assert last.returncode == 0 and "continues after step" in last.stdout, last.stderr
-    same_end(tmp_path / "whole", out)
+    assert_same_result(tmp_path / "whole", out)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,7 @@ def test_the_tool_names_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
-def test_a_rate_that_ruins_the_head_ends_the_warm_up_with_the_reason(
-    sharp_folder: Path, pairs: list[Pair], tmp_path: Path
-) -> None:
+def test_a_diverging_warm_up_ends_with_the_reason(sharp_folder: Path, pairs: list[Pair], tmp_path: Path) -> None:
     model = drafter_from_target(sharp_folder, "eagle", seed=1)
     states = TargetStates(sharp_folder, (), CPU)
     config = DrafterConfig(kind="eagle", lr=0.3)
@@ -300,7 +298,7 @@ def test_a_rate_that_ruins_the_head_ends_the_warm_up_with_the_reason(
     assert not (tmp_path / "drafter").exists()
 
 
-def test_the_tool_takes_the_config_whose_head_it_is_to_make(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_tool_reads_a_run_config(tool: ModuleType, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
         "rollout: {max_response_tokens: 64, max_prompt_tokens: 64}\nactor: {transformer_impl: local}\n"

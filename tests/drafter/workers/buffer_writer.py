@@ -1,4 +1,4 @@
-"""Adds entries to a buffer without end and prints each key once it is acknowledged, until it is killed."""
+"""Adds entries to a buffer until killed, and prints each key once it is acknowledged."""
 
 from __future__ import annotations
 

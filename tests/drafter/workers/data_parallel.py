@@ -1,4 +1,4 @@
-"""Two ranks train one drafter on unequal shares; each writes what it ended with, rank<r>.safetensors and .json."""
+"""Two ranks train one drafter on unequal shares; each writes its result to rank<r>.safetensors and .json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = DrafterConfig(
 
 
 def batches(target_folder: Path) -> list[list[Entry]]:
-    """One batch for each of three steps, of unequal sequences."""
+    """Batches for three steps, of unequal sequences."""
     target = load_target(target_folder)
     return [
         [random_entry(target, "eagle", 8 + 5 * i, 2 + i, seed=10 * step + i) for i in range(5)] for step in range(3)
@@ -35,7 +35,7 @@ def batches(target_folder: Path) -> list[list[Entry]]:
 
 
 def share(batch: list[Entry], rank: int, step: int) -> list[Entry]:
-    """Rank 0 has one entry, then three, then all of them."""
+    """Rank 0's share: one entry in the first step, three in the second, all in the third."""
     cut = (1, 3, 5)[step]
     return batch[:cut] if rank == 0 else batch[cut:]
 
@@ -43,7 +43,7 @@ def share(batch: list[Entry], rank: int, step: int) -> list[Entry]:
 def main(target: str, out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=90))
     rank, folder = dist.get_rank(), Path(target)
-    # Rank 1 was not there before: its drafter is another one, and has no optimizer state.
+    # rank 1 joins late: its drafter differs and has no optimizer state
     trainer = DrafterTrainer(drafter_from_target(folder, "eagle", seed=rank), CONFIG, 0)
     group = WholeGroup()
     trainer.synchronize(0, group)

@@ -1,4 +1,4 @@
-"""Greedy responses of real vLLM, without speculation and with a drafter folder, and every draft that it proposes."""
+"""Greedy responses of vLLM, without speculation and with a drafter folder, and all proposed drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(target: str, speculative: dict[str, Any] | None) -> Any:
 
 
 def record_drafts(engine: Any) -> list[dict[str, Any]]:
-    """Records (position of the last token the target has seen, the token behind it, the drafts) of every proposal."""
+    """Record every proposal: the position of the target's last token, the token after it, the drafts."""
     proposer = vllm_setup.model_runner_of(engine).drafter
     upstream = proposer.propose
     records: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ def record_drafts(engine: Any) -> list[dict[str, Any]]:
 
 
 def generate(engine: Any, prompts: list[list[int]], records: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """One prompt after another, so that a record belongs to one response."""
+    """Generate one prompt at a time, so that a record belongs to one response."""
     from vllm import SamplingParams
 
     rows = []
@@ -68,7 +68,7 @@ def main(target: str, folder: str, method: str, prompts: str, out: str) -> None:
     vllm_setup.prepare_environment()
     apply_all_patches()
     vllm_setup.ensure_process_group()
-    plain = build(target, None)  # kept: an engine that goes takes the process group with it
+    plain = build(target, None)  # keep a reference: destroying the engine destroys the process group
     found = {"plain": generate(plain, json.loads(prompts), None)}
     engine = build(target, {"method": method, "model": folder, "num_speculative_tokens": 2})
     found["drafted"] = generate(engine, json.loads(prompts), record_drafts(engine))
