@@ -1,4 +1,4 @@
-"""Counting by hand."""
+"""A reference implementation that counts occurrences directly."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ END = MAX_TOKEN + 1
 
 @dataclass
 class Reference:
-    """All sequences as lists; ``growing`` ones have no end yet."""
+    """All sequences as lists; ``growing`` ones have not ended."""
 
     max_depth: int
     sequences: dict[int, tuple[list[int], float]] = field(default_factory=dict)
     growing: set[int] = field(default_factory=set)
 
     def count(self, string: Sequence[int]) -> float:
-        """Weight of all occurrences; an ended sequence has END behind it."""
+        """Weight of all occurrences; an ended sequence is followed by END."""
         string = list(string)
         weight = 0.0
         for handle, (tokens, each) in self.sequences.items():
@@ -28,7 +28,7 @@ class Reference:
         return weight
 
     def continuations(self, string: Sequence[int]) -> dict[int, float]:
-        """Weight of each token that is known to follow."""
+        """Weight of each known following token."""
         tokens = {token for sequence, _ in self.sequences.values() for token in sequence} | {END}
         counts = {token: self.count([*string, token]) for token in tokens}
         return {token: count for token, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Whole requests and rollouts for tests of the suffix drafter."""
+"""Complete requests and rollouts for tests of the suffix drafter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_tlt.speculation.token_drafter import FinishedResponse, Proposal, T
 MIN_BYTES = 1 << 20
 EAGER = SpeculationRule(factor=1.0, offset=8.0, min_probability=0.0)
 EAGER_KEYS = asdict(EAGER)
-"""As keys of the suffix drafter's section."""
+"""As the config keys of the suffix drafter."""
 
 
 def say(drafter: TokenDrafter, name: str, problem: str, response: list[int], prompt: tuple[int, ...] = (1, 2)) -> None:
-    """A whole request, token by token."""
+    """Run a complete request, token by token."""
     drafter.start(name, problem, prompt)
     for token in response:
         drafter.extend(name, [token])
@@ -24,14 +24,14 @@ def say(drafter: TokenDrafter, name: str, problem: str, response: list[int], pro
 
 
 def visit(drafter: TokenDrafter, *responses: tuple[str, list[int]], prompt: tuple[int, ...] = (1, 2)) -> None:
-    """A whole rollout of (problem, response)."""
+    """Run a complete rollout of (problem, response)."""
     for name, (problem, response) in enumerate(responses):
         say(drafter, str(name), problem, response, prompt)
     drafter.end_rollout([FinishedResponse(problem, prompt, response) for problem, response in responses])
 
 
 def draft(drafter: TokenDrafter, problem: str, begin: list[int], max_tokens: int = 8) -> Proposal:
-    """What a request that has said ``begin`` would be offered; its response is kept until the rollout ends."""
+    """The proposal for a request that has generated ``begin``; its response is kept until the rollout ends."""
     drafter.start("probe", problem, [1, 2])
     drafter.extend("probe", begin)
     proposal = drafter.propose("probe", max_tokens)
@@ -40,7 +40,7 @@ def draft(drafter: TokenDrafter, problem: str, begin: list[int], max_tokens: int
 
 
 def held_bytes(drafter: SuffixDrafter) -> int:
-    """Counted anew, structure by structure."""
+    """Recount the memory, structure by structure."""
     own = sum(request.own.nbytes for request in drafter._requests.values() if request.own is not None)
     stored = sum(response.nbytes for response in drafter._store) + len(drafter._store) * PROBLEM_BYTES
     return own + stored + sum(tree.nbytes for tree in drafter._trees.values())

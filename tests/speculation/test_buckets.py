@@ -18,7 +18,7 @@ bounds = st.none() | st.lists(st.integers(1, 64), min_size=1, max_size=8, unique
 
 @settings(deadline=None)
 @given(strategies, st.integers(1, 64), bounds, st.none() | st.integers(0, 3))
-def test_every_bucket_has_off_and_what_needs_no_model(
+def test_every_bucket_has_off_and_a_model_free_arm(
     found: list[Strategy], max_batch: int, upper: list[int] | None, neighbours: int | None
 ) -> None:
     buckets = map_buckets(found, min(max_batch, (upper or [64])[-1]), upper, neighbours)
@@ -72,7 +72,7 @@ def test_no_arm_is_over_the_budget(found: list[Strategy], batch: int, budget: in
 
 
 @pytest.mark.parametrize("wrong", [[], [0, 4], [4, 4], [8, 2]])
-def test_bounds_that_are_none_are_refused(wrong: list[int]) -> None:
+def test_invalid_bounds_are_refused(wrong: list[int]) -> None:
     with pytest.raises(ValueError, match="bounds of the buckets"):
         map_buckets([OFF, Strategy("ngram", 3)], 32, wrong)
     with pytest.raises(ValueError, match="no strategies"):

@@ -1,4 +1,4 @@
-"""Budgets in closed form against optimisers that know nothing of it, and the fits against what made their data."""
+"""Closed-form budgets against numerical optimisers, and the fits against the parameters of their data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COSTS = st.builds(StepCosts, st.just(1.0), st.floats(1e-4, 1.0))
 
 
 def needed(passes: float, length: float, curve: AcceptanceCurve) -> float:
-    """The least budget with which a response is finished in so many passes, by inverting A(p) with a bisection."""
+    """The least budget that finishes a response in ``passes`` passes, by inverting A(p) with a bisection."""
     if length <= passes:
         return 0.0
     if length - curve.k * length >= passes:
@@ -47,7 +47,9 @@ def cost(passes: float, requests: Sequence[tuple[float, AcceptanceCurve]], costs
 
 @settings(max_examples=40, deadline=None)
 @given(REQUESTS, COSTS)
-def test_no_other_number_of_passes_costs_less(requests: list[tuple[float, AcceptanceCurve]], costs: StepCosts) -> None:
+def test_the_optimal_number_of_passes_has_the_least_cost(
+    requests: list[tuple[float, AcceptanceCurve]], costs: StepCosts
+) -> None:
     lengths, curves = [length for length, _ in requests], [curve for _, curve in requests]
     optimum = optimal_budgets(lengths, curves, costs)
     found = costs.base * optimum.passes + costs.token * sum(optimum.tokens)
@@ -73,7 +75,7 @@ def test_the_optimum_is_stationary_or_at_a_length(
     optimum = optimal_budgets(lengths, [curve for _, curve in requests], costs)
     n = optimum.passes
     assume(all(abs(length / n - 1) > 1e-9 for length in lengths))  # at a length the derivative jumps
-    assume(all(curve.k - 1 + n / length > 1e-6 for length, curve in requests))  # what cancels there is not comparable
+    assume(all(curve.k - 1 + n / length > 1e-6 for length, curve in requests))  # avoid cancellation
     saved = sum(1 / (curve.alpha * (curve.k - 1 + n / length)) for length, curve in requests if length > n)
     assert costs.token * saved == pytest.approx(costs.base, rel=1e-5)
     for tokens, (length, curve) in zip(optimum.tokens, requests, strict=True):
@@ -81,7 +83,7 @@ def test_the_optimum_is_stationary_or_at_a_length(
         assert tokens == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_the_printed_form_is_the_case_of_k_1() -> None:
+def test_the_published_form_is_the_case_k_1() -> None:
     curve = AcceptanceCurve(0.8, 1.0)
     optimum = optimal_budgets([1000.0, 200.0], [curve, curve], StepCosts(1.0, 0.05))
     n = optimum.passes
@@ -108,11 +110,11 @@ def test_long_requests_draft_and_short_ones_do_not() -> None:
     assert optimum.per_round(7)[0] >= 3
 
 
-def test_no_requests_need_nothing() -> None:
+def test_no_requests_get_no_budget() -> None:
     assert optimal_budgets([], [], StepCosts(1.0, 1.0)).per_round(3) == []
 
 
-def test_tokens_that_cost_more_than_steps_buy_nothing() -> None:
+def test_tokens_that_cost_more_than_steps_get_no_budget() -> None:
     assert optimal_budgets([100.0], [AcceptanceCurve(0.5, 0.9)], StepCosts(1.0, 10.0)).tokens == (0.0,)
 
 
@@ -136,12 +138,12 @@ def test_bad_input_is_named(call: Callable[[], object]) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(1e-3, 0.1), st.floats(1e-6, 1e-3), st.integers(0, 10_000))
-def test_costs_come_back_through_noise_and_outliers(base: float, token: float, seed: int) -> None:
+def test_costs_are_recovered_from_noise_and_outliers(base: float, token: float, seed: int) -> None:
     rng = random.Random(seed)
     num_tokens = [rng.randint(1, 300) for _ in range(200)]
     seconds = [(base + token * n) * rng.gauss(1.0, 0.01) for n in num_tokens]
     for i in range(0, 200, 10):
-        seconds[i] += rng.uniform(1, 5) * (base + 150 * token)  # a slow step of the machine
+        seconds[i] += rng.uniform(1, 5) * (base + 150 * token)  # an outlier
     fitted = fit_step_costs(num_tokens, seconds)
     assert fitted is not None
     middle = base + 150 * token
@@ -149,7 +151,7 @@ def test_costs_come_back_through_noise_and_outliers(base: float, token: float, s
     assert fitted.base == pytest.approx(base, abs=0.03 * middle)
 
 
-def test_costs_that_cannot_be_told_apart_are_not_fitted() -> None:
+def test_costs_that_cannot_be_identified_are_not_fitted() -> None:
     assert fit_step_costs([4, 4, 4], [1.0, 1.1, 0.9]) is None
     assert fit_step_costs([], []) is None
     falling = fit_step_costs([1, 2, 3, 4], [0.4, 0.3, 0.2, 0.1])
@@ -158,14 +160,14 @@ def test_costs_that_cannot_be_told_apart_are_not_fitted() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.2, 1.5), st.floats(0.3, 1.0), st.integers(0, 10_000))
-def test_acceptance_comes_back_through_noise_and_outliers(alpha: float, k: float, seed: int) -> None:
+def test_acceptance_is_recovered_from_noise_and_outliers(alpha: float, k: float, seed: int) -> None:
     assume(alpha * k <= 1)
     curve, rng = AcceptanceCurve(alpha, k), random.Random(seed)
     lengths = [rng.randint(200, 4000) for _ in range(300)]
     drafted = [length * rng.uniform(0.05, 6.0) for length in lengths]
     accepted = [curve.accepted(p, n) * rng.gauss(1.0, 0.02) for n, p in zip(lengths, drafted, strict=True)]
     for i in range(0, 300, 15):
-        accepted[i] = 0.0  # one that drafts never helped
+        accepted[i] = 0.0  # a request whose drafts were never accepted
     fitted = fit_acceptance(lengths, drafted, accepted)
     assert fitted is not None
     for share in (0.2, 1.0, 4.0):
@@ -173,7 +175,7 @@ def test_acceptance_comes_back_through_noise_and_outliers(alpha: float, k: float
     assert fitted.alpha * fitted.k <= 1 + 1e-9
 
 
-def test_no_drafts_tell_nothing() -> None:
+def test_without_drafts_acceptance_is_not_fitted() -> None:
     assert fit_acceptance([], [], []) is None
     assert fit_acceptance([100, 0], [0, 7], [0, 0]) is None
     never = fit_acceptance([100, 200], [50, 300], [0, 0])

@@ -1,4 +1,4 @@
-"""Gate, hold and attribution around a tuner."""
+"""Gate, hold and attribution of steps around a tuner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGIES = [OFF, *ARMS, Strategy("eagle", 3)]
 
 
 class Alternating:
-    """Another choice each time; remembers what it is told."""
+    """A tuner that chooses another strategy each time and records its observations."""
 
     strategies = ARMS
 
@@ -47,7 +47,7 @@ class Alternating:
 
 
 def play(controller: SpeculationController, batches: list[int], seed: int = 0) -> list[Strategy]:
-    """The strategies that it gives, each step observed as an engine would see it."""
+    """The chosen strategies, with each step observed as in an engine."""
     rng, verified, given = random.Random(seed), OFF, []
     for batch in batches:
         drafted = controller.choose(batch)
@@ -62,7 +62,7 @@ def play(controller: SpeculationController, batches: list[int], seed: int = 0) -
     return given
 
 
-def test_a_choice_is_held_and_only_its_steady_steps_are_learnt_from() -> None:
+def test_a_choice_is_held_and_only_its_steady_steps_are_observed() -> None:
     tuner = Alternating()
     controller = SpeculationController(tuner, ElasticGate(8, patience=1), hold_steps=4)
     given = play(controller, [4] * 12)
@@ -71,7 +71,7 @@ def test_a_choice_is_held_and_only_its_steady_steps_are_learnt_from() -> None:
     assert controller.steps == {ARMS[1].name: 8, ARMS[0].name: 4}
 
 
-def test_above_the_gate_nothing_is_drafted_and_plain_steps_are_learnt_from() -> None:
+def test_above_the_gate_nothing_is_drafted_and_plain_steps_are_observed() -> None:
     tuner = Alternating()
     controller = SpeculationController(tuner, ElasticGate(8, patience=2, hysteresis=1), hold_steps=3)
     assert play(controller, [20, 8, 9, 8, 8, 8, 10, 8]) == [OFF] * 4 + [ARMS[1]] * 2 + [OFF] * 2
@@ -93,7 +93,7 @@ def test_steps_with_prompts_belong_to_no_strategy() -> None:
     assert not controller.observe(StepRecord(OFF, 4, 0.0, 4))
 
 
-def test_a_new_rollout_closes_the_gate_and_keeps_what_was_learnt() -> None:
+def test_a_new_rollout_closes_the_gate_and_keeps_the_tuner() -> None:
     controller = SpeculationController(build_tuner("beg_mab", STRATEGIES, max_batch=12), ElasticGate(8, patience=2))
     play(controller, [4] * 40)
     learnt = controller.tuner.state()
@@ -103,7 +103,7 @@ def test_a_new_rollout_closes_the_gate_and_keeps_what_was_learnt() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from(["beg_mab", "solver"]), st.integers(0, 99), st.lists(st.integers(1, 20), max_size=60), st.data())
-def test_ranks_that_are_told_alike_decide_alike_also_after_a_resume(
+def test_ranks_with_equal_inputs_decide_alike_also_after_a_resume(
     name: str, seed: int, batches: list[int], data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, len(batches)))
@@ -127,7 +127,7 @@ def test_a_hold_without_a_steady_step_is_refused() -> None:
         SpeculationController(Alternating(), hold_steps=1)
 
 
-def test_budgets_are_asked_for_with_each_choice_and_only_then() -> None:
+def test_budgets_are_computed_only_with_each_choice() -> None:
     class Asking(Alternating):
         def choose(self, batch: int, budgets: BudgetsOf | None = None) -> Strategy:
             assert budgets is not None

@@ -1,4 +1,4 @@
-"""Uniform numbers of seeds and positions."""
+"""Uniform numbers derived from seeds and positions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_neighbouring_seeds_and_positions_are_uniform_and_uncorrelated() -> None
     seeds, positions = (axis.ravel().astype(np.uint64) for axis in np.meshgrid(np.arange(300), np.arange(300)))
     grid = draft_uniforms(seeds, positions).reshape(300, 300)
     values = np.sort(grid.ravel())
-    distance = np.abs(values - (np.arange(len(values)) + 0.5) / len(values)).max()  # Kolmogorov and Smirnov's
-    assert distance < 1.95 / np.sqrt(len(values))  # 0.001
+    distance = np.abs(values - (np.arange(len(values)) + 0.5) / len(values)).max()  # Kolmogorov-Smirnov statistic
+    assert distance < 1.95 / np.sqrt(len(values))  # significance 0.001
     centred = grid - 0.5
     for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1]), (centred, centred.T)):
         pairs = (a * b)[a != b]

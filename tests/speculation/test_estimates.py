@@ -1,4 +1,4 @@
-"""What is learnt of step times and of acceptance."""
+"""Estimates of step times and of acceptance."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def true_seconds(strategy: Strategy, batch: int) -> float:
 
 
 def expected_length(rates: Sequence[float], budgets: Iterable[int]) -> float:
-    """Tokens per request where draft token j is accepted with ``rates[j]`` if those before it were."""
+    """Tokens per request if draft token j is accepted with ``rates[j]`` given that those before it were."""
     budgets = list(budgets)
     return 1 + sum(sum(math.prod(rates[: j + 1]) for j in range(budget)) for budget in budgets) / len(budgets)
 
 
 def draw(rng: random.Random, rates: Sequence[float], budgets: Iterable[int]) -> list[int]:
-    """Accepted tokens of each request."""
+    """Draw the accepted tokens of each request."""
     accepted = []
     for budget in budgets:
         accepted.append(next((j for j in range(budget) if rng.random() >= rates[j]), budget))
@@ -71,11 +71,11 @@ def test_with_budgets_of_one_no_request_gains_more_than_one_token() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.floats(0.02, 0.98), st.lists(st.integers(1, 7), min_size=1, max_size=24), st.data())
 def test_a_prediction_is_the_expectation_of_any_budgets(alpha: float, seen: list[int], data: st.DataObject) -> None:
-    """Independent acceptance; the budgets to predict for are others than those seen, as long as some were as large."""
+    """Independent acceptance; predicted budgets differ from the observed ones, which include some as large."""
     asked = data.draw(st.lists(st.integers(0, max(seen)), min_size=1, max_size=24))
     lengths, arm = AcceptanceLengths(half_life=1e6), Strategy("suffix", 7, by_length=True)
     at_least = BudgetMix.of(seen).at_least
-    scale = 10**9  # so many requests alike are accepted as often as expected, but for rounding
+    scale = 10**9  # with this many equal requests, acceptance equals its expectation except for rounding
     per_position = tuple(round(scale * count * alpha ** (j + 1)) for j, count in enumerate(at_least))
     step = StepRecord(
         arm,
@@ -98,10 +98,8 @@ def test_a_prediction_is_the_expectation_of_any_budgets(alpha: float, seen: list
     st.lists(st.integers(0, 5), min_size=1, max_size=12),
     st.integers(0, 99),
 )
-def test_a_prediction_is_what_simulation_gives(
-    rates: list[float], seen: list[int], asked: list[int], seed: int
-) -> None:
-    """Each position with a rate of its own; simulated steps have mixed budgets, one request always the largest."""
+def test_a_prediction_equals_simulation(rates: list[float], seen: list[int], asked: list[int], seed: int) -> None:
+    """Each position has its own rate; simulated steps have mixed budgets, one request always the largest."""
     lengths, arm, rng = AcceptanceLengths(half_life=1e6, drift=1e9), Strategy("eagle", 5, by_length=True), None
     rng = random.Random(seed)
     budgets = [*seen, 5]
@@ -114,7 +112,7 @@ def test_a_prediction_is_what_simulation_gives(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.booleans()), max_size=12), st.data())
 def test_no_prediction_is_more_than_all_drafts(steps: list[tuple[list[int], bool]], data: st.DataObject) -> None:
-    """Whatever was seen, also where the strategies' budgets differ from step to step."""
+    """For any observations, also if the strategies' budgets differ from step to step."""
     lengths = AcceptanceLengths()
     for budgets, by_length in steps:
         arm = Strategy("suffix", 6, by_length)
@@ -127,7 +125,7 @@ def test_no_prediction_is_more_than_all_drafts(steps: list[tuple[list[int], bool
     assert lengths.predict(Strategy("suffix", 6))[0] <= 7.0
 
 
-def test_few_strategies_say_what_the_others_take() -> None:
+def test_a_few_strategies_predict_the_step_times_of_the_others() -> None:
     times = StepTimes(STRATEGIES, 72)
     rng = random.Random(1)
     seen = [OFF, Strategy("ngram", 3), Strategy("eagle", 1), Strategy("eagle", 3)]
@@ -142,7 +140,7 @@ def test_few_strategies_say_what_the_others_take() -> None:
             assert (doubt < 0.2) == (strategy in seen)
 
 
-def test_a_strategy_that_is_its_own_kind_is_learnt() -> None:
+def test_a_strategy_with_its_own_step_time_is_learned() -> None:
     times, odd = StepTimes(STRATEGIES, 72), Strategy("eagle", 5)
     for _ in range(20):
         for strategy in STRATEGIES:
@@ -152,7 +150,7 @@ def test_a_strategy_that_is_its_own_kind_is_learnt() -> None:
         assert times.predict(strategy, 4)[0] == pytest.approx(factor * true_seconds(strategy, 4), rel=0.1)
 
 
-def test_a_slow_spell_is_not_put_down_to_the_strategy_tried_in_it() -> None:
+def test_a_slowdown_is_not_attributed_to_the_strategy_tried_in_it() -> None:
     times, tried = StepTimes(STRATEGIES, 72), Strategy("ngram", 3)
     for _ in range(40):
         times.observe(OFF, 4, true_seconds(OFF, 4))
@@ -164,7 +162,7 @@ def test_a_slow_spell_is_not_put_down_to_the_strategy_tried_in_it() -> None:
     assert times.predict(OFF, 4)[0] == pytest.approx(true_seconds(OFF, 4), rel=0.05)
 
 
-def test_a_strategy_that_stays_slower_is_believed_in_the_end() -> None:
+def test_a_strategy_that_stays_slower_is_learned_eventually() -> None:
     times = StepTimes(STRATEGIES, 72)
     for factor in (1.0, 2.0):
         for _ in range(600):
@@ -182,7 +180,7 @@ def test_batches_above_the_largest_are_not_kept_and_large_ones_share_cells() -> 
 
 
 @pytest.mark.parametrize(("before", "after"), [(64, 16), (64, 520), (520, 72)])
-def test_step_times_of_another_range_can_be_taken_over(before: int, after: int) -> None:
+def test_step_times_of_another_range_can_be_loaded(before: int, after: int) -> None:
     times, other = StepTimes(STRATEGIES, max_batch=before), StepTimes(STRATEGIES, max_batch=after)
     for batch in range(1, before + 1):
         times.observe(OFF, batch, 0.01 + 0.0001 * batch)
@@ -192,8 +190,8 @@ def test_step_times_of_another_range_can_be_taken_over(before: int, after: int) 
     other.observe(OFF, after, 0.01 + 0.0001 * after)
 
 
-def test_step_times_that_an_earlier_release_wrote_can_be_taken_over() -> None:
-    """Up to batch 64, a cell for each batch, without draft budgets."""
+def test_step_times_of_an_earlier_release_can_be_loaded() -> None:
+    """Batches up to 64, one cell per batch, without draft budgets."""
     cells = [
         [strategy.name, batch, [true_seconds(strategy, batch)] * 6] for strategy in STRATEGIES for batch in range(1, 65)
     ]
@@ -219,7 +217,7 @@ def test_a_step_with_fewer_drafts_takes_less() -> None:
     assert few < 0.8 * many and times.predict(arm, 32)[0] == many
 
 
-def test_one_strategy_says_what_its_drafter_does() -> None:
+def test_one_strategy_predicts_the_others_of_its_drafter() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for _ in range(100):
         lengths.observe(chain(rng, 0.7, Strategy("eagle", 3), 8))
@@ -229,8 +227,8 @@ def test_one_strategy_says_what_its_drafter_does() -> None:
     assert lengths.predict(OFF) == (1.0, 0.0)
 
 
-def test_a_bounded_strategy_is_priced_by_its_drafter_and_learnt_apart() -> None:
-    """It may make half of the drafts until its own steps say otherwise; it is no bargain to begin with."""
+def test_a_bounded_strategy_starts_from_its_drafter_and_is_learned_separately() -> None:
+    """It may make half of the drafts until its own steps show otherwise; it does not start as a bargain."""
     head, sure = Strategy("eagle", 5), Strategy("eagle", 5, least_percent=50)
     times = StepTimes([OFF, head, sure], max_batch=64)
     for batch in (1, 8, 32):
@@ -251,7 +249,7 @@ def test_a_bounded_strategy_is_priced_by_its_drafter_and_learnt_apart() -> None:
     assert lengths.predict(sure)[1] > 0.1, "a bound is its drafter's too"
 
 
-def test_drafts_that_are_seldom_found_are_not_short_chains() -> None:
+def test_rare_drafts_are_not_taken_for_short_chains() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for i in range(300):
         step = chain(rng, 0.9, Strategy("ngram", 3), 4)
@@ -261,7 +259,7 @@ def test_drafts_that_are_seldom_found_are_not_short_chains() -> None:
 
 
 @pytest.mark.parametrize("found", [1.0, 0.5])
-def test_requests_without_drafts_say_nothing_of_those_with_drafts(found: float) -> None:
+def test_requests_without_drafts_do_not_affect_acceptance(found: float) -> None:
     lengths, rng, arm = AcceptanceLengths(), random.Random(0), Strategy("suffix", 4, by_length=True)
     for batch in (64, 4):
         budgets = [4] * 4 + [0] * (batch - 4)
@@ -278,7 +276,7 @@ def test_requests_without_drafts_say_nothing_of_those_with_drafts(found: float) 
     assert lengths.predict(arm, BudgetMix.of([0] * 8)) == (1.0, 0.0)
 
 
-def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> None:
+def test_only_a_drafter_that_changes_is_detected_as_drift() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(3)
     strategy, other = Strategy("eagle", 5), Strategy("eagle", 3)
     for _ in range(50):
@@ -294,7 +292,7 @@ def test_a_drafter_that_changes_is_noticed_and_one_that_does_not_is_not() -> Non
     assert lengths.predict(other)[0] < 1.9, "its other strategies are not believed any more either"
 
 
-def test_of_a_new_version_little_is_known_and_no_drift_is_told() -> None:
+def test_a_new_version_is_uncertain_and_no_drift() -> None:
     lengths, arm = AcceptanceLengths(), Strategy("eagle", 3)
     for _ in range(200):
         lengths.observe(StepRecord(arm, 4, 0.01, 10, 12, (3, 2, 1)))
@@ -309,7 +307,7 @@ def test_of_a_new_version_little_is_known_and_no_drift_is_told() -> None:
     assert lengths.predict(arm)[1] < unsure
 
 
-def test_what_was_not_used_for_long_becomes_uncertain() -> None:
+def test_unused_strategies_become_uncertain() -> None:
     lengths, rng = AcceptanceLengths(), random.Random(0)
     for _ in range(100):
         lengths.observe(chain(rng, 0.6, Strategy("ngram", 3), 4))
@@ -321,7 +319,7 @@ def test_what_was_not_used_for_long_becomes_uncertain() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.integers(0, 120))
-def test_states_go_on_as_if_nothing_had_happened(seed: int, cut: int) -> None:
+def test_loaded_states_continue_identically(seed: int, cut: int) -> None:
     rng = random.Random(seed)
     steps = []
     for _ in range(160):
@@ -346,12 +344,12 @@ def test_states_go_on_as_if_nothing_had_happened(seed: int, cut: int) -> None:
 
 @settings(deadline=None)
 @given(st.floats(0.02, 0.98), st.integers(1, 12))
-def test_a_chains_rate_comes_back(alpha: float, num_tokens: int) -> None:
+def test_a_chains_rate_is_recovered(alpha: float, num_tokens: int) -> None:
     assert implied_rate(chain_length(alpha, num_tokens) - 1, num_tokens) == pytest.approx(alpha, abs=1e-3)
 
 
-def test_acceptance_that_an_earlier_release_wrote_can_be_taken_over() -> None:
-    """Sums by strategy; those by length were in units of full budgets, which were none."""
+def test_acceptance_of_an_earlier_release_can_be_loaded() -> None:
+    """Sums by strategy; those by length are in units of full budgets, since there were no budgets."""
 
     def sums(samples: float, drafted: float, accepted: float) -> dict[str, float]:
         return {"samples": samples, "drafted": drafted, "accepted": accepted}

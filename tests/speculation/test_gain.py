@@ -1,4 +1,4 @@
-"""The estimate of a rollout's time without speculation, and how steps without drafts come to be measured."""
+"""The estimate of a rollout's time without speculation, and the probing of steps without drafts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drafted_s(batch: int) -> float:
 
 
 class Engine:
-    """Decodes requests of fixed lengths in virtual time; ``choose`` says what drafts from each step on."""
+    """Decodes requests of fixed lengths in virtual time; ``choose`` returns the strategy of each step."""
 
     def __init__(self, slots: int, seed: int = 0, noise: float = 0.0, gain: int = 2) -> None:
         self.slots, self.noise, self.gain = slots, noise, gain
@@ -45,7 +45,7 @@ class Engine:
         meter: GainMeter,
         measured: Callable[[int], None] = lambda batch: None,
     ) -> float:
-        """Seconds from the first step to the end of the last one; ``measured`` has the batches of plain steps."""
+        """Seconds from the first step to the end of the last; ``measured`` receives the batches of plain steps."""
         meter.begin_rollout()
         waiting, running = list(lengths), list[int]()
         now, first, verified, plain_in_a_row = 0.0, None, OFF, SETTLING
@@ -100,7 +100,7 @@ def always(batch: int) -> Strategy:
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 12))
 def test_batches_without_speculation_are_those_of_a_queue(lengths: list[int], slots: int) -> None:
-    """Against a simulation of one step at a time."""
+    """Against a simulation step by step."""
     expected, waiting, running = [], [length for length in lengths if length], list[int]()
     while waiting or running:
         while waiting and len(running) < slots:
@@ -114,20 +114,20 @@ def test_batches_without_speculation_are_those_of_a_queue(lengths: list[int], sl
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(2, 120), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 99))
-def test_without_noise_it_is_the_time_that_the_rollout_without_takes(lengths: list[int], slots: int, seed: int) -> None:
-    """Steps without drafts were measured in another rollout, of these lengths at this engine."""
+def test_without_noise_the_estimate_is_exact(lengths: list[int], slots: int, seed: int) -> None:
+    """Steps without drafts were measured in another rollout of these lengths on this engine."""
     meter = GainMeter()
     expected = Engine(slots, seed).rollout(lengths, never, meter)
     assert meter.end_rollout(lengths) == RolloutGain(pytest.approx(expected), pytest.approx(expected), 1.0)
     seconds = Engine(slots, seed).rollout(lengths, always, meter)
     found = meter.end_rollout(lengths)
     assert found.seconds == pytest.approx(seconds) and found.coverage == pytest.approx(1.0)
-    # the first step has nothing before it
+    # the first step has no time between steps before it
     assert found.plain_seconds == pytest.approx(expected + BETWEEN_S)
 
 
-def test_steps_that_suffer_from_drafts_before_them_do_not_count() -> None:
-    """As measured on a small model: the first steps without drafts are slower than those of a rollout without any."""
+def test_steps_slowed_by_earlier_drafts_do_not_count() -> None:
+    """As on a small model: the first steps without drafts are slower than in a rollout without any drafts."""
     lengths = list(range(20, 140, 10))
     expected = Engine(12).rollout(lengths, never, GainMeter()) + BETWEEN_S
     meter, engine = GainMeter(), Engine(12)
@@ -141,7 +141,7 @@ def test_steps_that_suffer_from_drafts_before_them_do_not_count() -> None:
 
 @pytest.mark.parametrize("slots", [16, 64])
 def test_with_noise_and_few_measured_steps_it_is_within_a_tenth(slots: int) -> None:
-    """As in a run: long-tailed lengths, one engine step of a hundred without drafts, no rollout without."""
+    """As in a run: long-tailed lengths, one of a hundred engine steps without drafts, no rollout without."""
     draw = random.Random(5)
     rollouts = [[min(300, int(12 * draw.paretovariate(1.0))) for _ in range(64)] for _ in range(30)]
     meter, probe = GainMeter(), PlainStepProbe()
@@ -159,11 +159,11 @@ def test_with_noise_and_few_measured_steps_it_is_within_a_tenth(slots: int) -> N
 
 
 @pytest.mark.parametrize("disturbed", [OFF, EAGLE])
-def test_what_disturbs_a_rollout_would_have_disturbed_it_without_speculation(disturbed: Strategy) -> None:
-    """A tenth of one strategy's steps take twenty times as long, as on a machine that others use too."""
+def test_disturbances_lengthen_both_estimates(disturbed: Strategy) -> None:
+    """A tenth of one strategy's steps take twenty times as long, as on a shared machine."""
     lengths = list(range(20, 140, 10))
     gains, seconds = [], []
-    for share in (0.0, 0.1):  # both draw the same numbers
+    for share in (0.0, 0.1):  # both use the same random numbers
         meter = GainMeter()
         for choose in (never, always):
             Engine(12).rollout(lengths, choose, meter)
@@ -175,13 +175,13 @@ def test_what_disturbs_a_rollout_would_have_disturbed_it_without_speculation(dis
     assert gains[1] == pytest.approx(gains[0], rel=0.05)
 
 
-def test_a_rollout_without_drafts_gained_nothing_whatever_the_noise() -> None:
+def test_a_rollout_without_drafts_has_gain_one_despite_noise() -> None:
     meter = GainMeter()
     Engine(8, noise=0.5).rollout([30] * 20, never, meter)
     assert meter.end_rollout([30] * 20).gain == 1.0
 
 
-def test_what_was_not_measured_is_unknown() -> None:
+def test_an_unmeasured_batch_is_unknown() -> None:
     meter = GainMeter()
     Engine(8).rollout([30] * 8, always, meter)
     found = meter.end_rollout([30] * 8)
@@ -196,7 +196,7 @@ def test_what_was_not_measured_is_unknown() -> None:
     assert GainMeter().end_rollout([]).gain is None
 
 
-def test_the_rollout_of_all_engines_ends_with_the_last_one_either_way() -> None:
+def test_the_slowest_engine_determines_both_times() -> None:
     engines = [RolloutGain(2.0, 3.0, 1.0), RolloutGain(1.0, 4.0, 0.95)]
     found = slowest(engines)
     assert found == RolloutGain(2.0, 4.0, 0.95) and found.gain == 2.0
@@ -234,7 +234,7 @@ def test_seconds_are_linear_between_measured_batches_and_outliers_are_left_out()
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 64), max_size=3000), st.sampled_from([0.01, 0.05]))
-def test_steps_are_given_up_for_measuring_only_within_the_share(batches: list[int], share: float) -> None:
+def test_probed_steps_stay_within_the_share(batches: list[int], share: float) -> None:
     probe, taken, run = PlainStepProbe(share), 0, 0
     for number, batch in enumerate(batches, 1):
         plain = probe.next(batch)
@@ -246,7 +246,7 @@ def test_steps_are_given_up_for_measuring_only_within_the_share(batches: list[in
     assert taken <= share * len(batches) + 1e-6 or run
 
 
-def test_the_batches_at_which_rollouts_spend_their_time_are_measured_first_and_rarely_once_known() -> None:
+def test_frequent_batches_are_probed_first_and_rarely_once_known() -> None:
     probe = PlainStepProbe()
     found: dict[int, int] = {}
     in_a_row = 0
@@ -265,7 +265,7 @@ def test_the_batches_at_which_rollouts_spend_their_time_are_measured_first_and_r
     assert sum(found.values()) < 0.003 * 200_000
 
 
-def test_a_resumed_probe_goes_on_alike() -> None:
+def test_a_resumed_probe_continues_identically() -> None:
     def play(probe: PlainStepProbe, seed: int) -> list[bool]:
         draw = random.Random(seed)
         taken = [probe.next(draw.randint(1, 32)) for _ in range(2000)]

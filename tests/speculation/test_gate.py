@@ -1,4 +1,4 @@
-"""When speculation is on: only after small batches in a row, and off with the first large one."""
+"""The gate opens only after consecutive small batches and closes at the first large one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_never_flaps(sizes: list[int], threshold: int, patience: int, hystere
 
 @settings(deadline=None)
 @given(batches, batches)
-def test_a_state_goes_on(before: list[int], after: list[int]) -> None:
+def test_a_loaded_state_continues(before: list[int], after: list[int]) -> None:
     gate, other = ElasticGate(16, 3, 2), ElasticGate(16, 3, 2)
     for size in before:
         gate.update(size)
@@ -50,7 +50,7 @@ def test_a_new_rollout_starts_closed() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"threshold": 0}, {"patience": 0}, {"hysteresis": -1}])
-def test_what_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))} is .*allowed"):
         ElasticGate(**wrong)
     with pytest.raises(ValueError, match="batch is -1"):

@@ -1,4 +1,4 @@
-"""Plans of CUDA graphs: every batch has its graph, none twice; and the memory model against what it was fitted on."""
+"""CUDA graph plans: every batch has exactly one graph; the memory model against its fitted data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES = st.lists(st.integers(1, 80), min_size=1, max_size=20)
 
 
 def captured(strategy: Strategy) -> Strategy:
-    """Whose graphs it runs: a pair its head's, whatever budgets and bounds."""
+    """The strategy whose graphs it runs: a pair uses its head's, for any budgets and bounds."""
     return Strategy(strategy.drafters[-1], strategy.num_tokens) if strategy != OFF else OFF
 
 
@@ -49,7 +49,7 @@ def buckets(draw: st.DrawFn) -> tuple[list[BatchBucket], int]:
 
 @settings(deadline=None)
 @given(buckets(), SIZES)
-def test_a_bucketed_plan_has_what_its_buckets_need_and_no_more(
+def test_a_bucketed_plan_has_exactly_the_graphs_of_its_buckets(
     made: tuple[list[BatchBucket], int], sizes: list[int]
 ) -> None:
     ordered, threshold = made
@@ -103,7 +103,7 @@ def test_naive_is_each_strategy_alone(strategies: list[Strategy], sizes: list[in
         assert naive.find(strategy, max(sizes)) is not None and naive.find(strategy, max(sizes) + 1) is None
 
 
-def test_strategies_that_verify_as_much_share_the_target() -> None:
+def test_strategies_with_equal_verification_share_target_graphs() -> None:
     same = (Strategy("eagle", 3), Strategy("eagle3", 3), Strategy("ngram", 3), Strategy("eagle", 3, by_length=True))
     same += (Strategy("suffix+eagle", 3), Strategy("eagle", 3, least_percent=50))
     plan = plan_bucketed([BatchBucket(1, 4, same)], 4, [1, 2, 4])
@@ -118,7 +118,7 @@ def test_buckets_go_by_tokens_to_verify() -> None:
     assert [b.strategies for b in found] == [(strategies[1], strategies[2]), (strategies[0],), (OFF,)]
 
 
-def test_the_memory_model_takes_what_it_was_fitted_on_and_predicts_the_third_figure() -> None:
+def test_the_memory_model_fits_its_data_and_predicts_the_third_figure() -> None:
     published = load_published()
     fitted = fit_memory({k: published.plans[k] for k in published.fitted_on}, published.gigabytes, published.model)
     assert (round(fitted.bytes_per_layer), round(fitted.bytes_per_runner)) == (

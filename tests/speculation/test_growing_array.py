@@ -16,7 +16,7 @@ LENGTH = MAPPED_FROM // 4  # of int32, in a mapping of its own
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.dtype([("a", "f8"), ("b", "i4")])])
-def test_what_was_written_stays_and_the_rest_is_zero(dtype: np.dtype) -> None:
+def test_written_values_stay_and_the_rest_is_zero(dtype: np.dtype) -> None:
     growing, written, before = GrowingArray(3, dtype), 0, b""
     rng = np.random.default_rng(0)
     for length in (3, 50, MAPPED_FROM // 16, MAPPED_FROM, MAPPED_FROM + 1, 9 * MAPPED_FROM):
@@ -30,7 +30,7 @@ def test_what_was_written_stays_and_the_rest_is_zero(dtype: np.dtype) -> None:
         written = length
 
 
-def test_memory_goes_back_to_the_system() -> None:
+def test_memory_is_returned_to_the_system() -> None:
     process = psutil.Process()
     begin = process.memory_info().rss
     arrays = [GrowingArray(1 << 18, np.int32) for _ in range(64)]
@@ -42,8 +42,8 @@ def test_memory_goes_back_to_the_system() -> None:
     assert process.memory_info().rss - begin < 40 << 20, "half of it is gone, though the rest lies between"
 
 
-def test_it_grows_though_somebody_else_looks_at_it() -> None:
-    """As an exception's frames may do; a tree whose arrays were gone never ended growing."""
+def test_it_grows_while_a_view_exists() -> None:
+    """An exception's frames may hold such a view; growing must not loop forever."""
     array = GrowingArray(LENGTH, np.int32)
     array.array[:] = 7
     kept = array.array
@@ -54,7 +54,7 @@ def test_it_grows_though_somebody_else_looks_at_it() -> None:
     assert (kept == 7).all()
 
 
-def test_memory_that_is_refused_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_leaves_it_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(mmap.mmap):
         def resize(self, _: int) -> Any:
             raise OSError("no memory")

@@ -52,7 +52,7 @@ def test_classes_follow_each_problems_history() -> None:
     assert policy.budgets("c", 0) == {"c": 0}
 
 
-def test_a_response_that_grows_changes_its_class() -> None:
+def test_a_growing_response_changes_its_class() -> None:
     policy = trained()
     policy.start("a", "problem 0")
     for num_tokens, expected in ((0, SHORT), (99, SHORT), (100, MEDIUM), (199, MEDIUM), (200, LONG), (5000, LONG)):
@@ -60,8 +60,8 @@ def test_a_response_that_grows_changes_its_class() -> None:
         assert policy.current_class("a") == expected, num_tokens
 
 
-def test_the_initial_class_counts_beside_the_length() -> None:
-    """Of those past 100 tokens, ones that began as short mostly end medium, ones that began as long end long."""
+def test_the_initial_class_counts_in_addition_to_the_length() -> None:
+    """Past 100 tokens, responses that began as short mostly end medium; those that began as long end long."""
     history = LengthHistory()
     for _ in range(20):
         for length, initial in ((50, SHORT), (60, SHORT), (70, MEDIUM), (150, SHORT), (160, SHORT), (900, LONG)):
@@ -84,7 +84,7 @@ def test_without_history_all_are_medium() -> None:
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 400)), min_size=1, max_size=8),
     st.integers(0, 9),
 )
-def test_budgets_are_bounded_whatever_was_seen(
+def test_budgets_are_bounded_for_any_history(
     seen: list[tuple[int, int]], policy: Policy, running: list[tuple[int, int]], most: int
 ) -> None:
     made = LengthPolicy(policy, max_length=300)
@@ -106,7 +106,7 @@ def test_budgets_are_bounded_whatever_was_seen(
         assert not seen or found >= made.history.class_of(num_tokens), "a response does not shrink"
 
 
-def test_the_optimum_drafts_for_what_ends_last() -> None:
+def test_the_optimum_drafts_for_the_last_to_end() -> None:
     policy = trained("optimal")
     policy.start("short", "problem 0")
     policy.start("long", "problem 9")
@@ -118,8 +118,8 @@ def test_the_optimum_drafts_for_what_ends_last() -> None:
     assert budgets["short"] > budgets["long"], "50 tokens are left of the long one, 90 of the other"
 
 
-def test_the_optimum_follows_what_was_measured() -> None:
-    """Where a token costs as much as half a step, drafts are not worth it; where next to nothing, they are."""
+def test_the_optimum_follows_measured_costs() -> None:
+    """Drafts are not worth it if a token costs as much as half a step; they are if it costs almost nothing."""
     dear, cheap = trained("optimal"), trained("optimal")
     rng = random.Random(0)
     for policy, token in ((dear, 0.5), (cheap, 0.001)):
@@ -142,7 +142,7 @@ def test_the_optimum_follows_what_was_measured() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(POLICIES))
-def test_a_state_goes_on_as_if_never_saved(seed: int, kind: Policy) -> None:
+def test_a_loaded_state_continues_identically(seed: int, kind: Policy) -> None:
     def play(policy: LengthPolicy, rng: random.Random, steps: int) -> list[dict[str, int]]:
         found = []
         for step in range(steps):
@@ -165,7 +165,7 @@ def test_a_state_goes_on_as_if_never_saved(seed: int, kind: Policy) -> None:
     assert first.state() == second.state()
 
 
-def test_memory_is_bounded_and_the_oldest_problem_goes_first() -> None:
+def test_memory_is_bounded_and_the_oldest_problem_is_dropped_first() -> None:
     policy = LengthPolicy(history=LengthHistory(num_problems=3, per_problem=2, window=5))
     for i in range(2000):
         policy.start(f"{i}", f"p{i // 2 % 4}")

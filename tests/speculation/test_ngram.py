@@ -1,4 +1,4 @@
-"""The n-gram drafter against searching by hand, and what holds for every drafter."""
+"""The n-gram drafter against a direct search, and invariants of every token drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 
 def latest(texts: Sequence[Sequence[tuple[int, int]]], gram: list[int], max_tokens: int) -> list[int]:
-    """What followed the latest occurrence of a gram; a token comes with the time at which it was said."""
+    """The continuation of a gram's latest occurrence; each token has the time at which it was generated."""
     found: tuple[int, list[int]] = (-1, [])
     for text in texts:
         tokens = [token for token, _ in text]
@@ -129,8 +129,8 @@ DRAFTERS: list[Callable[[], TokenDrafter]] = [
 @pytest.mark.parametrize("make", DRAFTERS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_proposals_are_but_proposals(make: Callable[[], TokenDrafter], seed: int) -> None:
-    """Never longer than asked for, of tokens that were seen, the same again for the same history."""
+def test_proposals_are_valid_and_deterministic(make: Callable[[], TokenDrafter], seed: int) -> None:
+    """Never longer than requested, only of tokens seen, and equal for equal histories."""
     drafters, rng = [make(), make()], random.Random(seed)
     seen = set()
     for number in range(6):

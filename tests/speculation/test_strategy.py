@@ -10,7 +10,7 @@ from megatron_tlt.speculation.strategy import DRAFTERS, OFF, Strategy
 
 
 @given(st.sampled_from(DRAFTERS[1:]), st.integers(1, 64), st.booleans(), st.integers(0, 99))
-def test_names_come_back(drafter: str, num_tokens: int, by_length: bool, percent: int) -> None:
+def test_names_are_parsed_back(drafter: str, num_tokens: int, by_length: bool, percent: int) -> None:
     strategy = Strategy(drafter, num_tokens, by_length, percent if drafter != "ngram" else 0)
     assert Strategy.parse(strategy.name) == strategy
     assert strategy.verify_tokens == num_tokens + 1
@@ -43,6 +43,6 @@ def test_off_is_the_default() -> None:
         "eagle-3-p100",
     ],
 )
-def test_what_no_engine_can_do_is_refused(name: str) -> None:
+def test_impossible_strategies_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"allowed"):
         Strategy.parse(name)

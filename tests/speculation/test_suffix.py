@@ -28,7 +28,7 @@ def test_a_response_is_drafted_like_earlier_ones_to_its_prompt_only() -> None:
     assert draft(everywhere, "q", [10, 11]).tokens == [12, 13, 14]
 
 
-def test_samples_that_decode_now_learn_from_each_other() -> None:
+def test_running_samples_share_their_history() -> None:
     drafter = SuffixDrafter(SuffixConfig(**EAGER_KEYS))
     for name in ("ahead", "behind"):
         drafter.start(name, "p", [1, 2])
@@ -46,7 +46,7 @@ def test_a_prompt_is_drafted_from_where_the_request_has_its_own_tree() -> None:
         assert drafter.propose("a", 2).tokens == tokens
 
 
-def test_newer_epochs_weigh_more_and_old_ones_go() -> None:
+def test_newer_epochs_weigh_more_and_old_ones_are_dropped() -> None:
     drafter = SuffixDrafter(SuffixConfig(window=2, epoch_decay=0.5, own_tree=False, **EAGER_KEYS))
     visit(drafter, ("p", [5, 6]))
     say(drafter, "new", "p", [5, 7])
@@ -57,9 +57,9 @@ def test_newer_epochs_weigh_more_and_old_ones_go() -> None:
     drafter.finish("probe")
     drafter.end_rollout([FinishedResponse("p", [1, 2], [5, 7])])
     for _ in range(9):
-        visit(drafter, ("q", [8, 9]))  # which ages nothing of p
+        visit(drafter, ("q", [8, 9]))  # does not age p
     assert draft(drafter, "p", [5], 1) == Proposal([7], pytest.approx(2 / 3), 3)
-    visit(drafter, ("p", [3, 4]))  # the old one is three visits back in the next, the new one two
+    visit(drafter, ("p", [3, 4]))  # then the old response is three visits back, the new one two
     assert draft(drafter, "p", [5], 1) == Proposal([7], 1.0, 3)
     for _ in range(2):
         visit(drafter, ("p", [3, 4]))
@@ -100,7 +100,7 @@ OPERATIONS = st.lists(
 def test_proposals_are_those_of_counting_by_hand(
     operations: list[tuple[Any, ...]], window: int, decay: float, own_tree: bool, everywhere: bool
 ) -> None:
-    """Two problems, in a tree each or in one; what other engines decoded counts from the rollout's end."""
+    """Two problems, in one tree each or in a common one; other engines' responses count from the rollout's end."""
     config = SuffixConfig(
         scope="global" if everywhere else "problem",
         max_depth=6,
@@ -126,7 +126,7 @@ def test_proposals_are_those_of_counting_by_hand(
         for number, problem in growing.items():
             counted.sequences.clear()
             past = {-1 - i: entry for i, entry in enumerate(recorded)}
-            # in a tree of all problems the running visit weighs as the newest one
+            # in a tree of all problems the running visit has the weight of the newest one
             now = {handle: (of, newest(of) + (not everywhere), tokens) for handle, (of, tokens) in running.items()}
             for handle, (of, since, tokens) in (past | now).items():
                 if everywhere or of == problem:
@@ -178,7 +178,7 @@ def test_proposals_are_those_of_counting_by_hand(
 @example(7, "global")
 @given(st.integers(0, 10**6), st.sampled_from(["problem", "global"]))
 def test_memory_stays_within_its_bound(seed: int, scope: str) -> None:
-    """Each problem in three of 120 rollouts, as often with a long response of another engine."""
+    """Each problem is in three of 120 rollouts, often with a long response of another engine."""
     rng, bound = random.Random(seed), 2 * MIN_BYTES
     drafter = SuffixDrafter(SuffixConfig(scope=scope, max_bytes=bound, window=6))
     for number in range(120):
@@ -213,7 +213,7 @@ def test_memory_stays_within_its_bound(seed: int, scope: str) -> None:
     assert counters["responses_left_out" if scope == "global" else "trees_released"] > 0
 
 
-def test_what_cannot_fit_goes_without() -> None:
+def test_responses_that_cannot_fit_are_not_recorded() -> None:
     drafter = SuffixDrafter(SuffixConfig(max_bytes=MIN_BYTES))
     rng = random.Random(0)
     drafter.start("a", "p", [1])
@@ -228,7 +228,7 @@ def test_what_cannot_fit_goes_without() -> None:
 
 
 @pytest.mark.parametrize("scope", ["problem", "global"])
-def test_a_tree_given_up_comes_back_the_same(scope: str) -> None:
+def test_an_evicted_tree_is_rebuilt_identically(scope: str) -> None:
     drafter = SuffixDrafter(SuffixConfig(scope=scope, **EAGER_KEYS))
     rng = random.Random(1)
     for _ in range(3):
@@ -257,8 +257,8 @@ def test_a_tree_given_up_comes_back_the_same(scope: str) -> None:
     assert any(proposal.tokens for proposal in before)
 
 
-def test_only_what_a_rollout_recorded_stays() -> None:
-    """What was given up, or belongs to a problem that never comes again, is drafted from until the rollout ends."""
+def test_only_recorded_responses_stay() -> None:
+    """Unfinished requests, and problems that do not return, are drafted from until the rollout ends."""
     drafter = SuffixDrafter(SuffixConfig(**EAGER_KEYS))
     for name, tokens in (("given up", [10, 11, 12]), ("whole", [20, 21, 22])):
         say(drafter, name, "p", tokens)
@@ -272,7 +272,7 @@ def test_only_what_a_rollout_recorded_stays() -> None:
 
 
 def test_a_response_that_an_engine_decoded_itself_counts_once() -> None:
-    """It and the other engine's have equal weight: the proposal is as uncertain as it would be on a third engine."""
+    """It has the same weight as the other engine's: the proposal is as uncertain as on a third engine."""
     responses = [FinishedResponse("p", (1, 2), tokens) for tokens in ((5, 6), (5, 7), (5, 7))]
     drafters = [SuffixDrafter(SuffixConfig(own_tree=False, **EAGER_KEYS)) for _ in range(3)]
     for drafter, own in zip(drafters, (responses[:1], responses[1:], []), strict=True):
@@ -298,7 +298,7 @@ def test_bad_configs_are_refused(bad: dict[str, Any], message: str) -> None:
         SuffixDrafter(SuffixConfig(**bad))
 
 
-def test_a_draft_ends_before_what_is_less_likely_than_asked_for() -> None:
+def test_a_draft_ends_before_tokens_below_the_least_probability() -> None:
     drafter = SuffixDrafter(SuffixConfig(own_tree=False, **EAGER_KEYS))
     for name, last in (("a", 7), ("b", 7), ("c", 8), ("d", 9)):
         say(drafter, name, "p", [5, 6, last, 4])

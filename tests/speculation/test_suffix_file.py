@@ -29,9 +29,9 @@ def contents(drafter: SuffixDrafter) -> list[tuple[str, int, list[int]]]:
     return [(stored.problem, stored.visit, stored.tokens.tolist()) for stored in drafter._store]
 
 
-def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_it_reloads_from_its_file(tmp_path: Path) -> None:
     drafter = filled()
-    drafter.learn("problem 0", [1, 2], [3, 3, 3])  # of a rollout that goes on: its step is decoded again
+    drafter.learn("problem 0", [1, 2], [3, 3, 3])  # of an unfinished rollout, whose step is decoded again
     drafter.save(tmp_path / "suffix.bin")
     drafter.end_rollout([])
     restored = SuffixDrafter(drafter.config)
@@ -88,7 +88,7 @@ def test_a_damaged_file_is_refused_and_nothing_of_it_is_loaded(tmp_path: Path, d
     assert contents(drafter) == before
 
 
-def test_a_file_of_the_future_and_a_missing_one_say_so(tmp_path: Path) -> None:
+def test_a_newer_version_and_a_missing_file_are_named(tmp_path: Path) -> None:
     drafter = filled()
     path = tmp_path / "suffix.bin"
     with pytest.raises(RunError, match="cannot read"):

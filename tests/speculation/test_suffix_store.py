@@ -1,4 +1,4 @@
-"""Which responses are kept: a window of each problem's own visits, and what leaves where memory is short."""
+"""Which responses are kept: a window of each problem's own visits, and the order of eviction when memory is short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kept(store: ResponseStore) -> dict[str, list[int]]:
 
 
 def test_a_problem_that_comes_often_does_not_age_one_that_comes_rarely() -> None:
-    """Two files of 20 and 200 rows, read side by side for 400 steps: 200 passes over the one, 20 over the other."""
+    """Two files of 20 and 200 rows, read in parallel for 400 steps: 200 epochs of the first, 20 of the second."""
     store = ResponseStore(window=16, max_bytes=1 << 30)
     for step in range(400):
         for i in range(10):
@@ -52,7 +52,7 @@ def test_old_visits_leave_before_new_ones_and_then_the_problems_that_came_longes
         visit(store, problem)
     assert store.nbytes == 3 * PROBLEM_BYTES + 7 * each
     dropped, problems = store.shrink()
-    # the one of age 2 first, then of those of age 1 that of b, which came longest ago
+    # first the response of age 2, then, of those of age 1, that of b, whose last visit is oldest
     assert [(response.problem, response.visit) for response in dropped] == [("a", 1), ("b", 1)] and problems == 0
     assert kept(store) == {"b": [2], "c": [1, 2], "a": [2, 3]}
     for problem in ("d", "e"):
@@ -63,7 +63,7 @@ def test_old_visits_leave_before_new_ones_and_then_the_problems_that_came_longes
 
 
 def test_engines_keep_the_same_whatever_they_decoded_themselves() -> None:
-    """Trees take different memory on each engine; what is stored must not depend on it."""
+    """Trees take different memory on each engine; the stored responses must not depend on it."""
     rng = np.random.default_rng(0)
     drafters = [SuffixDrafter(SuffixConfig(max_bytes=MIN_BYTES)) for _ in range(3)]
     for step in range(30):

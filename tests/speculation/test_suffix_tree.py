@@ -1,4 +1,4 @@
-"""The suffix tree against counting by hand."""
+"""The suffix tree against direct counting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.speculation.reference import Reference
 
 
 def check_counts(tree: SuffixTree, reference: Reference) -> None:
-    """Every string that occurs, and each with one token changed."""
+    """Check every string that occurs, and each with one token changed."""
     strings = {
         tuple(tokens[i : i + length])
         for tokens, _ in reference.sequences.values()
@@ -88,11 +88,11 @@ def test_counts_and_proposals_are_exact(steps: list[tuple], max_depth: int, rule
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from([3, 5, 8]), st.sampled_from([2, 3, 40]))
 def test_sequences_that_grow_side_by_side_and_go(seed: int, max_depth: int, vocabulary: int) -> None:
-    """Few tokens at a time, mostly what another sequence said, so that windows follow and overtake each other."""
+    """A few tokens at a time, mostly copied from another sequence, so that windows follow and overtake each other."""
     rng = random.Random(seed)
     rule = SpeculationRule(factor=1.0, offset=3.0, min_probability=0.0)
     tree, reference = SuffixTree(max_depth), Reference(max_depth)
-    copying: dict[int, tuple[int, int]] = {}  # whom a sequence copies, and from where
+    copying: dict[int, tuple[int, int]] = {}  # the copied sequence and position
 
     def step() -> None:
         action = rng.random()
@@ -141,8 +141,8 @@ def test_sequences_that_grow_side_by_side_and_go(seed: int, max_depth: int, voca
     assert tree.num_nodes == 1
 
 
-def test_a_branching_that_goes_leaves_both_windows_on_one_edge() -> None:
-    """The one below it was alone on its leaf, and now another one may catch up with it."""
+def test_removing_a_branch_leaves_both_windows_on_one_edge() -> None:
+    """The lower window was alone on its leaf; now another one may catch up with it."""
     tree = SuffixTree(8)
     gone, ahead, behind = (tree.start() for _ in range(3))
     for handle, tokens in ((gone, [1, 2, 9]), (ahead, [1, 2, 3]), (behind, [1, 2])):
@@ -167,7 +167,7 @@ def test_tokens_out_of_range_are_refused_and_nothing_is_added() -> None:
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_a_tree_that_may_not_grow_says_so_and_stays_right(data: st.DataObject) -> None:
+def test_a_full_tree_reports_it_and_stays_exact(data: st.DataObject) -> None:
     granted = data.draw(st.integers(0, 12))
     allowances = iter([True] * granted)
     tree = SuffixTree(8, lambda nbytes: next(allowances, False))
@@ -191,7 +191,7 @@ def test_a_tree_that_may_not_grow_says_so_and_stays_right(data: st.DataObject) -
             assert tree.count(string) == reference.count(string)
 
 
-def test_weights_scale_without_a_trace() -> None:
+def test_weights_scale_exactly() -> None:
     tree = SuffixTree(8)
     handles = [tree.start(weight) for weight in (1.0, 0.25)]
     tree.append(handles[0], [1, 2, 3, 1, 2])
@@ -212,6 +212,6 @@ def test_weights_scale_without_a_trace() -> None:
         ({"min_probability": 1.5}, "min_probability is 1.5"),
     ],
 )
-def test_rules_that_mean_nothing_are_refused(rule: dict[str, float], message: str) -> None:
+def test_invalid_rules_are_refused(rule: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculationRule(**rule)

@@ -1,4 +1,4 @@
-"""Tuners behind one interface: what they choose, what they refuse, and that a state goes on."""
+"""All tuners behind one interface: their choices, refusals, and restored states."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def seconds_of(strategy: Strategy, batch: int) -> float:
 
 
 def batch_of(step: int) -> int:
-    """Batches fall from 32 to 1 again and again."""
+    """Batches fall from 32 to 1 repeatedly."""
     return max(1, int(32 * 0.9 ** (step % 40)))
 
 
 def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7) -> StepRecord:
-    """A step that takes longer the more is verified, of a drafter whose tokens are accepted with ``alpha``."""
+    """A step whose time grows with the verified tokens; the drafter's tokens are accepted with ``alpha``."""
     accepted = [0] * strategy.num_tokens
     for _ in range(batch):
         for j in range(strategy.num_tokens):
@@ -61,7 +61,7 @@ def world(rng: random.Random, strategy: Strategy, batch: int, alpha: float = 0.7
 
 
 def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> list[Strategy]:
-    """What it chooses; each choice is observed for three steps."""
+    """The choices; each is observed for three steps."""
     chosen = []
     for step in range(steps):
         batch = batch_of(step)
@@ -74,7 +74,7 @@ def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> l
 
 @settings(deadline=None, max_examples=25)
 @given(cases, st.integers(0, 1000), st.integers(0, 60))
-def test_a_state_goes_on_and_choices_are_those_of_the_seed(
+def test_a_loaded_state_continues_and_choices_follow_the_seed(
     case: tuple[str, dict[str, Any]], seed: int, cut: int
 ) -> None:
     name, options = case
@@ -142,7 +142,7 @@ def test_published_arms_of_a_new_version_are_untried() -> None:
     assert tuner.choose(4) == arms[0]
 
 
-def test_a_solver_looks_at_a_new_version() -> None:
+def test_a_solver_measures_a_new_version() -> None:
     arms = [OFF, Strategy("eagle", 2)]
     tuner = SolverTuner(arms, SolverOptions(samples=1, inline=False, refresh=10**6), max_batch=MAX_BATCH)
     for _ in range(20):
@@ -163,11 +163,11 @@ def test_published_window_forgets() -> None:
     assert tuner.choose(2) == EAGLE[0]
 
 
-def test_exploring_costs_what_it_may() -> None:
+def test_exploration_stays_within_its_cost() -> None:
     bad = Strategy("eagle", 5)
 
     def cost(**options: Any) -> float:
-        """Of choices of a drafter that is never right, in times of the choice of "off"."""
+        """Total extra cost of choosing a drafter that is never right, in units of an "off" choice."""
         tuner = build_tuner("beg_mab", [OFF, bad], options, 0)
         chosen = drive(tuner, random.Random(0), 600, alpha=0.0)
         assert bad in chosen
@@ -175,12 +175,12 @@ def test_exploring_costs_what_it_may() -> None:
         return sum(seconds_of(bad, batch) / seconds_of(OFF, batch) - 1 for batch in batches)
 
     bounded = cost(explore_cost=0.01, explore_credit=1.0)
-    # a choice is paid for at what it is expected to cost, which for a drafter long unused is hopeful
+    # a choice is charged at its expected cost, which is optimistic for a drafter unused for long
     assert bounded < 1.5 * (1.0 + 600 * 0.01)
     assert bounded < cost(reward="per_request"), "one choice in ten at random"
 
 
-def test_a_solver_says_what_it_wants_profiled_and_profiles_it_inline_or_before() -> None:
+def test_a_solver_lists_missing_profiles_and_profiles_inline_or_before() -> None:
     rng = random.Random(0)
     before = SolverTuner(STRATEGIES, max_batch=MAX_BATCH)
     assert set(before.wanted()) == {(strategy, batch) for strategy in STRATEGIES for batch in (1, 4, 16)}
@@ -202,7 +202,7 @@ def test_an_oracle_takes_the_best() -> None:
     assert OracleTuner(list(rates), lambda s, b: rates[s], token_budget=4).choose(2) == EAGLE[0]
 
 
-def test_steps_of_strategies_that_are_not_its_own_do_no_harm() -> None:
+def test_steps_of_foreign_strategies_are_harmless() -> None:
     for name in ("beg_mab", "solver"):
         tuner = build_tuner(name, [OFF, EAGLE[0]], {}, 0)
         tuner.observe(StepRecord(Strategy("suffix", 9), 1, 1.0, 5))
@@ -252,7 +252,7 @@ def test_another_tuners_state_is_refused(name: str) -> None:
 
 
 def play_at(name: str, batch: int, alpha: float, steps: int) -> list[tuple[Strategy, float, float]]:
-    """(strategy, tokens, seconds) of each step of a batch that stays, below a gate of 128; drafts pay for nothing."""
+    """(strategy, tokens, seconds) of each step at a constant batch, below a gate of 128; drafts never pay off."""
     gate = ElasticGate(128, patience=1)
     found = [OFF, *(Strategy("eagle", k) for k in (1, 3, 5, 7))]
     controller = SpeculationController(build_any_tuner(name, found, {}, 1, max_batch=gate.max_batch), gate)
@@ -285,7 +285,7 @@ def test_above_the_largest_batch_nothing_is_drafted_and_no_bucket_learns(name: s
     before = [tuner.choose(batch) for batch in (MAX_BATCH + 1, 10 * MAX_BATCH)]
     assert before == [OFF, OFF]
     state = json.loads(json.dumps(tuner.state()))
-    for _ in range(40):  # plain steps of a full engine have many tokens per second
+    for _ in range(40):  # plain steps of a full engine produce many tokens per second
         tuner.observe(StepRecord(OFF, 10 * MAX_BATCH, 0.02, 10 * MAX_BATCH))
     after = tuner.state()
     assert after.get("scores", {}).get("rewards") == state.get("scores", {}).get("rewards")
@@ -302,7 +302,7 @@ def test_rewards_of_other_buckets_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["beg_mab", "solver"])
-def test_a_state_of_a_smaller_range_goes_on_in_a_larger_one(name: str) -> None:
+def test_a_state_of_a_smaller_range_loads_in_a_larger_one(name: str) -> None:
     small, large = (build_any_tuner(name, STRATEGIES, {}, max_batch=batch) for batch in (36, 260))
     drive(small, random.Random(0), 120)
     large.load_state(json.loads(json.dumps(small.state())))
@@ -323,7 +323,7 @@ def test_a_solvers_grid_ends_where_the_gate_does() -> None:
 
 @pytest.mark.parametrize("name", ["beg_mab", "solver"])
 def test_with_one_draft_each_a_strategy_is_judged_by_one_draft(name: str) -> None:
-    """A step that drafts takes twice as long and gains 1.7 tokens per request."""
+    """A drafting step takes twice as long and gains 1.7 tokens per request."""
     arm, rng = Strategy("suffix", 7, by_length=True), random.Random(0)
     tuner = build_tuner(name, [OFF, arm])
     mix = BudgetMix.of([1] * 8)
@@ -340,8 +340,8 @@ def test_with_one_draft_each_a_strategy_is_judged_by_one_draft(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["beg_mab", "solver"])
-def test_a_choice_goes_by_the_budgets_at_hand(name: str) -> None:
-    """With seven drafts each the strategy pays; with one, which takes nearly as long, it does not."""
+def test_a_choice_uses_the_current_budgets(name: str) -> None:
+    """With seven drafts each the strategy pays off; with one, which takes nearly as long, it does not."""
     arm, rng = Strategy("suffix", 7, by_length=True), random.Random(0)
     tuner = build_tuner(name, [OFF, arm])
     mixes = {budget: BudgetMix.of([budget] * 8) for budget in (1, 7)}

@@ -1,4 +1,4 @@
-"""The background checkpointer: newest wins, training is never held up or hurt, and what is found is whole."""
+"""The background checkpointer: the newest wins, training never waits or fails, and readers find intact checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 
 class Gate:
-    """Holds writes up until it is opened; ``entered`` says that one has come to it."""
+    """Blocks writes until it is opened; ``entered`` is set when a write has reached it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ def found_version(folder: Path) -> int | None:
 
 
 class TestSave:
-    def test_the_newest_is_there_and_what_is_too_old_is_not(self, tmp_path: Path) -> None:
+    def test_the_newest_is_kept_and_old_ones_are_removed(self, tmp_path: Path) -> None:
         folder = tmp_path / "deep" / "spot"
         assert newest(folder, KIND) is None
         write(folder, 3, 40, 1000)
@@ -101,7 +101,7 @@ class TestSave:
             gate.opened.set()
         assert found_version(tmp_path) == 7
 
-    def test_of_those_that_wait_the_newest_is_written_and_one_at_a_time(self, tmp_path: Path, gate: Gate) -> None:
+    def test_the_newest_waiting_save_is_written_one_at_a_time(self, tmp_path: Path, gate: Gate) -> None:
         with checkpointing(tmp_path, keep=9) as made:
             made.save(1, payload_at(1))
             assert gate.entered.wait(LIMIT_S)
@@ -115,7 +115,7 @@ class TestSave:
         assert names(tmp_path) == ["latest", "version-000000001", "version-000000004"]
         assert found_version(tmp_path) == 4 and gate.most == 1
 
-    def test_two_pieces_of_memory_are_all_it_ever_takes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_uses_at_most_two_staging_buffers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         places = []
         write_payload = module.write_payload
 
@@ -131,12 +131,12 @@ class TestSave:
                     assert made.wait(LIMIT_S)
         assert len(places) >= 8 and len(set(places)) <= 2
 
-    def test_what_was_saved_last_is_the_newest_even_where_its_version_is_lower(self, tmp_path: Path) -> None:
+    def test_the_last_save_is_the_newest_even_with_a_lower_version(self, tmp_path: Path) -> None:
         write(tmp_path, 50, 60)
-        write(tmp_path, 20)  # the run went back to an earlier state
+        write(tmp_path, 20)  # the run resumed from an earlier state
         assert found_version(tmp_path) == 20
 
-    def test_counts_say_what_was_done(self, tmp_path: Path) -> None:
+    def test_counts(self, tmp_path: Path) -> None:
         with checkpointing(tmp_path) as made:
             stalls = [made.save(version, payload_at(version)) for version in (1, 2) if made.wait(LIMIT_S)]
             assert made.wait(LIMIT_S)
@@ -159,7 +159,7 @@ class TestSave:
 
 class TestFailure:
     def expect_one_failure(self, folder: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-        """A save of version 2 that fails behind version 1, and is told once; what it leaves is version 1."""
+        """Save version 2, which fails and is logged once; version 1 remains."""
         with checkpointing(folder) as made:
             made.save(2, payload_at(2))
             assert made.wait(LIMIT_S)
@@ -168,7 +168,7 @@ class TestFailure:
         assert counts.problem is not None and reason in counts.problem and ".tmp-" not in counts.problem
         assert [record.message for record in caplog.records] == [counts.problem]
 
-    def test_a_file_that_cannot_grow_leaves_what_was_there(
+    def test_a_file_size_limit_keeps_earlier_checkpoints(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         write(tmp_path, 1)
@@ -183,7 +183,7 @@ class TestFailure:
         self.expect_one_failure(tiny_disk / "spot", "disk full: cannot write", caplog)
         assert names(tiny_disk / "spot") == []
 
-    def test_a_disk_that_fills_up_on_the_way(
+    def test_a_disk_that_fills_up_during_the_write(
         self, tiny_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("megatron_tlt.checkpoint.files.free_bytes", lambda path: None)  # nothing known before
@@ -204,9 +204,7 @@ class TestFailure:
             assert made.wait(LIMIT_S) and made.counts.failed == 0
         assert found_version(folder) == 2
 
-    def test_memory_that_is_not_to_be_had_is_no_matter_to_training(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_training_continues_without_staging_memory(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with checkpointing(tmp_path) as made:
             made.save(1, Payload(KIND, {}, {"huge": torch.zeros(1).expand(1 << 46)}))
             assert made.counts.failed == 1 and "memory" in caplog.text
@@ -231,7 +229,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 class TestNewest:
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_the_one_before_a_damaged_one(self, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_damaged_one_is_skipped(self, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write(tmp_path, 1, 2)
         DAMAGES[damage](tmp_path / "version-000000002")
         assert found_version(tmp_path) == 1
@@ -240,18 +238,18 @@ class TestNewest:
         DAMAGES[damage](tmp_path / "version-000000001")
         assert newest(tmp_path, KIND) is None
 
-    def test_without_the_pointer_the_highest(self, tmp_path: Path) -> None:
+    def test_without_the_pointer_the_highest_version_is_read(self, tmp_path: Path) -> None:
         write(tmp_path, 9, 10)
         (tmp_path / "latest").unlink()
         assert found_version(tmp_path) == 10
 
-    def test_of_another_kind(self, tmp_path: Path) -> None:
+    def test_another_kind_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path, 1)
         with pytest.raises(ConfigError, match=r"its format is 'test\.v1'; allowed: 'other\.v1'"):
             newest(tmp_path, "other.v1")
 
     @pytest.mark.parametrize("moment", ["verify_manifest", "_sha256", "read_payload"])
-    def test_a_newer_one_takes_its_place_under_the_readers_hands(
+    def test_a_newer_checkpoint_replaces_the_one_being_read(
         self, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         write(tmp_path, 1)
@@ -270,8 +268,8 @@ class TestNewest:
         assert found_version(tmp_path) == 2 and not caplog.records
         assert next(calls) > 1
 
-    def test_while_another_process_writes(self, tmp_path: Path) -> None:
-        """The writer keeps one checkpoint only: the reader's goes away under its hands time and again."""
+    def test_reading_while_another_process_writes(self, tmp_path: Path) -> None:
+        """The writer keeps one checkpoint only, so the reader's disappears repeatedly while it reads."""
         worker = [sys.executable, str(WORKERS / "endless_writer.py"), str(tmp_path)]
         writer = subprocess.Popen(worker, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
         try:
@@ -288,11 +286,11 @@ class TestNewest:
         assert seen == sorted(seen)
 
 
-def test_writers_that_are_killed_leave_what_they_had_made_durable(tmp_path: Path) -> None:
+def test_killed_writers_leave_their_durable_checkpoints(tmp_path: Path) -> None:
     kills = 30
     log = run_python(WORKERS / "killed_writers.py", [str(tmp_path), str(kills), "0"], timeout_s=LIMIT_S)
     rows = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert len(rows) == kills
     assert all(row["found"] >= row["durable"] for row in rows), rows
     assert len({row["found"] for row in rows}) > kills // 4 and any(row["half_written"] for row in rows), rows
-    assert all(row["half_written"] <= 2 for row in rows), rows  # leftovers are swept by the next writer
+    assert all(row["half_written"] <= 2 for row in rows), rows  # the next writer removes leftovers

@@ -1,4 +1,4 @@
-"""The coordinator's rules, one test for each; whole histories are in test_histories."""
+"""The coordinator's rules, one test per rule; test_histories has random histories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_session_starts_with_enough_replicas_and_enough_entries() -> None:
     [((5, 7, 6), 1), ((5, 7, 7), 2), ((0, 0, 0), 2)],
     ids=["newest drafter", "longest in service among these", "longest in service"],
 )
-def test_the_newest_drafter_leads_then_the_longest_in_service(versions: tuple[int, ...], leader: int) -> None:
+def test_the_newest_drafter_leads_then_the_longest_idle(versions: tuple[int, ...], leader: int) -> None:
     world = World(min_replicas=3)
     world.start()
     for rank in (2, 1, 0):
@@ -49,14 +49,14 @@ def test_the_newest_drafter_leads_then_the_longest_in_service(versions: tuple[in
     assert world.order.members == (0, 1, 2) and world.order.leader == leader
 
 
-def test_the_lowest_leads_among_equals() -> None:
+def test_the_lowest_rank_leads_among_equals() -> None:
     world = World(PAIRS, min_replicas=2)
     world.start()
     world.release(6, 7, 2, 3)
     assert world.order.leader == 2
 
 
-def test_late_replicas_join_at_a_step_that_nobody_was_allowed_before() -> None:
+def test_late_replicas_join_at_the_first_step_not_yet_granted() -> None:
     world = training(0, 1)
     assert world.order.until_step == 3
     world.release(2)
@@ -79,7 +79,7 @@ def test_late_replicas_join_at_a_step_that_nobody_was_allowed_before() -> None:
     assert {world.ranks[rank].place.step for rank in (0, 1, 2)} == {4}  # type: ignore[union-attr]
 
 
-def test_a_session_grows_only_after_all_have_entered_the_generation_before() -> None:
+def test_a_session_grows_only_after_all_entered_its_newest_generation() -> None:
     world = training(0, 1, replicas=[(i,) for i in range(5)])
     world.release(2)
     world.step(0, 1)
@@ -94,7 +94,7 @@ def test_a_session_grows_only_after_all_have_entered_the_generation_before() -> 
     assert world.order.generation == 3 and world.order.members == (0, 1, 2, 3)
 
 
-def test_nobody_trains_beyond_until_step_and_who_stood_there_is_told() -> None:
+def test_members_wait_at_until_step_and_are_notified_when_it_advances() -> None:
     world = training(0, 1, steps_ahead=1)
     assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN], "rank 0 was told when rank 1 had caught up"
     world.step(0)
@@ -103,7 +103,7 @@ def test_nobody_trains_beyond_until_step_and_who_stood_there_is_told() -> None:
     assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN]
 
 
-def test_a_session_goes_on_until_the_last_rollout_has_ended() -> None:
+def test_a_session_continues_until_the_last_rollout_ends() -> None:
     world = training(0, 1)
     world.release(2)
     assert advice(world, 0, 1) == [Advice.TRAIN, Advice.TRAIN], "one worker's end is not the rollout's"
@@ -114,7 +114,7 @@ def test_a_session_goes_on_until_the_last_rollout_has_ended() -> None:
     assert advice(world, 0, 1, 2, 3) == [Advice.LEAVE, Advice.LEAVE, Advice.WAIT, Advice.WAIT]
 
 
-def test_a_needed_replica_leaves_and_the_others_go_on_at_once() -> None:
+def test_a_withdrawn_replica_leaves_and_the_others_continue_at_once() -> None:
     world = training(0, 1, 2)
     world.ranks[0].withdraw()
     world.say(0)
@@ -127,7 +127,7 @@ def test_a_needed_replica_leaves_and_the_others_go_on_at_once() -> None:
     assert states(world) == [IDLE, TRAINING, TRAINING, BUSY]
 
 
-def test_a_replica_that_was_needed_may_join_again() -> None:
+def test_a_withdrawn_replica_may_join_again() -> None:
     world = training(0, 1, 2)
     world.ranks[0].withdraw()
     world.say(0, 0)
@@ -150,7 +150,7 @@ def test_a_session_ends_below_min_replicas() -> None:
     assert states(world)[1] is IDLE
 
 
-def test_giving_training_up_is_to_withdraw() -> None:
+def test_leaving_without_an_order_is_a_withdrawal() -> None:
     world = training(0, 1, 2)
     world.leave(2)
     assert world.order.members == (0, 1) and world.order.at_once
@@ -158,7 +158,7 @@ def test_giving_training_up_is_to_withdraw() -> None:
     assert world.order.members == (0, 1), "whatever drove it out would do so again"
 
 
-def test_a_lost_replica_is_left_out_and_its_leadership_passes_on() -> None:
+def test_a_lost_replica_is_removed_and_replaced_as_leader() -> None:
     world = training(0, 1, 2)
     world.dead = {0}
     world.wait(3)
@@ -176,7 +176,7 @@ def test_one_lost_rank_is_a_lost_replica() -> None:
     assert states(world) == [BUSY, LOST, BUSY, BUSY]
 
 
-def test_the_rollout_ends_for_the_living_when_all_of_them_are_released() -> None:
+def test_the_rollout_ends_when_all_living_replicas_are_released() -> None:
     world = World()
     world.start()
     world.release(0, 1, 2)
@@ -209,7 +209,7 @@ def test_a_lost_replica_that_comes_back_joins_again_once_it_has_left() -> None:
     assert world.order.members == (0, 1, 2)
 
 
-def test_a_released_rank_of_the_step_before_is_not_released_in_this_one() -> None:
+def test_a_release_does_not_carry_over_to_the_next_rl_step() -> None:
     world = World()
     world.start(0)
     world.release(0, 1, 2, 3)
@@ -222,7 +222,7 @@ def test_a_released_rank_of_the_step_before_is_not_released_in_this_one() -> Non
     assert world.order.members == (0, 1)
 
 
-def test_the_next_rl_step_ends_what_is_left_of_the_one_before() -> None:
+def test_the_next_rl_step_ends_the_previous_session() -> None:
     world = training(0, 1)
     for rank in (2, 3):
         world.ranks[rank].rollout_started(1)
@@ -231,7 +231,7 @@ def test_the_next_rl_step_ends_what_is_left_of_the_one_before() -> None:
     assert world.ranks[0].rollout_over(0) and advice(world, 0, 1) == [Advice.LEAVE, Advice.LEAVE]
 
 
-def test_reports_that_are_not_newer_are_passed_over() -> None:
+def test_reports_that_are_not_newer_are_ignored() -> None:
     world = World()
     world.start()
     before = world.ranks[0].report()
@@ -243,7 +243,7 @@ def test_reports_that_are_not_newer_are_passed_over() -> None:
     assert world.coordinator.counts["reports replayed"] == 2
 
 
-def test_a_report_played_again_keeps_nobody_alive() -> None:
+def test_a_replayed_report_does_not_count_as_a_heartbeat() -> None:
     world = World()
     world.start()
     recorded = world.ranks[0].report()
@@ -255,7 +255,7 @@ def test_a_report_played_again_keeps_nobody_alive() -> None:
     assert states(world)[0] is LOST
 
 
-def test_reports_of_unknown_ranks_are_passed_over() -> None:
+def test_reports_of_unknown_ranks_are_ignored() -> None:
     world = World()
     assert world.coordinator.handle(Report(9, 1, 0, True, True, 1, 0, None, -1), 0.0) == []
     assert world.coordinator.counts["reports of unknown ranks"] == 1 and world.coordinator.rl_step == -1
@@ -273,7 +273,7 @@ def test_a_report_from_before_the_order_acknowledges_no_stop() -> None:
     world.start()
     world.release(0)
     world.deaf = {0}
-    before = world.ranks[0].report()  # outside, but sent before it could know of the order
+    before = world.ranks[0].report()  # not in a session, but sent before it received the order
     world.release(1)
     world.ranks[1].withdraw()
     world.say(1)
@@ -287,15 +287,15 @@ def test_a_report_from_before_the_order_acknowledges_no_stop() -> None:
     assert states(world)[0] is IDLE, "having heard the stop, it enters no more"
 
 
-def test_every_report_that_counts_is_answered() -> None:
+def test_every_accepted_report_is_answered() -> None:
     world = World()
     for rank in world.ranks.values():
         directives = world.coordinator.handle(rank.report(), 0.0)
         assert [d.rank for d in directives] == [rank.rank] and directives[0].rollout_over
 
 
-def test_what_is_wanted_costs_few_directives_at_any_size() -> None:
-    """Full states need no more messages than a protocol of changes: a constant number per report."""
+def test_the_number_of_directives_per_report_is_bounded_at_any_size() -> None:
+    """Complete-state messages need no more directives than a protocol of changes: a constant number per report."""
     replicas = [(i,) for i in range(2000)]
     world = World(replicas, lost_after_s=1e6)
     world.start()
@@ -318,6 +318,6 @@ def test_what_is_wanted_costs_few_directives_at_any_size() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "said"), [([], "no replicas"), ([()], "no ranks"), ([(0,), (0,)], "rank 0 is")])
-def test_what_makes_no_sense_is_refused(replicas: list[tuple[int, ...]], said: str) -> None:
+def test_inconsistent_replicas_are_refused(replicas: list[tuple[int, ...]], said: str) -> None:
     with pytest.raises(ValueError, match=f"{said}.*allowed"):
         Coordinator(replicas, SpotConfig(), 0.0)

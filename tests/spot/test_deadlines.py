@@ -1,4 +1,4 @@
-"""Who is cut off, who is excluded, and for how long."""
+"""Session timeouts: which replicas are excluded, and for how long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.spot.world import World, advice, states, training
 TRAINING = ReplicaState.TRAINING
 
 
-def test_a_session_without_a_step_is_cut_off_and_the_one_behind_excluded() -> None:
+def test_a_stuck_session_ends_and_its_slowest_replica_is_excluded() -> None:
     world = training(0, 1, 2, session_timeout_s=8.0, preempt_timeout_s=2.0)
     world.step(0, 1)
     world.wait(7)
@@ -22,7 +22,7 @@ def test_a_session_without_a_step_is_cut_off_and_the_one_behind_excluded() -> No
     assert world.order.members == (0, 1), "the others train again"
 
 
-def test_progress_puts_the_cut_off_off() -> None:
+def test_progress_postpones_the_session_timeout() -> None:
     world = training(0, 1, session_timeout_s=8.0)
     for _ in range(5):
         world.wait(6)
@@ -30,7 +30,7 @@ def test_progress_puts_the_cut_off_off() -> None:
     assert world.order.session == 1
 
 
-def test_who_never_enters_is_the_one_behind() -> None:
+def test_a_replica_that_never_enters_is_excluded() -> None:
     world = World(session_timeout_s=8.0)
     world.start()
     world.release(0, 1)
@@ -39,7 +39,7 @@ def test_who_never_enters_is_the_one_behind() -> None:
     assert not world.coordinator.is_excluded(0) and world.coordinator.is_excluded(1)
 
 
-def test_of_members_equally_far_the_one_that_does_not_leave_is_excluded() -> None:
+def test_of_members_at_the_same_step_the_one_that_does_not_leave_is_excluded() -> None:
     world = training(0, 1, 2, session_timeout_s=8.0, preempt_timeout_s=2.0)
     world.wait(9)
     world.leave(0, 1)
@@ -49,7 +49,7 @@ def test_of_members_equally_far_the_one_that_does_not_leave_is_excluded() -> Non
     assert world.order.members == (0, 1) and states(world)[2] is TRAINING
 
 
-def test_of_members_equally_far_that_all_leave_none_is_trusted() -> None:
+def test_members_at_the_same_step_that_all_leave_are_all_excluded() -> None:
     world = training(0, 1, session_timeout_s=8.0, preempt_timeout_s=2.0)
     world.wait(9)
     world.leave(0, 1)
@@ -58,7 +58,7 @@ def test_of_members_equally_far_that_all_leave_none_is_trusted() -> None:
     assert world.coordinator.is_excluded(0) and world.coordinator.is_excluded(1)
 
 
-def test_who_does_not_leave_when_told_is_excluded_for_the_rest_of_the_rl_step() -> None:
+def test_a_replica_that_ignores_a_stop_is_excluded_for_the_rl_step() -> None:
     world = training(0, 1, preempt_timeout_s=3.0)
     world.ranks[0].withdraw()
     world.say(0)

@@ -1,4 +1,4 @@
-"""A rank's side: it goes by the newest directive alone, and enters nothing that it is not to be in."""
+"""A rank's side: it follows only the newest directive and enters only sessions it is ordered into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rank() -> Follower:
     return follower
 
 
-def test_a_report_says_everything(rank: Follower) -> None:
+def test_a_report_holds_the_complete_state(rank: Follower) -> None:
     rank.hear(told(7, order()), 0.0)
     assert rank.enter(order(), 0.0)
     rank.at_step_boundary(5)
@@ -57,7 +57,7 @@ def test_a_directive_for_another_rl_step_orders_nothing(rank: Follower) -> None:
     assert rank.order is None and not rank.rollout_over(1) and rank.counts == {"of another RL step": 1}
 
 
-def test_a_generation_is_entered_once_and_only_while_it_stands(rank: Follower) -> None:
+def test_a_generation_is_entered_once_and_only_while_ordered(rank: Follower) -> None:
     rank.hear(told(1, order()), 0.0)
     assert not rank.enter(order(2), 0.0), "not ordered"
     assert rank.enter(order(), 0.0) and not rank.enter(order(), 0.0)
@@ -70,7 +70,7 @@ def test_a_generation_is_entered_once_and_only_while_it_stands(rank: Follower) -
     assert rank.advice(0.0) is Advice.ENTER and rank.enter(order(session=2), 0.0)
 
 
-def test_whoever_is_not_released_or_needed_elsewhere_enters_nothing(rank: Follower) -> None:
+def test_a_rank_that_is_not_available_enters_nothing(rank: Follower) -> None:
     rank.withdraw()
     rank.hear(told(1, order()), 0.0)
     assert not rank.enter(order(), 0.0) and not rank.report().available
@@ -78,7 +78,7 @@ def test_whoever_is_not_released_or_needed_elsewhere_enters_nothing(rank: Follow
     assert rank.hear(told(2, order(), 1), 0.0) and not rank.enter(order(), 0.0)
 
 
-def test_who_left_early_is_not_free_before_the_coordinator_knows(rank: Follower) -> None:
+def test_a_rank_that_left_early_is_unavailable_until_the_coordinator_knows(rank: Follower) -> None:
     rank.hear(told(1, order()), 0.0)
     rank.enter(order(), 0.0)
     rank.withdraw()
@@ -92,7 +92,7 @@ def test_who_left_early_is_not_free_before_the_coordinator_knows(rank: Follower)
     assert rank.advice(0.0) is Advice.ENTER
 
 
-def test_a_generation_that_comes_later_leaves_the_steps_before_it(rank: Follower) -> None:
+def test_a_later_generation_starts_at_its_effective_step(rank: Follower) -> None:
     rank.hear(told(1, order()), 0.0)
     rank.enter(order(), 0.0)
     rank.hear(told(2, order(2, start=2)), 0.0)
@@ -104,14 +104,14 @@ def test_a_generation_that_comes_later_leaves_the_steps_before_it(rank: Follower
     assert rank.report().available and rank.advice(0.0) is Advice.ENTER
 
 
-def test_a_generation_that_comes_at_once_interrupts(rank: Follower) -> None:
+def test_an_immediate_generation_interrupts(rank: Follower) -> None:
     rank.hear(told(1, order()), 0.0)
     rank.enter(order(), 0.0)
     rank.hear(told(2, order(2, start=2, at_once=True)), 0.0)
     assert rank.advice(0.0) is Advice.LEAVE
 
 
-def test_a_silent_coordinator_is_left(rank: Follower) -> None:
+def test_a_silent_coordinator_ends_training(rank: Follower) -> None:
     rank.hear(told(1, order()), 0.0)
     rank.enter(order(), 0.0)
     assert not rank.is_silent(5.0) and rank.advice(5.0) is Advice.TRAIN

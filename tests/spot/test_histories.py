@@ -1,4 +1,4 @@
-"""Random histories over bad networks: the rules hold in all of them, and everything settles in the end."""
+"""Random histories over faulty networks: the invariants hold in all of them, and every history settles."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from megatron_tlt.bench.coordinator_histories import FAULTS, Faults, run_history
 
 SEEDS = 1700
-"""For each kind of fault: more than 10,000 histories in all."""
+"""Per kind of fault: more than 10,000 histories in all."""
 
 
 @pytest.mark.parametrize("faults", FAULTS)
-def test_the_rules_hold_and_everything_settles(faults: str) -> None:
+def test_invariants_hold_and_every_history_settles(faults: str) -> None:
     counts: Counter[str] = Counter()
     steps = 0
     for seed in range(SEEDS):
@@ -23,7 +23,7 @@ def test_the_rules_hold_and_everything_settles(faults: str) -> None:
         assert not history.violations, history.violations
         counts += history.counts
         steps += history.steps
-    # they would hold in a world where nothing ever happens, too
+    # the invariants also hold if nothing happens, so check that something does
     assert counts["sessions"] > SEEDS / 2 and counts["further generations"] > SEEDS / 4 and steps > 3 * SEEDS
     for name in (
         "replicas lost",
@@ -40,7 +40,7 @@ shares = st.floats(0.0, 0.6)
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 2**32), st.builds(Faults, shares, shares, shares, shares, shares))
-def test_the_rules_hold_at_any_share_of_faults(seed: int, faults: Faults) -> None:
+def test_invariants_hold_at_any_share_of_faults(seed: int, faults: Faults) -> None:
     assert not run_history(seed, faults).violations
 
 

@@ -1,4 +1,4 @@
-"""What is not signed for this run, in this direction, as it is, is not believed."""
+"""Only messages signed for this run and direction, and unchanged since, are accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_reports_arrive_as_they_were(report: Report) -> None:
     try:
         frames = seal.close(report)
     except OverflowError:
-        return  # numbers that no rank counts up to
+        return  # sequence numbers beyond any real run
     assert MessageSigner(SECRET, "run").open(frames, Report) == report
 
 
@@ -61,7 +61,7 @@ def test_a_directive_cannot_be_sent_back_as_a_report() -> None:
     assert reason(seal.close(REPORT), Directive) is Drop.FORGED
 
 
-def test_what_is_not_signed_or_malformed_is_told_apart() -> None:
+def test_unsigned_and_malformed_messages_are_distinguished() -> None:
     mac, payload = seal.close(REPORT)
     assert reason([payload]) is Drop.UNSIGNED
     assert reason([b"", payload]) is Drop.UNSIGNED
@@ -75,7 +75,7 @@ def test_what_is_not_signed_or_malformed_is_told_apart() -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\xc1", msgspec.msgpack.encode({"rank": 3}), msgspec.msgpack.encode([1, 2]), b"\x80"]
 )
-def test_what_is_signed_but_no_report_is_malformed(content: bytes) -> None:
+def test_signed_content_that_is_no_report_is_malformed(content: bytes) -> None:
     key = hmac.digest(SECRET, b"run", "sha256")
     assert reason([hmac.digest(key, b"Report\0" + content, "sha256"), content]) is Drop.MALFORMED
 

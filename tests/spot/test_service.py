@@ -1,4 +1,4 @@
-"""Service and clients over real ZeroMQ: strangers, a service that is held up or fails, a rank that is killed."""
+"""Service and clients over real ZeroMQ: unsigned peers, a delayed or failed service, a killed rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_S = 30.0
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for what has to come; how long it takes says nothing."""
+    """Wait for a condition that has to become true; the time it takes does not matter."""
     end = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -42,7 +42,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class HeldClock:
-    """A clock of the service's thread that stands still, and the thread with it, until it is let go."""
+    """A clock that blocks the service's thread until it is released."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -57,7 +57,7 @@ class HeldClock:
 
 
 class Run:
-    """A service, its clients, and what a stranger may try."""
+    """A service, its clients, and an unsigned peer."""
 
     def __init__(self, stack: ExitStack, ranks: int, config: SpotConfig = CONFIG) -> None:
         self.clock = HeldClock()
@@ -100,7 +100,7 @@ def test_released_ranks_train_until_the_last_rollout_ends(stack: ExitStack) -> N
     trained = []
 
     def rank(client: CoordinatorClient) -> None:
-        """The loop of a released rank, as documented."""
+        """The documented loop of a released rank."""
         client.released(0, 5, 0)
         while not client.rollout_over(0):
             order = client.order
@@ -132,7 +132,7 @@ def test_released_ranks_train_until_the_last_rollout_ends(stack: ExitStack) -> N
     assert run.count("sessions") == 1 and run.service.failure is None
 
 
-def test_strangers_are_dropped_and_counted_and_change_nothing(stack: ExitStack) -> None:
+def test_unsigned_peers_are_dropped_and_counted(stack: ExitStack) -> None:
     run = Run(stack, 2)
     run.connect(0, 1)
     for client in run.clients:
@@ -162,7 +162,7 @@ def test_strangers_are_dropped_and_counted_and_change_nothing(stack: ExitStack) 
     assert run.service.failure is None
 
 
-def test_recorded_messages_are_of_no_use(stack: ExitStack) -> None:
+def test_replayed_messages_have_no_effect(stack: ExitStack) -> None:
     run = Run(stack, 2)
     recorded = run.seal.close(Report(0, 1, 0, True, True, 5, 0, None, -1))
     first, stranger = run.stranger(), run.stranger()
@@ -171,7 +171,7 @@ def test_recorded_messages_are_of_no_use(stack: ExitStack) -> None:
     for _ in range(3):
         stranger.send_multipart(recorded)
     until(lambda: run.count("reports replayed") == 3)
-    # nor does the stranger get the rank's directives from then on
+    # nor does the unsigned peer receive the rank's directives from then on
     run.connect(1)
     run.clients[0].rollout_started(0)
     run.clients[0].released(0, 5)
@@ -179,7 +179,7 @@ def test_recorded_messages_are_of_no_use(stack: ExitStack) -> None:
     assert not stranger.poll(0)
 
 
-def test_a_false_coordinator_is_not_believed(stack: ExitStack) -> None:
+def test_a_false_coordinator_is_rejected(stack: ExitStack) -> None:
     context = stack.enter_context(zmq.Context())
     router = stack.enter_context(context.socket(zmq.ROUTER))
     router.setsockopt(zmq.LINGER, 0)
@@ -201,7 +201,7 @@ def test_a_false_coordinator_is_not_believed(stack: ExitStack) -> None:
     until(lambda: client.counts.get("replayed") == 1)
 
 
-def test_a_service_held_up_for_five_seconds_blocks_nobody_and_loses_nobody(stack: ExitStack) -> None:
+def test_a_service_delayed_for_five_seconds_blocks_and_loses_no_rank(stack: ExitStack) -> None:
     run = Run(stack, 3)
     run.connect(0, 1, 2)
     for client in run.clients:
@@ -244,7 +244,7 @@ threading.Event().wait(60)
 """
 
 
-def test_a_killed_rank_is_missed_and_the_rollout_ends_without_it(stack: ExitStack) -> None:
+def test_a_killed_rank_is_lost_and_the_rollout_ends_without_it(stack: ExitStack) -> None:
     run = Run(stack, 3)
     run.connect(0, 1)
     for client in run.clients:
@@ -255,7 +255,7 @@ def test_a_killed_rank_is_missed_and_the_rollout_ends_without_it(stack: ExitStac
     assert process.stdin is not None
     process.stdin.write(run.secret)
     process.stdin.close()
-    # it may have been missed already while it was starting
+    # it may already have been counted as lost while it started
     until(lambda: run.count("replicas lost") == run.count("ranks that came back") and _hears_of(run, 3))
     lost = run.count("replicas lost")
     for client in run.clients:
@@ -273,7 +273,7 @@ def _hears_of(run: Run, ranks: int) -> bool:
     return len(run.service._routes) == ranks
 
 
-def test_heartbeats_go_on_while_the_rank_computes(stack: ExitStack) -> None:
+def test_heartbeats_continue_while_the_rank_computes(stack: ExitStack) -> None:
     run = Run(stack, 2)
     run.connect(0, 1)
     run.clients[0].rollout_started(0)
@@ -297,7 +297,7 @@ def test_poll_takes_microseconds(stack: ExitStack) -> None:
     assert statistics.median(one() for _ in range(5000)) < 50e-6
 
 
-def test_a_service_that_fails_takes_nothing_with_it(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_service_affects_only_drafter_training(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(stack, 1)
     run.connect(0)
     client = run.clients[0]
@@ -325,7 +325,7 @@ def test_closing_frees_the_port_and_may_be_repeated() -> None:
         assert again.endpoint == service.endpoint
 
 
-def test_clients_find_a_service_that_comes_later(stack: ExitStack) -> None:
+def test_clients_connect_to_a_service_that_starts_later(stack: ExitStack) -> None:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -344,11 +344,11 @@ def test_a_host_that_is_not_one_interface_is_refused(host: str) -> None:
         CoordinatorService([(0,)], CONFIG, MessageSigner(new_secret(), "run"), host)
 
 
-def test_it_listens_on_the_address_asked_for_alone(stack: ExitStack) -> None:
+def test_it_listens_on_the_given_address_only(stack: ExitStack) -> None:
     run = Run(stack, 1)
     port = int(run.service.endpoint.removeprefix(f"tcp://{HOST}:"))
     with socket.socket() as probe:
-        # another loopback address: taken, had it been bound to all of them
+        # another loopback address: in use if the service had bound all addresses
         probe.bind(("127.0.0.2", port))
         assert probe.getsockname()[1] == port
 

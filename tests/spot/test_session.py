@@ -1,4 +1,4 @@
-"""A session of drafter training that is cut off: the next one, on other ranks, starts from its last checkpoint."""
+"""A preempted session of drafter training: the next one, on other ranks, starts from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKER = Path(__file__).parent / "workers" / "next_session.py"
 
 
 def same(a: DrafterState, b: DrafterState) -> bool:
-    """Every bit of every tensor, every number, the version."""
+    """Whether all tensors, numbers and the version are bit-equal."""
     one, other = a.tensors(), b.tensors()
     return (
         a.version == b.version

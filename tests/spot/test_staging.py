@@ -1,4 +1,4 @@
-"""Staging memory: every bit of every dtype, and the same memory for tensors of the same shapes."""
+"""Staging memory: bit-exact for every dtype, and reused for tensors of the same shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = (
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """NaNs with payloads, infinities and subnormals among them."""
+    """Random bit patterns, including NaN payloads, infinities and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.tensor(shape).prod()) * torch.empty((), dtype=dtype).element_size()
     high = 2 if dtype == torch.bool else 256
@@ -44,7 +44,7 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 @given(
     drawn=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), min_size=0, max_size=6)
 )
-def test_every_bit_comes_back_through_memory_and_file(
+def test_every_bit_survives_memory_and_file(
     tmp_path_factory,
     drawn: list[tuple[torch.dtype, list[int]]],  # type: ignore[no-untyped-def]
 ) -> None:
@@ -67,13 +67,13 @@ def test_the_memory_is_kept_until_tensors_do_not_fit() -> None:
     first = buffer.tensors["a"].data_ptr()
     buffer.copy_from({"a": torch.full((100,), 2.0), "b": torch.ones(3, 4)})
     assert buffer.tensors["a"].data_ptr() == first and float(buffer.tensors["a"].sum()) == 200
-    buffer.copy_from({"c": torch.ones(50, dtype=torch.int64)})  # others, that fit
+    buffer.copy_from({"c": torch.ones(50, dtype=torch.int64)})  # other tensors that fit
     assert buffer.tensors["c"].data_ptr() == first and list(buffer.tensors) == ["c"]
     buffer.copy_from({"c": torch.ones(10_000)})
     assert float(buffer.tensors["c"].sum()) == 10_000
 
 
-def test_what_lies_in_pieces_or_takes_part_in_training_is_copied_plainly() -> None:
+def test_non_contiguous_and_trainable_tensors_are_copied() -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
     buffer = StagingBuffer()
     buffer.copy_from({"p": parameter, "t": parameter.detach().t(), "same": parameter.detach()})
@@ -88,8 +88,8 @@ def test_a_file_takes_no_second_copy_of_the_tensors(tmp_path: Path) -> None:
     """Peak memory while 64 MiB are written, as the kernel counts it."""
     buffer = StagingBuffer()
     buffer.copy_from({"a": torch.ones(16 << 20)})
-    write_payload(tmp_path / "first", Payload("k", {}, {"a": torch.ones(4)}))  # whatever it sets up
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    write_payload(tmp_path / "first", Payload("k", {}, {"a": torch.ones(4)}))  # one-time set-up
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status_kib("VmRSS")
     write_payload(tmp_path / STATE, Payload("k", {}, buffer.tensors))
     assert _status_kib("VmHWM") - before < 16 << 10

@@ -1,4 +1,4 @@
-"""A coordinator and its ranks over a perfect network, moved by hand."""
+"""A coordinator and its ranks over a perfect network, stepped by the test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SINGLES = [(0,), (1,), (2,), (3,)]
 
 
 class World:
-    """``deaf`` ranks hear nothing; ``dead`` ones say nothing either."""
+    """``deaf`` ranks receive nothing; ``dead`` ranks send nothing either."""
 
     def __init__(self, replicas: Sequence[Sequence[int]] = SINGLES, steps_ahead: int = 2, **options: Any) -> None:
         settings = {
@@ -43,7 +43,7 @@ class World:
         self.say(*self.ranks)
 
     def say(self, *ranks: int) -> None:
-        """These report; whoever is told something hears it."""
+        """These ranks report; each directive is delivered to its rank."""
         for rank in ranks:
             if rank not in self.dead:
                 self.handle(self.ranks[rank].report())
@@ -79,7 +79,7 @@ class World:
             self.say(rank)
 
     def wait(self, seconds: float) -> None:
-        """Time passes, with heartbeats of all that live."""
+        """Advance the time, with heartbeats of all living ranks."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + self.config.heartbeat_s, end)
@@ -101,7 +101,7 @@ def advice(world: World, *ranks: int) -> list[Advice]:
 
 
 def training(*ranks: int, **options: Any) -> World:
-    """A world where these train, all with step 0 done."""
+    """A world in which these ranks train and have completed step 0."""
     world = World(**options)
     world.start()
     world.release(*ranks[:-1], entries=0)

@@ -1,4 +1,4 @@
-"""Saves one version after another, each as soon as the last is durable, until it is killed."""
+"""Saves one version after another until killed, each as soon as the last is durable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writers that are killed at random moments; after each one, what a reader finds, as a line of JSON.
+"""Writers that are killed at random moments; prints, after each, what a reader finds as a line of JSON.
 
-Each writer is forked, saves versions whose tensors are all filled with the version, and says in a pipe which of them
-it was told are durable.
+Each writer is forked, saves versions whose tensors are filled with the version, and reports durable versions in a
+pipe.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def payload_at(version: int) -> Payload:
 
 
 def version_of(payload: Payload) -> int:
-    """The version that header and all entries agree on.
+    """The version in the header and in all tensors.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: they differ.
     """
     version = int(payload.header["version"])
     assert {name: tuple(tensor.shape) for name, tensor in payload.tensors.items()} == SHAPES
@@ -44,7 +44,7 @@ def write_until_killed(folder: Path, first: int, told: int) -> None:
     checkpointer = SelectiveCheckpointer(folder, keep=2)
     for version in range(first, first + 10_000):
         checkpointer.save(version, payload_at(version))
-        if version % 3:  # every third one is followed by another while it waits or is written
+        if version % 3:  # after every third, the next save comes while it waits or is written
             assert checkpointer.wait(60.0)
             assert checkpointer.counts.durable_version == version and not checkpointer.counts.failed
             os.write(told, version.to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""A session on two ranks, led by the second, from the newest checkpoint; each writes what it starts with."""
+"""A session on two ranks, led by the second, from the newest checkpoint; each writes its initial state."""
 
 from __future__ import annotations
 
