@@ -33,13 +33,8 @@ def actor_side(weights: WeightMap, layout: Layout) -> ShardMap:
     """The spans that each rank of ``layout`` holds, including replicas and copies of a tied embedding.
 
     Raises:
-        ConfigError: the layout does not fit the world or the model's layers, or places layers by hand.
+        ConfigError: the layout does not fit the world or the model's layers; see also :func:`stage_layers`.
     """
-    if layout.by_hand:
-        raise ConfigError(
-            "actor.megatron.pipeline_model_parallel_layout: found a layout given by hand, whose weights cannot be "
-            "placed without Megatron; allowed: null, or num_layers_in_first_pipeline_stage and its like"
-        )
     if found := problems(layout, None):
         raise ConfigError("\n".join(found))
     stages = _parameters_by_stage(weights, layout)
@@ -64,8 +59,13 @@ def stage_layers(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
     """The layers of each pipeline stage, counted over the whole model; an interleaved stage has several ranges.
 
     Raises:
-        ConfigError: the layers cannot be divided among the stages.
+        ConfigError: the layers cannot be divided among the stages, or the config places them by hand.
     """
+    if layout.by_hand:
+        raise ConfigError(
+            "actor.megatron.pipeline_model_parallel_layout: found a layout given by hand, whose weights cannot be "
+            "placed without Megatron; allowed: null, or num_layers_in_first_pipeline_stage and its like"
+        )
     chunks, last = layout.vpp or 1, layout.pp - 1
     given = {stage: n for stage, n in ((0, layout.first), (last, layout.last)) if n is not None}
     free = layout.pp - len(given)

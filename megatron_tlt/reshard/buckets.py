@@ -1,8 +1,8 @@
-"""Splits the transfers of a plan into fragments and packs them into buckets of bounded size, in rounds; pure.
+"""Splits the transfers of a plan and packs them into buckets of bounded size, in rounds; pure.
 
 In a round a rank sends at most one bucket to each other rank and receives at most one from each. Two rounds are in
 flight at once (one is packed while the other travels), so a rank's buckets of one round and direction may use a quarter
-of its staging memory. Large fragments that are contiguous on both sides are not packed: they are sent from parameter to
+of its staging memory. Large transfers that are contiguous on both sides are not packed: they are sent from parameter to
 parameter, in the round of their bucket.
 """
 
@@ -12,12 +12,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from typing import NamedTuple
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer
 
-# Fragments start at multiples of this many bytes, so that they can be viewed as any dtype.
+# Packed transfers start at multiples of this many bytes, so that they can be viewed as any dtype.
 ALIGNMENT = 16
 # Smaller fragments are cheaper to pack than to send separately.
 IN_PLACE_BYTES = 256 * 1024
@@ -25,44 +24,38 @@ _ROUNDS_IN_FLIGHT = 2
 _DIRECTIONS = 2
 
 
-class Fragment(NamedTuple):
-    """A part of one transfer; ``offset`` is its first byte in a bucket, ``size`` its bytes."""
-
-    transfer: Transfer
-    offset: int
-    size: int
-
-
 @dataclass
 class Bucket:
-    """Data from one rank to another in a round: consecutive packed fragments, and fragments sent in place.
+    """The transfers from one rank to another in a round: packed ones, with their bytes in it, and ones sent in place.
 
-    After the packed ones follows a trailer for each fragment, first those of the packed ones.
+    After the packed ones follows a trailer for each transfer, in the order of ``transfers``.
     """
 
     peer: int
-    packed: list[Fragment] = field(default_factory=list)
-    in_place: list[Fragment] = field(default_factory=list)
+    packed: dict[Transfer, slice] = field(default_factory=dict)
+    in_place: list[Transfer] = field(default_factory=list)
     payload_bytes: int = 0
+    in_place_bytes: int = 0
 
     def add(self, transfer: Transfer, size: int, in_place: bool) -> None:
         if in_place:
-            self.in_place.append(Fragment(transfer, 0, size))
+            self.in_place.append(transfer)
+            self.in_place_bytes += size
         else:
-            self.packed.append(Fragment(transfer, self.payload_bytes, size))
+            self.packed[transfer] = slice(self.payload_bytes, self.payload_bytes + size)
             self.payload_bytes += aligned(size)
 
     @property
-    def fragments(self) -> list[Fragment]:
-        return self.packed + self.in_place
+    def transfers(self) -> list[Transfer]:
+        return [*self.packed, *self.in_place]
 
     def staged_bytes(self, trailer_bytes: int) -> int:
-        """Bytes of the packed fragments, with ``trailer_bytes`` for each of all fragments."""
+        """Bytes of the packed transfers, with ``trailer_bytes`` for each of all transfers."""
         return self.payload_bytes + trailer_bytes * (len(self.packed) + len(self.in_place))
 
     def wire_bytes(self, trailer_bytes: int) -> int:
         """Total bytes that are sent."""
-        return self.staged_bytes(trailer_bytes) + sum(fragment.size for fragment in self.in_place)
+        return self.staged_bytes(trailer_bytes) + self.in_place_bytes
 
 
 @dataclass
@@ -72,13 +65,9 @@ class ExchangeRound:
     sends: dict[int, Bucket] = field(default_factory=dict)
     receives: dict[int, Bucket] = field(default_factory=dict)
 
-    @staticmethod
-    def bucket(buckets: dict[int, Bucket], peer: int) -> Bucket:
-        return buckets.setdefault(peer, Bucket(peer))
-
 
 def aligned(size: int) -> int:
-    """``size`` rounded up to the next possible start of a fragment."""
+    """``size`` rounded up to the next possible start of a packed transfer."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -90,10 +79,8 @@ def make_rounds(
     Senders take turns, so that all links are busy from the first round to the last. Large transfers are split.
 
     Args:
-        plan: the transfers.
-        rank: rank whose rounds are returned.
         staging_bytes: limit for all buckets in flight on a rank.
-        trailer_bytes: bytes sent with each fragment (its checksum), a multiple of ``ALIGNMENT``.
+        trailer_bytes: bytes sent with each transfer (its checksum), a multiple of ``ALIGNMENT``.
         contiguous: tensors whose slices are contiguous, and in the form in which they are sent, on every rank.
 
     Raises:
@@ -124,7 +111,7 @@ def make_rounds(
                 mine = rounds[number]
                 sending = rank == transfer.source
                 peer = transfer.target if sending else transfer.source
-                bucket = ExchangeRound.bucket(mine.sends if sending else mine.receives, peer)
+                bucket = (mine.sends if sending else mine.receives).setdefault(peer, Bucket(peer))
                 size = length * entry
                 in_place = size >= IN_PLACE_BYTES and transfer.tensor in contiguous
                 bucket.add(transfer._replace(start=at, length=length), size, in_place)

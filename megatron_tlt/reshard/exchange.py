@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,30 +14,11 @@ import torch.distributed as dist
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, largest_buckets
-
-
-class Packer(Protocol):
-    """Copies between buckets and weights."""
-
-    def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Writes packed fragments and trailers into ``data``, (bytes)."""
-        ...
-
-    def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Reads them from ``data``; fragments received in place have arrived."""
-        ...
-
-    def outgoing(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The memory of the fragments that are sent in place."""
-        ...
-
-    def incoming(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The memory of the fragments that are received in place."""
-        ...
+from megatron_tlt.reshard.packer import Packer
 
 
 class Message(NamedTuple):
-    """A bucket with all memory that is sent or received: its staged bytes, if any, then fragments in place."""
+    """A bucket with all memory that is sent or received: staged bytes, if any, then transfers in place."""
 
     bucket: Bucket
     staged: torch.Tensor
@@ -55,7 +37,7 @@ class BucketExchange:
 
     Args:
         rounds: this rank's rounds from ``make_rounds``.
-        trailer_bytes: bytes after each bucket's payload for each of its fragments.
+        trailer_bytes: bytes after each bucket's payload for each of its transfers.
         device: device of the weights.
     """
 
@@ -64,7 +46,7 @@ class BucketExchange:
         self._trailer = trailer_bytes
         self._device = device
 
-    def run(self, mover: Packer, meanwhile: Sequence[Callable[[], None]]) -> None:
+    def run(self, packer: Packer, meanwhile: Sequence[Callable[[], None]]) -> None:
         """Exchanges all rounds, and calls ``meanwhile`` one by one during transfers. Buffers are freed at the end.
 
         Raises:
@@ -73,19 +55,21 @@ class BucketExchange:
         sends, receives = largest_buckets(self._rounds, self._trailer)
         slots = [(self._buffer(sends), self._buffer(receives)) for _ in self._rounds[:2]]
         other_work, share = iter(meanwhile), -(-len(meanwhile) // max(1, len(self._rounds)))
-        before: Callable[[], None] = _nothing
+        arrive: Callable[[], None] | None = None  # of the previous round
         for number, one in enumerate(self._rounds):
             send_buffer, receive_buffer = slots[number % 2]
-            outgoing = self._messages(send_buffer, one.sends.values(), mover.outgoing)
-            incoming = self._messages(receive_buffer, one.receives.values(), mover.incoming)
+            outgoing = self._messages(send_buffer, one.sends.values(), packer.outgoing)
+            incoming = self._messages(receive_buffer, one.receives.values(), packer.incoming)
             for message in outgoing:
-                mover.pack(message.bucket, message.staged)
-            arrival = _Arrival(self.post(outgoing, incoming), incoming, mover)
+                packer.pack(message.bucket, message.staged)
+            next_arrive = partial(_arrive, self.post(outgoing, incoming), incoming, packer)
             for call in islice(other_work, share):
                 call()
-            before()
-            before = arrival
-        before()
+            if arrive is not None:
+                arrive()
+            arrive = next_arrive
+        if arrive is not None:
+            arrive()
         for call in other_work:
             call()
 
@@ -96,7 +80,7 @@ class BucketExchange:
             for message in messages:
                 operations += [dist.P2POp(start, tensor, message.bucket.peer) for tensor in message.tensors]
                 buckets += [message.bucket] * len(message.tensors)
-        with naming_peers(buckets):
+        with _naming_peers(buckets):
             works = dist.batch_isend_irecv(operations)
         if len(works) == len(buckets):
             return [(work, [bucket]) for work, bucket in zip(works, buckets, strict=True)]
@@ -117,34 +101,23 @@ class BucketExchange:
         return messages
 
 
-class _Arrival:
+def _arrive(posted: _Posted, incoming: list[Message], packer: Packer) -> None:
     """Waits for a round and unpacks it."""
-
-    def __init__(self, posted: _Posted, incoming: list[Message], mover: Packer) -> None:
-        self._posted = posted
-        self._incoming = incoming
-        self._mover = mover
-
-    def __call__(self) -> None:
-        for work, buckets in self._posted:
-            with naming_peers(buckets):
-                work.wait()
-        for message in self._incoming:
-            self._mover.unpack(message.bucket, message.staged)
-
-
-def _nothing() -> None:
-    """Placeholder before the first round."""
+    for work, buckets in posted:
+        with _naming_peers(buckets):
+            work.wait()
+    for message in incoming:
+        packer.unpack(message.bucket, message.staged)
 
 
 @contextmanager
-def naming_peers(buckets: Sequence[Bucket]) -> Iterator[None]:
+def _naming_peers(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Converts the error of a broken connection to one that names the lost ranks and the tensors in transfer."""
     try:
         yield
     except RuntimeError as error:
         peers = sorted({bucket.peer for bucket in buckets})
-        tensors = list(dict.fromkeys(fragment.transfer.tensor for bucket in buckets for fragment in bucket.fragments))
+        tensors = list(dict.fromkeys(transfer.tensor for bucket in buckets for transfer in bucket.transfers))
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         raise RunError(
             f"rank {rank()}: the transfer of {tensors[0]}{more} with rank {', '.join(map(str, peers))} broke off: "

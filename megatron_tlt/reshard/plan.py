@@ -101,20 +101,12 @@ class ReshardPlan:
         return tuple(totals)
 
     def write(self, path: Path | str) -> None:
-        """Writes the plan as JSON, atomically.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Writes the plan as JSON, atomically; raises RunError if the disk is full."""
         atomic_write_bytes(path, msgspec.json.encode(self))
 
     @classmethod
     def read(cls, path: Path | str) -> ReshardPlan:
-        """Reads a file of ``write``.
-
-        Raises:
-            ConfigError: there is no such file, or it contains no plan.
-        """
+        """Reads a file of ``write``; raises ConfigError if there is none, or it contains no plan."""
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
@@ -132,34 +124,31 @@ def make_plan(forms: Mapping[str, TensorForm], actor: ShardMap, engines: ShardMa
             tensor, rank and both layouts.
     """
     layouts = f"{actor.layout} to engines {engines.layout}"
-    owners: dict[str, list[_Owner]] = defaultdict(list)
-    for rank, slot, span in _checked(actor, forms, layouts):
-        owners[span.tensor].append(_Owner(rank, slot, span))
-    needs: dict[str, list[_Owner]] = defaultdict(list)
-    for rank, slot, span in _checked(engines, forms, layouts):
-        needs[span.tensor].append(_Owner(rank, slot, span))
+    owners, needs = _by_tensor(actor, forms, layouts), _by_tensor(engines, forms, layouts)
     picker = _SourcePicker(nodes)
     transfers: list[Transfer] = []
     for tensor, form in forms.items():
-        held = _Intervals(owners.get(tensor, []))
-        for need in needs.get(tensor, []):
+        held = _Intervals(owners[tensor])
+        for need in needs[tensor]:
             for start, length, holders in held.cover(need, layouts):
                 owner = picker.pick(holders, need.rank, length * form.entry_bytes)
                 transfers.append(Transfer(tensor, start, length, owner.rank, owner.slot, need.rank, need.slot))
     return ReshardPlan(dict(forms), actor.layout, engines.layout, tuple(nodes), tuple(transfers), picker.lower_bound)
 
 
-def _checked(side: ShardMap, forms: Mapping[str, TensorForm], layouts: str) -> Iterator[tuple[int, int, Span]]:
+def _by_tensor(side: ShardMap, forms: Mapping[str, TensorForm], layouts: str) -> dict[str, list[_Owner]]:
+    found: dict[str, list[_Owner]] = defaultdict(list)
     for rank, spans in enumerate(side.spans):
         for slot, span in enumerate(spans):
             form = forms.get(span.tensor)
             if form is None:
                 raise RunError(f"{span.tensor} of rank {rank} is no tensor of the model ({layouts})")
             if not 0 <= span.start <= span.end <= form.length:
-                found = f"entries {span.start} to {span.end} of its {form.length}"
-                raise RunError(f"{span.tensor} of rank {rank}: {found} ({layouts})")
+                entries = f"entries {span.start} to {span.end} of its {form.length}"
+                raise RunError(f"{span.tensor} of rank {rank}: {entries} ({layouts})")
             if span.length:
-                yield rank, slot, span
+                found[span.tensor].append(_Owner(rank, slot, span))
+    return found
 
 
 class _Intervals:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_tlt.reshard.plan import ReshardPlan
 
 _GB = 1e9
-
-TRANSFER_NOTE = "the slowest rank; full duplex; NVLink and network one after the other (not overlapped)"
-LOAD_NOTE = "the slowest rank; every slice read and written once on each GPU that packs, copies or unpacks it"
-WAKE_NOTE = "the slowest rank; memory for its weights mapped again, nothing copied into it"
 
 
 @dataclass(frozen=True)
@@ -59,24 +57,15 @@ def project(plan: ReshardPlan, bandwidths: Bandwidths) -> Projection:
     Load counts memory traffic: a read and a write for each byte that is copied in place, packed or unpacked. Wake maps
     the weights of the rank's engine.
     """
-    rates = bandwidths
-    nvlink = _seconds(plan, False, rates.nvlink * rates.nvlink_efficiency)
-    network = _seconds(plan, True, rates.network * rates.network_efficiency)
-    touched, held = [0] * plan.world, list(plan.local_bytes)
-    for between in (False, True):
-        sent, received = plan.sent_bytes(between), plan.received_bytes(between)
-        touched = [sum(amounts) for amounts in zip(touched, sent, received, strict=True)]
-        held = [sum(amounts) for amounts in zip(held, received, strict=True)]
-    copied = [2 * (local + moved) for local, moved in zip(plan.local_bytes, touched, strict=True)]
+    sent, received = (np.array([of(False), of(True)]) for of in (plan.sent_bytes, plan.received_bytes))  # (2, world)
+    rates, local = bandwidths, np.array(plan.local_bytes)
+    links = [[rates.nvlink * rates.nvlink_efficiency * _GB], [rates.network * rates.network_efficiency * _GB]]
+    seconds = np.maximum(sent, received) / links
+    copied = 2 * (local + sent.sum(0) + received.sum(0))
     return Projection(
-        nvlink=max(nvlink),
-        network=max(network),
-        transfer=max(a + b for a, b in zip(nvlink, network, strict=True)),
-        load=max(copied) / (rates.memory * rates.memory_efficiency * _GB),
-        wake=max(held) / (rates.wake * _GB),
+        nvlink=float(seconds[0].max()),
+        network=float(seconds[1].max()),
+        transfer=float(seconds.sum(0).max()),
+        load=float(copied.max() / (rates.memory * rates.memory_efficiency * _GB)),
+        wake=float((local + received.sum(0)).max() / (rates.wake * _GB)),
     )
-
-
-def _seconds(plan: ReshardPlan, between_nodes: bool, rate: float) -> list[float]:
-    sent, received = plan.sent_bytes(between_nodes), plan.received_bytes(between_nodes)
-    return [max(a, b) / (rate * _GB) for a, b in zip(sent, received, strict=True)]

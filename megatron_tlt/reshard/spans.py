@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_tlt.models.weight_map import WeightMap
+    from megatron_tlt.reshard.direct import WholeTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,7 @@ class TensorForm:
         return prod(self.shape) // self.length * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Entries ``start .. start + length`` of ``tensor`` along the sharded dimension."""
 
     tensor: str
@@ -59,13 +59,8 @@ class ShardMap:
     spans: tuple[tuple[Span, ...], ...]
 
 
-def tensor_forms(weights: WeightMap, itemsizes: int | Mapping[str, int]) -> dict[str, TensorForm]:
-    """The forms of a model's tensors, in its order.
-
-    Args:
-        weights: the model's map.
-        itemsizes: bytes of an element as sent; one value, or one per tensor.
-    """
+def tensor_forms(weights: WeightMap | WholeTensors, itemsizes: int | Mapping[str, int]) -> dict[str, TensorForm]:
+    """The forms of a model's tensors, in its order; ``itemsizes``: bytes of an element as sent, of all or of each."""
     return {
         name: TensorForm(shape, weights.cut_dims[name], itemsizes if isinstance(itemsizes, int) else itemsizes[name])
         for name, shape in weights.shapes.items()

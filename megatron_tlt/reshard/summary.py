@@ -8,8 +8,13 @@ from math import prod
 from typing import Any
 
 from megatron_tlt.reshard.plan import ReshardPlan
-from megatron_tlt.reshard.projection import LOAD_NOTE, TRANSFER_NOTE, WAKE_NOTE, Bandwidths, project
+from megatron_tlt.reshard.projection import Bandwidths, project
 
+_NOTES = {
+    "transfer": "the slowest rank; full duplex; NVLink and network one after the other (not overlapped)",
+    "load": "the slowest rank; every slice read and written once on each GPU that packs, copies or unpacks it",
+    "wake": "the slowest rank; memory for its weights mapped again, nothing copied into it",
+}
 RANK_COLUMNS = ("in_place", "nvlink_sent", "nvlink_received", "network_sent", "network_received")
 
 
@@ -18,13 +23,8 @@ def summarize(plan: ReshardPlan, bandwidths: Bandwidths) -> dict[str, Any]:
 
     ``node_links[a][b]`` are the bytes from ranks of node ``a`` to other ranks of node ``b``.
     """
-    columns = (
-        plan.local_bytes,
-        plan.sent_bytes(False),
-        plan.received_bytes(False),
-        plan.sent_bytes(True),
-        plan.received_bytes(True),
-    )
+    links = [of(between) for between in (False, True) for of in (plan.sent_bytes, plan.received_bytes)]
+    columns = (plan.local_bytes, *links)
     projection = project(plan, bandwidths)
     return {
         "actor": plan.actor,
@@ -46,7 +46,7 @@ def summarize(plan: ReshardPlan, bandwidths: Bandwidths) -> dict[str, Any]:
             **{f"{name}_seconds": seconds for name, seconds in asdict(projection).items()},
             "total_seconds": projection.total,
             "bandwidths_gb_s": asdict(bandwidths),
-            "notes": {"transfer": TRANSFER_NOTE, "load": LOAD_NOTE, "wake": WAKE_NOTE},
+            "notes": _NOTES,
         },
     }
 

@@ -34,15 +34,15 @@ def test_both_ends_of_every_bucket_agree_and_nothing_is_left_out(
                 for peer, bucket in buckets.items():
                     assert peer == bucket.peer != rank
                     pair = (rank, peer) if buckets is one.sends else (peer, rank)
-                    found.setdefault(pair, []).append(tuple(bucket.fragments))
+                    found.setdefault(pair, []).append(tuple(bucket.transfers))
                     end = 0
-                    for fragment in bucket.packed:
-                        assert fragment.offset % ALIGNMENT == 0
-                        assert fragment.offset == end
-                        end += aligned(fragment.size)
+                    for place in bucket.packed.values():
+                        assert place.start % ALIGNMENT == 0
+                        assert place.start == end
+                        end += aligned(place.stop - place.start)
                     assert end == bucket.payload_bytes
             for bucket in one.sends.values():
-                for t, _, _ in bucket.fragments:
+                for t in bucket.transfers:
                     for entry in range(t.start, t.start + t.length):
                         moved[t._replace(start=entry, length=1)] += 1
     assert sent == received

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.reshard.direct import TRAILER_BYTES
+from megatron_tlt.reshard.packer import TRAILER_BYTES
 from tests.helpers.launch import run_torchrun
 from tests.reshard.workers.plain import COLUMNS, ROWS, TENSORS
 
