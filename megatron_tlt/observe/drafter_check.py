@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
-from megatron_tlt.observe.lasting_causes import STEPS, Row, StepsCheck
+from megatron_tlt.observe.lasting_causes import STEPS, Row, StepsCheck, value_of
 from megatron_tlt.observe.metrics import LENGTH_CLASSES
 
 LEAST_ACCEPTANCE = 1.05
@@ -21,12 +19,6 @@ _WHY_UNTRAINED = {
     "no_step": "the wait is shorter than a training step; lower drafter.entries_per_step, or set spot.min_steps",
     "no_order": "no rank joined a session; the log gives the reason; set spot.min_steps to train after the update",
 }
-
-
-def _value(row: Row, name: str) -> float | None:
-    """A metric, or None if the row lacks it: not measured, or written by an earlier release."""
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) else None
 
 
 class DrafterCheck(StepsCheck):
@@ -45,13 +37,12 @@ class DrafterCheck(StepsCheck):
         self._highest: dict[str, float] = {}
 
     def add(self, row: Row) -> list[str]:
-        """Returns the new warnings after a step with these metrics; absent metrics cause none."""
         messages, unknown = self._unaccepted(row)
         messages |= self._untrained(row) | self._unused(row)
-        return [f"{messages[name]} (for {self._causes.steps} steps)" for name in self._causes.add([*messages], unknown)]
+        return [f"{messages[name]} (for {self.steps} steps)" for name in self.count([*messages], unknown)]
 
     def _untrained(self, row: Row) -> dict[str, str]:
-        version = _value(row, "drafter/version")
+        version = value_of(row, "drafter/version")
         before, self._version = self._version, version
         if version is None or version > (before or 0.0):
             return {}
@@ -83,7 +74,7 @@ class DrafterCheck(StepsCheck):
         messages, unknown = {}, set()
         found = {name.removeprefix(_ACCEPTANCE) for name in row if name.startswith(_ACCEPTANCE)}
         for drafter in sorted((found | self._highest.keys()).difference(LENGTH_CLASSES)):
-            name, length = f"unaccepted_{drafter}", _value(row, _ACCEPTANCE + drafter)
+            name, length = f"unaccepted_{drafter}", value_of(row, _ACCEPTANCE + drafter)
             if length is None:
                 unknown.add(name)
                 continue
@@ -124,8 +115,3 @@ def _remedy(drafter: str, row: Row) -> str:
     if row.get("drafter/version") is None:
         return "Train it in the run (a drafter section), or use another speculation.drafter"
     return f"Raise {_steps_key(row)} or drafter.lr, or start with a trained one (drafter.path)"
-
-
-def drafter_warnings(rows: Iterable[Row]) -> list[str]:
-    """The warnings for all metrics rows of a run, each with its step."""
-    return DrafterCheck().of_run(rows)

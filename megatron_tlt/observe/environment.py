@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
+import math
 import os
 import platform
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+from megatron_tlt.platform.nodes import cgroup_bytes
+from megatron_tlt.platform.versions import installed_version
 
 # Summary key -> distributions that may provide it; the first installed one counts.
 _DISTRIBUTIONS = {
@@ -26,22 +30,13 @@ def describe_environment() -> dict[str, Any]:
     """Versions (None where not installed), processor, usable cores, memory in GiB, and the devices' names."""
     return {
         "python": platform.python_version(),
-        **{name: _version(candidates) for name, candidates in _DISTRIBUTIONS.items()},
+        **{name: installed_version(candidates) for name, candidates in _DISTRIBUTIONS.items()},
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores": _cores(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(min(psutil.virtual_memory().total, cgroup_bytes("memory.max") or math.inf) / 2**30, 1),
         **_devices(),
     }
-
-
-def _version(candidates: tuple[str, ...]) -> str | None:
-    for name in candidates:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _cpu_model() -> str:
@@ -67,19 +62,6 @@ def _cores() -> int:
     return allowed
 
 
-def _memory_gib() -> float | None:
-    sizes: list[int] = []
-    with contextlib.suppress(ValueError, OSError):
-        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            sizes.append(int(limit))
-    except (OSError, ValueError):
-        pass
-    return round(min(sizes) / 2**30, 1) if sizes else None
-
-
 def _devices() -> dict[str, Any]:
     """``device`` (cpu or cuda), and on CUDA the devices' names, their number, and CUDA's version."""
     try:
@@ -88,12 +70,11 @@ def _devices() -> dict[str, Any]:
         return {"device": "cpu", "gpus": 0}
     if not torch.cuda.is_available():
         return {"device": "cpu", "gpus": 0}
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    distinct = sorted(set(names))
+    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     return {
         "device": "cuda",
-        "gpus": len(names),
-        "gpu_names": distinct,
+        "gpus": torch.cuda.device_count(),
+        "gpu_names": names,
         "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
     }

@@ -43,11 +43,6 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
         data = path.read_bytes()
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from error
-    return _parse(path, data)
-
-
-def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """The complete rows in ``data``."""
     rows: list[dict[str, Any]] = []
     *whole, tail = data.split(b"\n")
     for number, line in enumerate(whole, start=1):
@@ -74,8 +69,7 @@ class JsonLinesFile:
     milliseconds per append. Without it, a power cut may lose the rows of the last seconds.
 
     Damage never prevents a run from continuing: lines that are not JSON objects are dropped with a warning. If more
-        than
-    the end is damaged, the original file is kept beside it as ``NAME.damaged``.
+    than the end is damaged, the original file is kept beside it as ``NAME.damaged``.
     """
 
     def __init__(self, path: Path | str, *, sync: bool = True) -> None:
@@ -111,11 +105,7 @@ class JsonLinesFile:
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends one line per row.
-
-        Raises:
-            RunError: the disk is full; no partial row remains.
-        """
+        """Appends one line per row; raises RunError if the disk is full; no partial row remains."""
         data = b"".join(dumps(row).encode("utf-8") + b"\n" for row in rows)
         before = self.size
         with write_errors(self.path, len(data)):
@@ -132,7 +122,7 @@ class JsonLinesFile:
     def truncate_after(self, step: int) -> int:
         """Drops the rows whose ``step`` is greater than ``step``, atomically, and returns their number."""
         rows = read_jsonl(self.path)
-        kept = [row for row in rows if not _later(row, step)]
+        kept = [row for row in rows if not (isinstance(row.get("step"), (int, float)) and row["step"] > step)]
         if len(kept) < len(rows):
             self.replace(kept)
         return len(rows) - len(kept)
@@ -154,8 +144,3 @@ def _is_whole(line: bytes) -> bool:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except ValueError:
         return False
-
-
-def _later(row: Mapping[str, Any], step: int) -> bool:
-    own = row.get("step")
-    return isinstance(own, (int, float)) and own > step

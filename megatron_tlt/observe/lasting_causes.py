@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 Row = Mapping[str, float | None]
 """Metrics of a step by name."""
@@ -12,8 +13,14 @@ STEPS = 5
 """Steps in a row before a warning."""
 
 
-class LastingCauses:
-    """Counts for how many steps each cause holds; at ``steps`` it is new, once until it has ended."""
+def value_of(row: Row, name: str, default: float | None = None) -> Any:
+    """A metric, or ``default`` if the row lacks it: not measured, or written by an earlier release."""
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) else default
+
+
+class StepsCheck:
+    """Follows a run by its steps' metrics; warns once about a cause that holds for ``steps`` steps in a row."""
 
     def __init__(self, steps: int = STEPS) -> None:
         self.steps = steps
@@ -27,8 +34,8 @@ class LastingCauses:
         """Number of reported causes that still hold."""
         return len(self._warned)
 
-    def add(self, holding: Sequence[str], unknown: Collection[str] = ()) -> list[str]:
-        """Adds a step in which the causes ``holding`` hold; returns the new ones in that order.
+    def count(self, holding: Sequence[str], unknown: Collection[str] = ()) -> list[str]:
+        """Adds a step in which the causes ``holding`` hold; returns those that are to be reported, in that order.
 
         Causes that are ``unknown`` in this step keep their count.
         """
@@ -39,23 +46,6 @@ class LastingCauses:
         self._warned.update(new)
         self.warnings += len(new)
         return new
-
-
-class StepsCheck:
-    """Follows a run by its steps' metrics; warns once about a cause that holds for ``steps`` steps in a row."""
-
-    def __init__(self, steps: int = STEPS) -> None:
-        self._causes = LastingCauses(steps)
-
-    @property
-    def warnings(self) -> int:
-        """Number of warnings given."""
-        return self._causes.warnings
-
-    @property
-    def active(self) -> int:
-        """Number of causes with a warning that still hold."""
-        return self._causes.active
 
     def add(self, row: Row) -> list[str]:
         """Returns the new warnings after a step with these metrics; absent metrics cause none."""

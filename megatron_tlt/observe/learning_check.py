@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
-from megatron_tlt.observe.lasting_causes import STEPS as STEPS
 from megatron_tlt.observe.lasting_causes import Row, StepsCheck
+from megatron_tlt.observe.lasting_causes import value_of as _value
 
 # STEPS in a row before a warning: with 16 responses per step, 10 % of them correct, five steps without a mixed group
 # have a probability of 0.02 %.
 _NEARLY_ALL = 0.95
 
 
-@dataclass(frozen=True)
-class _Cause:
+class _Cause(NamedTuple):
     holds: Callable[[Row], bool]
     message: str
-
-
-def _value(row: Row, name: str, default: float) -> float:
-    """A metric, or ``default`` if the row lacks it (written by an earlier release)."""
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) else default
 
 
 def _no_signal(row: Row) -> bool:
@@ -71,15 +64,9 @@ class LearningCheck(StepsCheck):
     """
 
     def add(self, row: Row) -> list[str]:
-        """Returns the new warnings after a step with these metrics; absent metrics cause none."""
         causes = _SPECIFIC | _GENERAL
         holding = {name for name in causes if causes[name].holds(row)}
         if holding & _SPECIFIC.keys():
             holding -= _GENERAL.keys()
-        new = self._causes.add([name for name in causes if name in holding])
-        return [f"no learning for {self._causes.steps} steps: {causes[name].message}" for name in new]
-
-
-def learning_warnings(rows: Iterable[Row]) -> list[str]:
-    """The warnings for all metrics rows of a run, each with its step."""
-    return LearningCheck().of_run(rows)
+        new = self.count([name for name in causes if name in holding])
+        return [f"no learning for {self.steps} steps: {causes[name].message}" for name in new]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_tlt.config.schema import WandbConfig
@@ -30,7 +30,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
     return read_jsonl(path)
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Writes a run's metrics; used on rank 0 only.
 
     Args:
@@ -79,11 +79,7 @@ class MetricsWriter:
         return self._board
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one row.
-
-        Raises:
-            RunError: the disk is full; no partial row remains.
-        """
+        """Appends one row; raises RunError if the disk is full; no partial row remains."""
         numbers = {name: _number(value) for name, value in values.items()}
         self._file.append([{"step": int(step), "wall_time": round(time.time(), 3), **numbers}])
         self._log_elsewhere(step, numbers)
@@ -132,12 +128,7 @@ class MetricsWriter:
             self._wandb.finish()
             self._wandb = None
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

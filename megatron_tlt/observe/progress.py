@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -38,7 +38,7 @@ def session_line(metrics: Mapping[str, float]) -> str | None:
     )
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress bars for the run and its current phase; silent on all ranks except 0.
 
     Args:
@@ -106,10 +106,5 @@ class Progress:
             self._bars.stop()
             self._bars = None
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -14,11 +14,10 @@ from markupsafe import Markup
 
 from megatron_tlt.observe import report_plots as plots
 from megatron_tlt.observe import report_speculation as speculation
-from megatron_tlt.observe.drafter_check import drafter_warnings
-from megatron_tlt.observe.learning_check import learning_warnings
+from megatron_tlt.observe.drafter_check import DrafterCheck
+from megatron_tlt.observe.learning_check import LearningCheck
 from megatron_tlt.observe.report_data import RunData, is_number, last_rollout, last_step_timeline, load_run, section
 from megatron_tlt.observe.report_samples import render_samples
-from megatron_tlt.observe.report_tasks import plot_tasks
 from megatron_tlt.observe.speculation_gain import RunGain
 from megatron_tlt.observe.summary import describe_lengths, flatten, time_totals
 from megatron_tlt.platform.files import atomic_write_text
@@ -63,7 +62,7 @@ def write_report(run_folder: Path | str) -> Path:
     environment.filters["cell"] = cell
     cards = make_cards(run)
     missing = [card.title.lower() for card in cards if card.svg is None]
-    notes = run.notes + learning_warnings(run.metrics) + drafter_warnings(run.metrics)
+    notes = run.notes + LearningCheck().of_run(run.metrics) + DrafterCheck().of_run(run.metrics)
     if missing:
         notes.append(f"Not measured in this run: {', '.join(missing)}.")
     page = environment.from_string(template).render(
@@ -201,7 +200,6 @@ def duration(seconds: float) -> str:
 
 def make_cards(run: RunData) -> list[Card]:
     """All plots of the report, including those without data."""
-    timeline = last_step_timeline(run.trace)
     made: list[tuple[str, str, str | None]] = [
         ("Reward and held-out accuracy", "held-out: problems not used for training", plots.plot_reward(run)),
         ("Time per step", "by phase; hatched: waiting for the slowest rank", plots.plot_phase_times(run)),
@@ -209,11 +207,7 @@ def make_cards(run: RunData) -> list[Card]:
         ("Response lengths", "all responses of the run; logarithmic counts", plots.plot_length_histogram(run)),
         ("Acceptance length", "tokens per decode step and request", speculation.plot_acceptance(run)),
         ("Speculation's gain", "estimated time without speculation over measured time", speculation.plot_gain(run)),
-        (
-            "Accepted drafts",
-            "by draft position, and by thirds of the response lengths",
-            speculation.plot_drafts(run),
-        ),
+        ("Accepted drafts", "by draft position, and by thirds of the response lengths", speculation.plot_drafts(run)),
         ("Suffix history", "responses kept, and the acceptance of drafts from them", speculation.plot_history(run)),
         ("Rollout against actor", "the two log-probabilities of each sampled token", plots.plot_mismatch(run)),
         (
@@ -221,8 +215,8 @@ def make_cards(run: RunData) -> list[Card]:
             "strategy by batch size, on the rank that decoded longest",
             speculation.plot_strategies(last_rollout(run.trace)),
         ),
-        ("Tasks", "reward, held-out accuracy and response length of each", plot_tasks(run)),
-        ("Last step's timeline", "by rank; hatched: idle", plots.plot_timeline(timeline) if timeline else None),
+        ("Tasks", "reward, held-out accuracy and response length of each", plots.plot_tasks(run)),
+        ("Last step's timeline", "by rank; hatched: idle", plots.plot_timeline(last_step_timeline(run.trace))),
         ("Training", "what the optimizer and the engines report", plots.plot_training(run)),
     ]
     wide = ("Accepted drafts", "Tasks", "Last rollout's strategies", "Last step's timeline", "Training")

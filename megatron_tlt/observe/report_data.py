@@ -73,11 +73,7 @@ def section(nested: Mapping[str, Any], *path: str) -> Any:
 
 
 def load_run(folder: Path | str) -> RunData:
-    """Reads a run's folder.
-
-    Raises:
-        RunError: the folder does not exist.
-    """
+    """Reads a run's folder; raises RunError if the folder does not exist."""
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"cannot report on {folder}: no such folder")

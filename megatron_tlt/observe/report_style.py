@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megatron_tlt.observe.report_data import RunData
+
+Data = TypeVar("Data")
 
 # Colours used in matplotlib; each stands for the CSS variable of its name in the report.
 INK = {"text": "#101112", "muted": "#202122", "grid": "#303132", "card": "#404142"}
@@ -80,6 +86,36 @@ def new_figure(height: float = 2.7, width: float = 6.4) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure
+
+
+def plotted(
+    name: str, height: float = 2.7, width: float = 6.4
+) -> Callable[[Callable[[Figure, Data], None]], Callable[[Data], str | None]]:
+    """Turns a function that draws data on a figure into one that returns its SVG, or None if it drew nothing."""
+
+    def wrap(draw: Callable[[Figure, Data], None]) -> Callable[[Data], str | None]:
+        @functools.wraps(draw)
+        def plot(data: Data) -> str | None:
+            with matplotlib.rc_context(STYLE):
+                figure = new_figure(height, width)
+                draw(figure, data)
+                return to_svg(figure, name) if any(axes.has_data() for axes in figure.axes) else None
+
+        return plot
+
+    return wrap
+
+
+def draw_series(axes: Any, run: RunData, metric: str, **style: Any) -> None:
+    """A metric over steps, if the run has it."""
+    steps, values = run.series(metric)
+    if steps:
+        axes.plot(steps, values, **style)
+
+
+def no_speculation(axes: Any, label: str | None = None) -> None:
+    """A line at 1."""
+    axes.axhline(1.0, color=INK["muted"], lw=1.0, ls=":", label=label)
 
 
 def steps_axis(axes: Any) -> None:

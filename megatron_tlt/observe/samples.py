@@ -50,7 +50,7 @@ def shorten(text: str, max_characters: int) -> tuple[str, int]:
     """``text`` without its middle if it is too long, and the number of characters left out, which the gap states.
 
     Both ends are kept: a response ends with its answer. Lone surrogates, which UTF-8 cannot encode, become question
-        marks.
+    marks.
     """
     text = text.encode("utf-8", "replace").decode("utf-8")
     left_out = len(text) - max_characters
@@ -74,11 +74,7 @@ class SampleLog:
         self._kept_step = kept_step
 
     def add(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """Adds the rows of a training step.
-
-        Raises:
-            RunError: the disk is full; no partial row remains.
-        """
+        """Adds the rows of a training step; raises RunError if the disk is full; no partial row remains."""
         self._file.append(_numbered(step, rows))
 
     def add_evaluation(self, step: int, rows: Iterable[SampleRow]) -> None:

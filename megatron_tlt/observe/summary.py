@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,11 +98,7 @@ def _items(nested: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of ``flatten``.
-
-    Raises:
-        ValueError: a key is both a value and a section.
-    """
+    """The inverse of ``flatten``; raises ValueError if a key is both a value and a section."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, leaf = path.split(".")
@@ -118,16 +113,6 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def undocumented_keys(summary: Mapping[str, Any]) -> list[str]:
-    """The dotted keys of ``summary`` that SUMMARY_KEYS does not explain."""
-    patterns = [key for key in SUMMARY_KEYS if "*" in key]
-    return [
-        key
-        for key in flatten(summary)
-        if key not in SUMMARY_KEYS and not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-    ]
-
-
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
     """Writes the nested ``summary`` as JSON, atomically; NaN and infinities become null.
 
@@ -138,11 +123,7 @@ def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(path: Path | str) -> dict[str, Any]:
-    """The nested summary.
-
-    Raises:
-        RunError: the file is missing or not a JSON object.
-    """
+    """The nested summary; raises RunError if the file is missing or not a JSON object."""
     try:
         summary = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

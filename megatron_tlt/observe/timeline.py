@@ -114,11 +114,7 @@ class Timeline:
             return [dict(event) for event in self._pending]
 
     def flush(self) -> None:
-        """Appends the pending events to the rank's file.
-
-        Raises:
-            RunError: the disk is full.
-        """
+        """Appends the pending events to the rank's file; raises RunError if the disk is full."""
         if self._file is None:
             return
         with self._lock:

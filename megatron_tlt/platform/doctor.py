@@ -17,6 +17,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from megatron_tlt.platform.files import free_bytes
+from megatron_tlt.platform.nodes import cgroup_bytes
 from megatron_tlt.platform.versions import REQUIREMENTS, installed_versions, violations
 
 Status = Literal["ok", "warn", "fail"]
@@ -136,23 +137,13 @@ def _cores(needs: Needs) -> Check:
 
 
 def _memory(needs: Needs, gpus: int) -> Check:
-    available = psutil.virtual_memory().available
-    limit = _cgroup_left()
-    left = min(available, limit) if limit is not None else available
+    left, used, limit = psutil.virtual_memory().available, cgroup_bytes("memory.current"), cgroup_bytes("memory.max")
+    if used is not None and limit is not None:
+        left = min(left, max(0, limit - used))
     low, well = (_GPU_PROCESS if gpus else _CPU_PROCESS) if needs.processes else (0.0, 0.0)
     limits = low * needs.processes, well * needs.processes
     advice = "stop other processes on this node, request more memory (Slurm: --mem=0), or run fewer processes per node"
     return least("memory", left / _GIB, limits, f"{left / _GIB:.1f} GiB free", advice)
-
-
-def _cgroup_left() -> int | None:
-    """Bytes left under the memory limit of this job or container; None if there is no limit."""
-    try:
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
 
 
 def _shared_memory() -> Check:

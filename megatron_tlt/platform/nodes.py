@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -99,6 +100,14 @@ def busy_ports(nodes: Nodes) -> list[str]:
                     "a row, by another TLT_RENDEZVOUS=host:port, or under Slurm another TLT_PORT"
                 )
     return lines
+
+
+def cgroup_bytes(name: str) -> int | None:
+    """``memory.max`` or another figure of this job's or container's memory; None without such a limit."""
+    try:
+        return int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # "max"
+        return None
 
 
 def node_index(environ: Mapping[str, str] = os.environ) -> int:

@@ -37,11 +37,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        """The calling process.
-
-        Raises:
-            OSError: /proc is not readable.
-        """
+        """The calling process; raises OSError if /proc is not readable."""
         pid = os.getpid()
         return cls(_host(), pid, _state_and_start(pid)[1])
 
@@ -52,11 +48,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """Parses ``text``; surrounding white space is ignored.
-
-        Raises:
-            ValueError: not the text of an owner.
-        """
+        """Parses ``text``; surrounding white space is ignored. Raises ValueError if it is not the text of an owner."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"not the owner of a file: {text[:80]!r}")

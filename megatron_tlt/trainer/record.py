@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.observe.drafter_check import DrafterCheck, drafter_warnings
+from megatron_tlt.observe.drafter_check import DrafterCheck
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import JsonLinesFile
-from megatron_tlt.observe.learning_check import LearningCheck, learning_warnings
+from megatron_tlt.observe.learning_check import LearningCheck
 from megatron_tlt.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_tlt.observe.progress import Progress, session_line
 from megatron_tlt.observe.report import write_report
@@ -163,7 +163,7 @@ class RunRecord:
             },
             "eval": {when: state.evaluations[evaluated[at]] for when, at in (("start", 0), ("end", -1)) if evaluated},
             "reward": reward_summary(rows),
-            "learning": {"warnings": len(learning_warnings(rows))},
+            "learning": {"warnings": len(LearningCheck().of_run(rows))},
             "reshard": {
                 "tensors": int(column("reshard/tensors")[-1]),
                 "verified_tensors": int(column("reshard/verified_tensors")[-1]),
@@ -184,7 +184,7 @@ class RunRecord:
                 "gain_unknown": None if gain is None else gain.unknown,
                 "frozen_acceptance_length": next(iter(column("drafter/frozen_acceptance_length")), None),
                 "adapted_acceptance_length": next(iter(column("drafter/adapted_acceptance_length")), None),
-                "warnings": len(drafter_warnings(rows)),
+                "warnings": len(DrafterCheck().of_run(rows)),
             },
             "environment": describe_environment(),
         }

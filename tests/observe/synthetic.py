@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -13,10 +15,11 @@ from megatron_tlt.observe.jsonl import JsonLinesFile
 from megatron_tlt.observe.metrics import LENGTH_CLASSES, MetricsWriter, read_metrics
 from megatron_tlt.observe.samples import SampleLog, SampleRow
 from megatron_tlt.observe.summary import (
+    SUMMARY_KEYS,
     describe_lengths,
+    flatten,
     reward_summary,
     time_totals,
-    undocumented_keys,
     write_summary,
 )
 from megatron_tlt.observe.timeline import ENGINE_TRACK, Timeline, write_trace
@@ -121,6 +124,11 @@ def _evaluation(level: float, random: np.random.Generator) -> dict[str, float]:
     level += random.normal(0, 0.01)
     by_task = {f"task/{task}/eval_pass_at_1": level for task in TASKS}
     return by_task | {"eval/pass_at_1": level, "eval/pass_at_k": min(1.0, level + 0.2), "eval/greedy": level + 0.04}
+
+
+def undocumented_keys(summary: dict[str, Any]) -> list[str]:
+    """The dotted keys of a summary that SUMMARY_KEYS does not explain."""
+    return [key for key in flatten(summary) if not any(fnmatch.fnmatchcase(key, known) for known in SUMMARY_KEYS)]
 
 
 def _samples(origin: str, step: int) -> list[SampleRow]:

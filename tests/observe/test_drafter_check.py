@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_tlt.observe.drafter_check import LEAST_ACCEPTANCE, DrafterCheck, drafter_warnings
-from megatron_tlt.observe.lasting_causes import STEPS, LastingCauses
+from megatron_tlt.observe.drafter_check import LEAST_ACCEPTANCE, DrafterCheck
+from megatron_tlt.observe.lasting_causes import STEPS, StepsCheck
 from megatron_tlt.observe.metrics import MetricsWriter, read_metrics
 from megatron_tlt.observe.report import write_report
 
@@ -107,7 +107,7 @@ def test_the_report_says_it_once(tmp_path: Path) -> None:
         for step in range(1, STEPS + 3):
             metrics.log(step, untrained)
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [text.split(":")[0] for text in drafter_warnings(rows)] == [f"Step {STEPS}"]
+    assert [text.split(":")[0] for text in DrafterCheck().of_run(rows)] == [f"Step {STEPS}"]
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.count(f"Step {STEPS}: the drafter has never been trained") == 1
 
@@ -119,10 +119,10 @@ def test_the_report_says_it_once(tmp_path: Path) -> None:
 def test_a_cause_is_new_exactly_when_it_has_held_long_enough(
     steps: int, history: list[tuple[set[str], set[str]]]
 ) -> None:
-    causes = LastingCauses(steps)
+    causes = StepsCheck(steps)
     lasted, warned, total = dict.fromkeys("abc", 0), set[str](), 0
     for holding, unknown in history:
-        new = causes.add(sorted(holding), unknown)
+        new = causes.count(sorted(holding), unknown)
         for name in "abc":
             if name in holding:
                 lasted[name] += 1

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.observe.learning_check import STEPS, LearningCheck
+from megatron_tlt.observe.lasting_causes import STEPS
+from megatron_tlt.observe.learning_check import LearningCheck
 from megatron_tlt.observe.metrics import MetricsWriter
 from megatron_tlt.observe.report import write_report
 

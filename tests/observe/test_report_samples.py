@@ -11,8 +11,8 @@ import pytest
 
 from megatron_tlt.observe.report import write_report
 from megatron_tlt.observe.report_data import load_run
+from megatron_tlt.observe.report_plots import MAX_TASKS, plot_tasks, tasks_of
 from megatron_tlt.observe.report_samples import MAX_SAMPLES, shown_rollouts
-from megatron_tlt.observe.report_tasks import MAX_TASKS, plot_tasks, tasks_of
 
 from .synthetic import make_run
 

@@ -27,10 +27,10 @@ from megatron_tlt.observe.summary import (
     read_summary,
     reward_summary,
     time_totals,
-    undocumented_keys,
     unflatten,
     write_summary,
 )
+from tests.observe.synthetic import undocumented_keys
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.observe.jsonl import read_jsonl
-from megatron_tlt.observe.learning_check import STEPS, learning_warnings
+from megatron_tlt.observe.lasting_causes import STEPS
+from megatron_tlt.observe.learning_check import LearningCheck
 from megatron_tlt.observe.metrics import read_metrics
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.report import write_report
@@ -46,7 +47,7 @@ def test_a_run_says_it_on_the_terminal_once_also_over_a_resume_and_in_metrics_an
     assert "warning" not in capsys.readouterr().err
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["learning/warnings"] for row in rows] == [0.0] * (STEPS - 1) + [1.0] * 4
-    assert len(learning_warnings(rows)) == 1
+    assert len(LearningCheck().of_run(rows)) == 1
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.count(f"Step {STEPS}: no learning for") == 1
 
