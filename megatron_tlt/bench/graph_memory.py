@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.planning.engine_memory import ModelDimensions
 from megatron_tlt.speculation.graph_pool import (
     Graph,
     GraphPlan,
@@ -28,6 +27,32 @@ from megatron_tlt.speculation.graph_pool import (
 from megatron_tlt.speculation.strategy import Strategy
 
 GB = 1e9
+
+
+@dataclass(frozen=True)
+class ModelDimensions:
+    """The target's shape on one rank of ``tensor_parallel_size``; ``dtype_bytes`` of an activation."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tensor_parallel_size: int = 1
+    dtype_bytes: int = 2
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of a last hidden state."""
+        return self.hidden_size * self.dtype_bytes
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes per token of the tensors of one layer, which later layers and other graphs use again."""
+        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        sharded = heads + 3 * self.intermediate_size
+        return self.dtype_bytes * (4 * self.hidden_size + sharded / self.tensor_parallel_size)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_tlt.bench.graph_memory import (
     GB,
+    ModelDimensions,
     PublishedSetting,
     comparison_plans,
     load_published,
@@ -21,7 +22,6 @@ from megatron_tlt.bench.graph_memory import (
 from megatron_tlt.bench.result import BenchmarkResult
 from megatron_tlt.errors import TltError
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.planning.engine_memory import ModelDimensions
 from megatron_tlt.platform.versions import installed_versions
 from megatron_tlt.rollout.vllm_graphs import engine_arguments
 from megatron_tlt.rollout.vllm_versions import check_version

@@ -127,7 +127,9 @@ def job_of_case(case: PlanCase) -> Job:
 def predicted_bytes(job: Job) -> list[float]:
     """Predicted bytes of each rank, in rank order."""
     stages = stage_memory(job)
-    own = [stage.states + stage.peak_on_cpu + constants()["memory"]["process"] for stage in stages]
+    # gradients are reduced when all activations are freed
+    peaks = [stage.states + max(stage.activations + stage.logits, stage.reduced) for stage in stages]
+    own = [peak + constants()["memory"]["process"] for peak in peaks]
     each = job.world // len(stages)
     return [own[rank // each] for rank in range(job.world)]
 

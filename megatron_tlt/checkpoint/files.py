@@ -100,11 +100,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def set_latest(root: Path | str, name: str) -> None:
-    """Points ``root/latest`` to its folder ``name``.
-
-    Raises:
-        RunError: ``name`` is not a folder of ``root``.
-    """
+    """Points ``root/latest`` to its folder ``name``; raises RunError if ``name`` is not a folder of ``root``."""
     root = Path(root)
     if not name or name != Path(name).name or not (root / name).is_dir():
         raise RunError(f"{root / LATEST}: cannot point to {name!r}: not a folder of {root}")

@@ -62,11 +62,7 @@ class Publication:
         remove_older(self._folder, self._keep)
 
     def done(self) -> bool:
-        """Whether it is published.
-
-        Raises:
-            RunError: publishing failed; existing checkpoints are unchanged.
-        """
+        """Whether it is published; raises RunError if publishing failed; existing checkpoints are unchanged."""
         assert self._result is not None, "not started"
         if not self._result.done():
             return False

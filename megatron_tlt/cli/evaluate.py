@@ -67,11 +67,7 @@ def _check_writable(option: str, file: Path, run: Path) -> None:
 
 
 def _checkpoint(which: str, run: Path) -> str:
-    """The folder of a step of the run, or ``which`` itself.
-
-    Raises:
-        ConfigError: it is not a checkpoint.
-    """
+    """The folder of a step of the run, or ``which`` itself; raises ConfigError if it is not a checkpoint."""
     from megatron_tlt.models.hf_folder import is_megatron_checkpoint
 
     root = run / "checkpoints"

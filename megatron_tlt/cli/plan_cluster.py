@@ -8,6 +8,7 @@ from collections import Counter
 
 from rich.console import Console
 
+from megatron_tlt.cli.plan_tables import print_plan
 from megatron_tlt.cli.planned import mean_response
 from megatron_tlt.cli.planned_config import fitting_spot, parent_of, write_config
 from megatron_tlt.config.schema import TltConfig
@@ -16,7 +17,7 @@ from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.planning.hetero.cluster import Cluster, read_cluster
 from megatron_tlt.planning.hetero.cost import CostModel
 from megatron_tlt.planning.hetero.plan import Plan
-from megatron_tlt.planning.hetero.report import PlanReport, describe, print_report
+from megatron_tlt.planning.hetero.report import PlanReport, describe
 from megatron_tlt.planning.hetero.search import search
 from megatron_tlt.planning.hetero.uniform import uniform_plan
 from megatron_tlt.planning.hetero.workflow import Workflow, workflow_of
@@ -82,7 +83,7 @@ def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport
     console.print(f"{cluster.summary()}; responses of {mean:g} tokens on average")
     way = "one step ahead" if workflow.asynchronous else "synchronous"
     console.print(f"best plan found: {report.step_seconds:.1f} s a step, {way}; advice, see below for what runs today")
-    print_report(report, console)
+    print_plan(report, console)
     if today is None:
         console.print(f"no part of it can run today: {_UNEQUAL_NODES}")
     elif today.shortages:

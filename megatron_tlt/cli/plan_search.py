@@ -21,11 +21,7 @@ from megatron_tlt.platform.files import atomic_write_text
 
 
 def search_layout(config: TltConfig, arguments: argparse.Namespace) -> int:
-    """Searches, prints and writes.
-
-    Raises:
-        ConfigError: nothing fits, or a config file would overwrite its parent.
-    """
+    """Searches, prints and writes; raises ConfigError if nothing fits, or a config file would overwrite its parent."""
     job, machine = job_of(config), machine_of(config, arguments.devices)
     mean = mean_response(arguments.mean_response, config)
     result = find_layouts(config, job, machine, mean)

@@ -1,4 +1,4 @@
-"""The tables that ``tlt plan`` prints."""
+"""The tables that ``tlt plan`` and ``tlt simulate`` print."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_tlt.planning.hetero.report import PlanReport
 from megatron_tlt.reshard.summary import RANK_COLUMNS
 
 # Up to this many ranks have one row each; with more, each node has one.
@@ -58,7 +59,7 @@ def print_search(summary: dict[str, Any]) -> None:
         highlight=False,
     )
     columns = ("recompute", "micro-batch", "engines", "rollout s", "log-probs s", "update s", "step s", "margin")
-    table = _table("the fastest that fit (computed; rollout without speculation)", "actor", *columns)
+    table = table_of("the fastest that fit (computed; rollout without speculation)", "actor", *columns)
     for row in summary["best"]:
         seconds = (f"{row['seconds'][name]:.1f}" for name in ("rollout", "log_probs", "update", "total"))
         tokens, margin = str(row["max_tokens_per_micro_batch"]), _bytes(row["margin"])
@@ -66,11 +67,31 @@ def print_search(summary: dict[str, Any]) -> None:
     console.print(table)
 
 
+def print_plan(report: PlanReport, console: Console) -> None:
+    """Prints the tasks, then each task's replicas with their shares, layers and devices."""
+    title = "tasks (computed from data sheets and assumed efficiencies, not measured)"
+    table = table_of(title, "task", "group", "layout", "devices", "seconds", "ends at", "memory left")
+    for task in report.tasks:
+        used = sum(len(stage.devices) for replica in task.replicas for stage in replica.stages)
+        devices, spent = f"{used} of {used + len(task.unused)}", f"{sum(task.seconds.values()):.1f}"
+        ends, left = f"{task.ends_at:.1f}", f"{task.margin:.0%}"
+        table.add_row(task.name, str(task.group), task.layout, devices, spent, ends, left)
+    console.print(table)
+    for task in report.tasks:
+        table = table_of(f"{task.name}: replicas", task.unit, "layers", "devices")
+        table.columns[0].justify, table.columns[2].justify = "right", "left"
+        for replica in task.replicas:
+            layers = "+".join(str(stage.layers) for stage in replica.stages)
+            devices = " | ".join(f"{stage.kind} {' '.join(stage.devices)}" for stage in replica.stages)
+            table.add_row(str(replica.share), layers, devices)
+        console.print(table)
+
+
 def _memory(summary: dict[str, Any]) -> Table:
     phases = summary["memory"]["phases"]
     names = list(dict.fromkeys(row["phase"] for row in phases))
     stages = sorted({row["stage"] for row in phases})
-    table = _table("memory per device (computed)", "phase", *(f"stage {stage}" for stage in stages))
+    table = table_of("memory per device (computed)", "phase", *(f"stage {stage}" for stage in stages))
     sizes = {(row["phase"], row["stage"]): row["total"] for row in phases}
     for name in names:
         table.add_row(name, *(_bytes(sizes[name, stage]) for stage in stages))
@@ -79,7 +100,7 @@ def _memory(summary: dict[str, Any]) -> Table:
 
 def _fullest(summary: dict[str, Any]) -> Table:
     """Each phase's fullest stage, by use."""
-    table = _table("contents of the fullest stage", "phase", "stage", "for")
+    table = table_of("contents of the fullest stage", "phase", "stage", "for")
     table.columns[2].justify = "left"
     rows = summary["memory"]["phases"]
     for name in dict.fromkeys(row["phase"] for row in rows):
@@ -91,13 +112,14 @@ def _fullest(summary: dict[str, Any]) -> Table:
 
 def _times(summary: dict[str, Any]) -> Table:
     times = summary["seconds"]
-    table = _table("time of a step (computed; rollout without speculation)", "phase", "seconds", "share")
+    table = table_of("time of a step (computed; rollout without speculation)", "phase", "seconds", "share")
     for name, seconds in times.items():
         table.add_row(_words(name), f"{seconds:.2f}", f"{seconds / times['total']:.0%}")
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table, its first column to the left and the others to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -109,7 +131,7 @@ def _words(column: str) -> str:
 
 
 def _per_gpu(summary: dict[str, Any]) -> Table:
-    table = _table("bytes per GPU", "", "min", "mean", "max")
+    table = table_of("bytes per GPU", "", "min", "mean", "max")
     for name, spread in summary["per_gpu"].items():
         table.add_row(_words(name), *(_bytes(spread[key]) for key in ("min", "mean", "max")))
     return table
@@ -119,11 +141,11 @@ def _by_rank(summary: dict[str, Any]) -> Table:
     ranks = summary["ranks"]
     columns = map(_words, RANK_COLUMNS)
     if len(ranks) <= _MOST_ROWS:
-        table = _table("ranks", "rank", "node", *columns)
+        table = table_of("ranks", "rank", "node", *columns)
         for row in ranks:
             table.add_row(str(row["rank"]), str(row["node"]), *(_bytes(row[name]) for name in RANK_COLUMNS))
         return table
-    table = _table("the largest of each node's ranks (all ranks: --json FILE)", "node", "ranks", *columns)
+    table = table_of("the largest of each node's ranks (all ranks: --json FILE)", "node", "ranks", *columns)
     for node in sorted({row["node"] for row in ranks}):
         own = [row for row in ranks if row["node"] == node]
         largest = (_bytes(max(row[name] for row in own)) for name in RANK_COLUMNS)
@@ -134,7 +156,7 @@ def _by_rank(summary: dict[str, Any]) -> Table:
 def _links(summary: dict[str, Any]) -> Iterator[Table]:
     links = summary["node_links"]
     if len(links) > 1:
-        table = _table("GB from node (row) to node (column)", "", *map(str, range(len(links))))
+        table = table_of("GB from node (row) to node (column)", "", *map(str, range(len(links))))
         for source, row in enumerate(links):
             table.add_row(str(source), *(f"{amount / 1e9:.2f}" if amount else "-" for amount in row))
         yield table
@@ -152,7 +174,7 @@ def _projection(summary: dict[str, Any]) -> Table:
         "wake": (f"{rates['wake']:g} GB/s", notes["wake"]),
         "total": ("", "one after the other"),
     }
-    table = _table("projection (computed from the figures above, not measured)", "", "seconds")
+    table = table_of("projection (computed from the figures above, not measured)", "", "seconds")
     table.add_column("at")
     table.add_column("of")
     for name, words in rows.items():

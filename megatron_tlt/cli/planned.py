@@ -18,11 +18,7 @@ PROFILE = Path("runs/profile.json")
 
 
 def machine_of(config: TltConfig, given: str | None) -> Machine:
-    """The machine that ``--devices`` names, or the config's default.
-
-    Raises:
-        ConfigError: see ``find_machine``.
-    """
+    """The machine that ``--devices`` names, or the config's default; raises ConfigError like ``find_machine``."""
     if given is not None:
         return find_machine(given)
     on_cpu = config.actor.transformer_impl == "local"

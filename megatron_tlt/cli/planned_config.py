@@ -16,11 +16,7 @@ from megatron_tlt.platform.files import atomic_write_text
 
 
 def parent_of(path: Path, base: Path) -> str:
-    """The entry for ``base`` in ``defaults`` of a config at ``path``.
-
-    Raises:
-        ConfigError: they are the same file.
-    """
+    """The entry for ``base`` in ``defaults`` of a config at ``path``; raises ConfigError if they are the same file."""
     if path.resolve() == base.resolve():
         raise ConfigError(f"--write: found {path}, which is the config itself; allowed: another file")
     return os.path.relpath(base.resolve(), path.resolve().parent)

@@ -86,11 +86,7 @@ def write_resolved(config: TltConfig) -> Path:
 
 
 def write_in_run(path: Path, text: str) -> None:
-    """Writes a file of a run's folder, which is created if missing.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Writes a file of a run's folder, which is created if missing; raises RunError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.cli import preflight, runs
+from megatron_tlt.cli.plan_tables import table_of
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
@@ -227,15 +228,8 @@ def _print(
     )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
-
-
 def _times(rows: list[dict[str, Any]], title: str) -> Table:
-    table = _table(title, "policy", "speed-up", "step", *(name.replace("_", "-") for name in PHASES))
+    table = table_of(title, "policy", "speed-up", "step", *(name.replace("_", "-") for name in PHASES))
     for row in rows:
         ratio, seconds = row["speedup"], (row[f"{name}_s"] for name in ("step", *PHASES))
         said = f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
@@ -244,7 +238,7 @@ def _times(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> Table:
-    table = _table(
+    table = table_of(
         "the rollout", "policy", "idle", "speculating", "tokens/round", "drafter steps", "kept length (full)"
     )
     for row in rows:

@@ -138,11 +138,7 @@ class RolloutBatch:
         return sum(tensor.nbytes for tensor in tensors)
 
     def tokens(self, sample: int) -> torch.Tensor:
-        """A held sample's prompt and response, a view.
-
-        Raises:
-            KeyError: this rank does not hold it.
-        """
+        """A held sample's prompt and response, a view; raises KeyError if this rank does not hold it."""
         at = self._places[sample]
         return self.tokens_S[self._starts[at] : self._starts[at + 1]]
 

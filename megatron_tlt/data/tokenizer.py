@@ -223,11 +223,7 @@ def prompt_text(tokenizer: Tokenizer, problem: Problem) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
-    """The ids of :func:`prompt_text`.
-
-    Raises:
-        ConfigError: see :func:`prompt_text`; names the problem's id.
-    """
+    """The ids of :func:`prompt_text`. Raises ConfigError like :func:`prompt_text`; names the problem's id."""
     try:
         return tokenizer.encode(prompt_text(tokenizer, problem))
     except ConfigError as error:

@@ -54,11 +54,6 @@ class StageMemory:
     def states(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
-    @property
-    def peak_on_cpu(self) -> float:
-        """Peak on CPU beyond the states: gradients are reduced when all activations are freed."""
-        return max(self.activations + self.logits, self.reduced)
-
 
 def layer_activations(model: ModelSize, actor: ActorJob) -> LayerActivations:
     """Activations of one micro-batch of ``actor.max_tokens`` in one layer."""
@@ -105,19 +100,10 @@ def _feed_forward(model: ModelSize, actor: ActorJob) -> tuple[float, float]:
 
 
 def stage_memory(job: Job) -> list[StageMemory]:
-    """Memory of each pipeline stage.
-
-    Raises:
-        ConfigError: the layers cannot be divided among the stages.
-    """
-    model, actor = job.model, job.actor
-    layout = actor.layout
-    stages = stage_layers(layout, model.layers)
-    one = layer_activations(model, actor)
-    return [
-        _stage(job, len(layers), number == 0, number == layout.pp - 1, _in_flight(job, number), one)
-        for number, layers in enumerate(stages)
-    ]
+    """Memory of each pipeline stage; raises ConfigError if the layers cannot be divided among the stages."""
+    one = layer_activations(job.model, job.actor)
+    stages = stage_layers(job.actor.layout, job.model.layers)
+    return [_stage(job, number, len(layers), one) for number, layers in enumerate(stages)]
 
 
 def micro_batches(job: Job) -> int:
@@ -130,8 +116,7 @@ def micro_batches(job: Job) -> int:
 def _in_flight(job: Job, stage: int) -> float:
     """Micro-batches whose activations a stage holds at its peak, in units of all of the stage's layers.
 
-    1F1B: one for each stage from this one to the last. Interleaved, in chunks: Megatron's warm-up plus one
-        (2104.04473).
+    1F1B: one per stage from this one to the last. Interleaved, in chunks: Megatron's warm-up plus one (2104.04473).
     """
     layout, count = job.actor.layout, micro_batches(job)
     if not layout.vpp:
@@ -140,9 +125,10 @@ def _in_flight(job: Job, stage: int) -> float:
     return min(count * layout.vpp, chunks) / layout.vpp
 
 
-def _stage(job: Job, layers: int, first: bool, last: bool, in_flight: float, one: LayerActivations) -> StageMemory:
+def _stage(job: Job, number: int, layers: int, one: LayerActivations) -> StageMemory:
     model, actor = job.model, job.actor
     layout = actor.layout
+    first, last = number == 0, number == layout.pp - 1
     own = held(model, layout, layers, first, last)
     # the distributed optimizer shards its state over data and context parallelism; experts over what EP leaves of both
     replicas = layout.dp * layout.cp
@@ -162,7 +148,7 @@ def _stage(job: Job, layers: int, first: bool, last: bool, in_flight: float, one
         weights=own.total * actor.itemsize,
         gradients=own.total * actor.gradient_bytes,
         optimizer=optimizer,
-        activations=in_flight * (_kept(actor, layers, one) + ends)
+        activations=_in_flight(job, number) * (_kept(actor, layers, one) + ends)
         + _transient(actor, layers, one)
         + norms * last
         + widest * actor.itemsize,

@@ -207,14 +207,9 @@ def update_seconds(job: Job, machine: Machine, work: Workload) -> float:
 
 
 def step_time(job: Job, machine: Machine, memory: MemoryPlan, mean_response: float, reshard: float | None) -> StepTime:
-    """Seconds of a whole step.
+    """Seconds of a whole step; ``reshard`` of None takes an engine's weights over the slower link.
 
-    Args:
-        job: the job.
-        machine: the machine it runs on.
-        memory: the same job's memory plan, for the KV cache's capacity.
-        mean_response: mean response length in tokens.
-        reshard: seconds, if a reshard plan gives them; else an engine's weights over the slower link.
+    ``memory`` is the same job's memory plan; ``mean_response`` is in tokens.
     """
     lengths = ResponseLengths.of(job, mean_response)
     work = Workload.of(job, lengths)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import yaml
 
@@ -16,7 +18,7 @@ DEFAULT_DEVICE = "H100-80GB"
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Figures of one device; ``devices.yaml`` uses human-readable units."""
+    """Figures of one device."""
 
     name: str
     memory_bytes: float
@@ -27,29 +29,22 @@ class DeviceSpec:
     node_bandwidth: float
     """Bytes per second and direction to the other devices of its node."""
 
+    @classmethod
+    def of_sheet(cls, name: str, row: Mapping[str, Any]) -> DeviceSpec:
+        """From a row in the units of ``devices.yaml``: GB, TFLOP/s, GB/s."""
+        rates = (row[key] * 1e9 for key in ("memory_bandwidth", "node_bandwidth"))
+        return cls(name, row["memory"] * 1e9, row["tflops"] * 1e12, *rates)
+
 
 @cache
 def known_devices() -> dict[str, DeviceSpec]:
     """The devices of ``devices.yaml`` by name."""
     text = resources.files("megatron_tlt.planning").joinpath("devices.yaml").read_text()
-    return {
-        name: DeviceSpec(
-            name,
-            memory_bytes=row["memory"] * 1e9,
-            flops=row["tflops"] * 1e12,
-            memory_bandwidth=row["memory_bandwidth"] * 1e9,
-            node_bandwidth=row["node_bandwidth"] * 1e9,
-        )
-        for name, row in yaml.safe_load(text).items()
-    }
+    return {name: DeviceSpec.of_sheet(name, row) for name, row in yaml.safe_load(text).items()}
 
 
 def device(name: str) -> DeviceSpec:
-    """Looks up a known device.
-
-    Raises:
-        ConfigError: there is no device of that name.
-    """
+    """Looks up a known device; raises ConfigError if there is none of that name."""
     try:
         return known_devices()[name]
     except KeyError:

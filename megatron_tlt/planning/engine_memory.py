@@ -16,32 +16,6 @@ _LOSS_COPIES = 6
 
 
 @dataclass(frozen=True)
-class ModelDimensions:
-    """The target's shape on one rank of ``tensor_parallel_size``; ``dtype_bytes`` of an activation."""
-
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    tensor_parallel_size: int = 1
-    dtype_bytes: int = 2
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of a last hidden state."""
-        return self.hidden_size * self.dtype_bytes
-
-    @property
-    def activation_bytes(self) -> float:
-        """Bytes per token of the tensors of one layer, which later layers and other graphs use again."""
-        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        sharded = heads + 3 * self.intermediate_size
-        return self.dtype_bytes * (4 * self.hidden_size + sharded / self.tensor_parallel_size)
-
-
-@dataclass(frozen=True)
 class EngineMemory:
     """Bytes on one rank of an engine."""
 
@@ -72,19 +46,12 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
     attention = model.hidden * 2 * (model.query / engine.tp + max(model.key / engine.tp, model.head_dim))
     layer = attention + model.layer_norms + model.layer_feed_forward / engine.tp
     weights = model.layers * layer + padded / engine.tp * model.hidden * (1 if model.tied else 2) + model.hidden
-    dimensions = ModelDimensions(
-        num_hidden_layers=model.layers,
-        hidden_size=model.hidden,
-        intermediate_size=model.ffn * max(1, model.top_k),
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.groups,
-        head_dim=model.head_dim,
-        tensor_parallel_size=engine.tp,
-        dtype_bytes=engine.itemsize,
-    )
+    # of one layer per token; later layers and other graphs use the tensors again
+    sharded = 2 * model.query + 2 * model.key + 3 * model.ffn * max(1, model.top_k)
+    activations = engine.itemsize * (4 * model.hidden + sharded / engine.tp)
     # prefill in chunks of batched_tokens through one layer, and float32 logits of every sequence for sampling
     logits = 3 * 4 * engine.max_sequences * (1 + job.draft_tokens) * padded
-    workspace = engine.batched_tokens * dimensions.activation_bytes + logits + constants()["memory"]["engine"]
+    workspace = engine.batched_tokens * activations + logits + constants()["memory"]["engine"]
     # keys and values; a KV head shared by several ranks is replicated on each of them
     heads = max(model.groups / engine.tp, 1)
     head = 0 if job.drafter is None else model.draft_head(job.drafter.num_aux_layers, job.drafter.drafted)
@@ -92,18 +59,18 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
     return EngineMemory(
         weights=weights * engine.itemsize,
         drafter=head / engine.tp * engine.itemsize,
-        graphs=_graphs(graphs, dimensions) if graphs is not None else 0.0,
+        graphs=_graphs(graphs, model.layers, activations) if graphs is not None else 0.0,
         workspace=workspace,
         cache_token=2 * layers * heads * model.head_dim * engine.cache_itemsize,
     )
 
 
-def _graphs(plan: GraphPlan, model: ModelDimensions) -> float:
+def _graphs(plan: GraphPlan, model_layers: int, activations: float) -> float:
     """The V1 runner's piecewise graphs, one for each number of tokens, and the largest one's activations."""
     sizes = {(graph.kind != "target", graph.num_tokens) for graph in plan.graphs}
-    layers = sum(1 if of_drafter else model.num_hidden_layers for of_drafter, _ in sizes)
+    layers = sum(1 if of_drafter else model_layers for of_drafter, _ in sizes)
     largest = max((tokens for _, tokens in sizes), default=0)
-    return layers * constants()["memory"]["graph_layer"] + largest * model.activation_bytes
+    return layers * constants()["memory"]["graph_layer"] + largest * activations
 
 
 def drafter_memory(job: Job) -> DrafterMemory | None:

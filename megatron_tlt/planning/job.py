@@ -8,7 +8,6 @@ from typing import Any
 from megatron_tlt.config.drafter_kinds import kind_of
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.planning.model_size import ModelSize
 
@@ -121,18 +120,9 @@ class Job:
 
 
 def job_of(config: TltConfig) -> Job:
-    """Converts a launch config.
-
-    Raises:
-        ConfigError: the architecture is unavailable, or the layout places layers by hand.
-    """
+    """Converts a launch config; raises ConfigError if the architecture is unavailable."""
     model = ModelSize.of(sizes_of(config)[0])
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
-    if layout.by_hand:
-        raise ConfigError(
-            "actor.megatron.pipeline_model_parallel_layout: found a layout given by hand, which cannot be planned "
-            "without Megatron; allowed: null, or num_layers_in_first_pipeline_stage and similar keys"
-        )
     return Job(
         model=model,
         actor=_actor(config, layout),

@@ -115,32 +115,21 @@ def search(
     keep: int = 5,
     prune: bool = True,
 ) -> SearchResult:
-    """The ``keep`` fastest choices that fit.
+    """The ``keep`` fastest choices that fit; a step's responses have ``mean_response`` tokens on average.
 
-    Args:
-        job: the job; its own layout and sizes are one choice among others.
-        machine: the machine it runs on.
-        plan: computes a choice's memory.
-        mean_response: mean response length in tokens.
-        keep: number of choices; all but the best are guaranteed only without ``prune``.
-        prune: False evaluates every choice, and finds the same best one.
+    ``job``'s own layout and sizes are one choice among others; ``plan`` computes a choice's memory. Without ``prune``
+    every choice is evaluated: it finds the same best one, and only then are the others guaranteed to be the next best.
     """
     return _Search(job, machine, plan, mean_response, keep, prune).run()
 
 
 class _Search:
     def __init__(
-        self,
-        job: Job,
-        machine: Machine,
-        plan: Callable[[Job], MemoryPlan],
-        mean_response: float,
-        keep: int,
-        prune: bool,
+        self, job: Job, machine: Machine, plan: Callable[[Job], MemoryPlan], mean: float, keep: int, prune: bool
     ) -> None:
-        self._job, self._machine, self._plan, self._mean = job, machine, plan, mean_response
+        self._job, self._machine, self._plan, self._mean = job, machine, plan, mean
         self._keep, self._prune = keep, prune
-        self._work = Workload.of(job, ResponseLengths.of(job, mean_response))
+        self._work = Workload.of(job, ResponseLengths.of(job, mean))
         self._found: list[tuple[float, int, RankedLayout]] = []  # a heap, the slowest first
         self._order = count()
         self._result = SearchResult([])
@@ -151,7 +140,7 @@ class _Search:
         self._result.layouts = len(layouts)
         fastest = engines[0][0] if engines else 0.0
         for layout in layouts:
-            bare = self._with(layout=layout)
+            bare = replace(self._job, actor=replace(self._job.actor, layout=layout))
             if self._prune and self._states_alone_do_not_fit(bare):
                 continue
             for tokens in micro_batch_tokens(self._job):
@@ -159,18 +148,12 @@ class _Search:
         self._result.best = [found for _, _, found in sorted(self._found, key=lambda e: (-e[0], e[1]))]
         return self._result
 
-    def _with(self, **changes: Any) -> Job:
-        return replace(self._job, actor=replace(self._job.actor, **changes))
-
     def _engines(self) -> Iterator[tuple[float, int, StepTime]]:
         """Seconds that depend on the engine alone, by its ranks."""
         for tp in engine_sizes(self._job):
             job = replace(self._job, engine=replace(self._job.engine, tp=tp))
-            seconds = self._seconds(job)
+            seconds = step_time(job, self._machine, self._plan(job), self._mean, None)
             yield seconds.rollout + seconds.reshard + seconds.drafter, tp, seconds
-
-    def _seconds(self, job: Job) -> StepTime:
-        return step_time(job, self._machine, self._plan(job), self._mean, None)
 
     def _states_alone_do_not_fit(self, job: Job) -> bool:
         return max(stage.states for stage in stage_memory(job)) > self._plan(job).capacity

@@ -81,11 +81,7 @@ class Machine:
 
 
 def from_data_sheet(name: str) -> Machine:
-    """A known device under the assumptions of ``constants.yaml``.
-
-    Raises:
-        ConfigError: there is no device of that name.
-    """
+    """A known device under the assumptions of ``constants.yaml``; raises ConfigError if there is none of that name."""
     sheet, time = device(name), constants()["time"]
     return Machine(
         name=name,
@@ -119,39 +115,6 @@ def processor(cores: int, memory_bytes: float) -> Machine:
         overlap=0.0,
         cores=cores,
         source="assumptions about processors",
-    )
-
-
-def from_measurements(
-    *,
-    name: str,
-    memory_bytes: float,
-    matmul: tuple[tuple[int, float], ...],
-    attention: float,
-    memory_bandwidth: float,
-    node_link: float,
-    network: float,
-    collective_latency: tuple[tuple[int, float], ...],
-    host_link: float,
-    cores: int | None,
-    source: str,
-) -> Machine:
-    """Measurements of one node; overlap and the network between nodes remain assumed."""
-    own = constants()
-    return Machine(
-        name=name,
-        memory_bytes=memory_bytes,
-        matmul=matmul,
-        attention=attention,
-        memory_bandwidth=memory_bandwidth,
-        node_link=node_link,
-        network=network if cores is None else node_link,
-        collective_latency=collective_latency,
-        host_link=host_link,
-        decode_overhead=own["processor" if cores is not None else "time"]["decode_overhead"],
-        overlap=own["time"]["overlap"] if cores is None else 0.0,
-        cores=cores,
-        source=source,
     )
 
 

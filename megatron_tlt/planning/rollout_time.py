@@ -27,21 +27,17 @@ class ResponseLengths:
     def of(cls, job: Job, mean: float) -> ResponseLengths:
         return cls(mean, job.response_tokens, constants()["workload"]["spread"])
 
-    def quantiles(self, count: int) -> list[float]:
+    @cache  # noqa: B019 - plans have few distributions
+    def quantiles(self, count: int) -> tuple[float, ...]:
         """``count`` lengths at equal steps of probability, ascending; their mean is ``mean`` if the limit allows it."""
-        return list(_quantiles(self, count))
-
-
-@cache
-def _quantiles(lengths: ResponseLengths, count: int) -> tuple[float, ...]:
-    law = NormalDist(0.0, lengths.spread)
-    shape = [exp(law.inv_cdf((i + 0.5) / count)) for i in range(count)]
-    low, high = 0.0, float(lengths.longest) * 100
-    for _ in range(60):  # the scale at which the truncated distribution has the mean
-        scale = (low + high) / 2
-        total = sum(min(lengths.longest, scale * x) for x in shape)
-        low, high = (scale, high) if total < lengths.mean * count else (low, scale)
-    return tuple(max(1.0, min(lengths.longest, low * x)) for x in shape)
+        law = NormalDist(0.0, self.spread)
+        shape = [exp(law.inv_cdf((i + 0.5) / count)) for i in range(count)]
+        low, high = 0.0, float(self.longest) * 100
+        for _ in range(60):  # the scale at which the truncated distribution has the mean
+            scale = (low + high) / 2
+            total = sum(min(self.longest, scale * x) for x in shape)
+            low, high = (scale, high) if total < self.mean * count else (low, scale)
+        return tuple(max(1.0, min(self.longest, low * x)) for x in shape)
 
 
 def decode_step_seconds(
@@ -71,14 +67,14 @@ def rollout_seconds(
     All engines get equal distributions of lengths, so this is the longest engine's time; speculation is not included.
     """
     count = max(1, -(-job.responses // job.engines))
-    waiting = lengths.quantiles(count)
+    lengths_in_order = lengths.quantiles(count)
     # lengths are unknown beforehand: the order of starts is independent of them
-    waiting = [waiting[(i * 7919) % count] for i in range(count)] if count % 7919 else waiting
+    stride_of_starts = 7919 if count % 7919 else 1
+    waiting = [lengths_in_order[(i * stride_of_starts) % count] for i in range(count)]
     between_nodes = job.engine.tp > job.devices_per_node
     running: list[list[float]] = []
-    clock = 0.0
     prompts = 2 * job.model.multiplied / job.engine.tp * job.prompt_tokens * count
-    clock += prompts / machine.matmul_rate(job.engine.batched_tokens) * machine.sharing(job.world)
+    clock = prompts / machine.matmul_rate(job.engine.batched_tokens) * machine.sharing(job.world)
     held = 0.0
     # vLLM admits what fits now and preempts some later: on average, the batch fits at its mean length
     most = max(1, min(job.engine.max_sequences, int(cache_tokens / (job.prompt_tokens + lengths.mean))))

@@ -46,7 +46,6 @@ def test_every_token_is_decoded_once_and_no_second_is_lost(
     assert np.allclose(ends, found.ends_E)
     # busy and idle are each engine's whole time: what was spent, by strategy, is what engines were busy
     assert np.isclose(sum(found.seconds.values()), found.ends_E.sum(), rtol=1e-9)
-    assert np.allclose(found.ends_E + found.idle_E, found.seconds_in_all)
     assert all(count <= max_seqs for _, count in found.running[0])
     times = [time for time, _ in found.running[0]]
     assert times == sorted(times)

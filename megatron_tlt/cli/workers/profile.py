@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.planning.machine import constants, from_measurements, profile_text
+from megatron_tlt.planning.machine import Machine, constants, profile_text
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, current_device, initialize_distributed, rank, world_size
 from megatron_tlt.platform.files import atomic_write_text
@@ -152,18 +152,21 @@ def main(out: str) -> None:
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     environment = describe_environment()
     memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else environment["memory_gib"] * 2**30
-    machine = from_measurements(
+    rates, assumed, link = constants()["processor" if kind == "cpu" else "time"], constants()["time"], link_rate(kind)
+    machine = Machine(
         name=str(environment["gpu_names"][0] if kind == "cuda" else environment["cpu"]),
         memory_bytes=float(memory),
         matmul=tuple(matmul_rates(kind, dtype)),
         attention=attention_rate(kind, dtype),
         memory_bandwidth=copy_rate(kind),
-        node_link=link_rate(kind),
+        node_link=link,
+        network=link if kind == "cpu" else assumed["network"] * assumed["network_efficiency"],
         collective_latency=tuple(latencies()),
         host_link=host_rate(kind),
+        decode_overhead=rates["decode_overhead"],
+        overlap=0.0 if kind == "cpu" else assumed["overlap"],
         cores=processor_cores(),
         source=f"measured by {world_size()} processes",
-        network=constants()["time"]["network"] * constants()["time"]["network_efficiency"],
     )
     if rank() == 0:
         atomic_write_text(Path(out), profile_text(machine))

@@ -180,12 +180,7 @@ def build_cluster(section: ClusterSection, folder: Path = Path()) -> Cluster:
 def _reached(section: ClusterSection, folder: Path, problems: list[str]) -> dict[str, DeviceSpec]:
     """Every device that a node may name, with its achieved figures: a fraction of the data sheet's, or measured."""
     share = section.efficiency
-    sheets = known_devices() | {
-        own.name: DeviceSpec(
-            own.name, own.memory * 1e9, own.tflops * 1e12, own.memory_bandwidth * 1e9, own.node_bandwidth * 1e9
-        )
-        for own in section.devices
-    }
+    sheets = known_devices() | {own.name: DeviceSpec.of_sheet(own.name, own.model_dump()) for own in section.devices}
     known = {
         name: DeviceSpec(
             name,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -78,10 +80,12 @@ class CostModel:
     def __init__(self, cluster: Cluster, workflow: Workflow, *, balanced: bool = True) -> None:
         self.cluster, self.workflow, self.balanced = cluster, workflow, balanced
         self.evaluations = 0
-        self._tasks: dict[tuple[int, TaskLayout, bool, Grid], TaskCost] = {}
-        self._replicas: dict[tuple[int, TaskLayout, tuple[Stage, ...]], Replica] = {}
-        self._collectives: dict[Stage, tuple[float, float]] = {}
-        self._pairs: dict[tuple[Stage, Stage], tuple[float, float]] = {}
+        self.task_cost: Callable[[int, TaskLayout, Grid, bool], TaskCost] = cache(self._task_cost)
+        """Cost of a task over a grid of classes (see ``classes``); the last argument: takes turns with other tasks."""
+        self.replica: Callable[[int, TaskLayout, tuple[Stage, ...]], Replica] = cache(self._replica)
+        """Cost of one replica's stages, each a tensor-parallel group."""
+        self._collective: Callable[[Stage], tuple[float, float]] = cache(self._find_collective)
+        self._pair: Callable[[Stage, Stage], tuple[float, float]] = cache(self._find_pair)
         sources = [task.weights_from for task in workflow.tasks]
         self._source = [None if name is None else workflow.index(name) for name in sources]
 
@@ -131,15 +135,7 @@ class CostModel:
         bandwidth, latency = self.cluster.bandwidth[own], self.cluster.latency[own]
         return [(device.node_bandwidth if node == own else bandwidth[node], latency[node]) for node in nodes]
 
-    def task_cost(self, index: int, layout: TaskLayout, devices: Grid, shared: bool) -> TaskCost:
-        """Cost of a task over a grid of classes (see ``classes``); ``shared``: takes turns with other tasks."""
-        key = (index, layout, shared, devices)
-        found = self._tasks.get(key)
-        if found is None:
-            found = self._tasks[key] = self._task_cost(*key)
-        return found
-
-    def _task_cost(self, index: int, layout: TaskLayout, shared: bool, devices: Grid) -> TaskCost:
+    def _task_cost(self, index: int, layout: TaskLayout, devices: Grid, shared: bool) -> TaskCost:
         task, (tp, pp, dp) = self.workflow.tasks[index], layout
         replicas = [self.replica(index, layout, stages) for stages in devices]
         curves = [replica.curve for replica in replicas if replica.curve is not None]
@@ -184,15 +180,9 @@ class CostModel:
             worst = max(worst, (dp - 1) / dp * amount / rate + 2 * (dp - 1) * wait)
         return worst
 
-    def replica(self, index: int, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
-        """Cost of one replica's stages, each a tensor-parallel group."""
-        key = (index, layout, stages)
-        found = self._replicas.get(key)
-        if found is None:
-            task = self.workflow.tasks[index]
-            build = self._engine if task.kind == "generate" else self._pipeline
-            found = self._replicas[key] = build(task, layout, stages)
-        return found
+    def _replica(self, index: int, layout: TaskLayout, stages: tuple[Stage, ...]) -> Replica:
+        task = self.workflow.tasks[index]
+        return (self._engine if task.kind == "generate" else self._pipeline)(task, layout, stages)
 
     def _slowest(self, stage: Stage) -> tuple[float, float, float]:
         """FLOP/s, memory bytes/s and usable bytes: equal shards are limited by the slowest device."""
@@ -271,28 +261,20 @@ class CostModel:
         waves = task.response / max(1, running) * step
         return Replica(Curve(task.longest * step, sequence, 0.0, sequence + waves), (model.layers,))
 
-    def _pair(self, one: Stage, other: Stage) -> tuple[float, float]:
+    def _find_pair(self, one: Stage, other: Stage) -> tuple[float, float]:
         """Bytes per second and latency in seconds between two groups: the slowest pair of devices."""
-        key = (one, other)
-        found = self._pairs.get(key)
-        if found is None:
-            ends = list(product(dict.fromkeys(one), dict.fromkeys(other)))
-            links = [self._link(a, b) for a, b in ends]
-            found = self._pairs[key] = min(rate for rate, _ in links), max(wait for _, wait in links)
-        return found
+        links = [self._link(a, b) for a, b in product(dict.fromkeys(one), dict.fromkeys(other))]
+        return min(rate for rate, _ in links), max(wait for _, wait in links)
 
     def _link(self, a: int, b: int) -> tuple[float, float]:
         (one, node), (other, far) = self.cluster.classes[a], self.cluster.classes[b]
         inside = min(one.node_bandwidth, other.node_bandwidth)
         return inside if node == far else self.cluster.bandwidth[node][far], self.cluster.latency[node][far]
 
-    def _collective(self, members: Stage) -> tuple[float, float]:
+    def _find_collective(self, members: Stage) -> tuple[float, float]:
         """Bandwidth and latency of a ring over devices: those of the slowest link in the best tree over its nodes.
 
         Within a node, the slowest device that has a peer there."""
-        found = self._collectives.get(members)
-        if found is not None:
-            return found
         classes, counts = self.cluster.classes, Counter(self.cluster.classes[one][1] for one in members)
         mates = [classes[one][0].node_bandwidth for one in dict.fromkeys(members) if counts[classes[one][1]] > 1]
         nodes = list(counts)
@@ -308,7 +290,6 @@ class CostModel:
             wait = max(wait, delay)
             late[0].append(far)
             late[1].remove(far)
-        self._collectives[members] = rate, wait
         return rate, wait
 
     def shortages(self, plan: Plan) -> list[Shortage]:

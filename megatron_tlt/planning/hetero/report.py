@@ -1,12 +1,9 @@
-"""Report of a plan: assignment, shares, layers, seconds and memory, as plain data and as tables."""
+"""Report of a plan as plain data: assignment, shares, layers, seconds and memory."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron_tlt.planning.hetero.cost import CostModel
 from megatron_tlt.planning.hetero.plan import Plan
@@ -108,37 +105,3 @@ def _task(model: CostModel, plan: Plan, index: int, end: float) -> TaskReport:
         tuple(map(cluster.label, sorted(placement.order[placement.layout.size :]))),
         tuple(replicas),
     )
-
-
-def print_report(report: PlanReport, console: Console | None = None) -> None:
-    """Prints the tasks, then each task's replicas with their shares, layers and devices."""
-    console = console or Console()
-    table = Table(
-        title="tasks (computed from data sheets and assumed efficiencies, not measured)", title_justify="left"
-    )
-    for column in ("task", "group", "layout", "devices", "seconds", "ends at", "memory left"):
-        table.add_column(column, justify="left" if column == "task" else "right")
-    for task in report.tasks:
-        used = sum(len(stage.devices) for replica in task.replicas for stage in replica.stages)
-        spent = sum(task.seconds.values())
-        table.add_row(
-            task.name,
-            str(task.group),
-            task.layout,
-            f"{used} of {used + len(task.unused)}",
-            f"{spent:.1f}",
-            f"{task.ends_at:.1f}",
-            f"{task.margin:.0%}",
-        )
-    console.print(table)
-    for task in report.tasks:
-        table = Table(title=f"{task.name}: replicas", title_justify="left")
-        for column in (task.unit, "layers", "devices"):
-            table.add_column(column, justify="left" if column == "devices" else "right")
-        for replica in task.replicas:
-            table.add_row(
-                str(replica.share),
-                "+".join(str(stage.layers) for stage in replica.stages),
-                " | ".join(f"{stage.kind} {' '.join(stage.devices)}" for stage in replica.stages),
-            )
-        console.print(table)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_tlt.planning.hetero.cost import INFEASIBLE, CostModel, Price
@@ -52,8 +54,7 @@ class _Member(NamedTuple):
         return self.price.seconds
 
 
-def _seconds(member: _Member) -> float:
-    return member.price.seconds
+_seconds: Callable[[_Member], float] = attrgetter("price.seconds")
 
 
 class _Budget:

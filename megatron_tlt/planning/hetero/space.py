@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 from megatron_tlt.planning.hetero.cluster import Cluster
 from megatron_tlt.planning.hetero.plan import Placement, Plan, TaskLayout, layouts
@@ -49,18 +49,15 @@ class Space:
     def __init__(self, cluster: Cluster, workflow: Workflow) -> None:
         self.cluster, self.workflow = cluster, workflow
         self.recall = Recall(cluster, len(workflow.tasks))
-        self._layouts: dict[tuple[int, int], list[TaskLayout]] = {}
+        self.layouts = cache(self._layouts)
+        """All layouts of a task, by number, over at most so many devices."""
 
     @cached_property
     def groupings(self) -> list[Grouping]:
         return list(groupings(len(self.workflow.tasks), self.cluster.size))
 
-    def layouts(self, task: int, size: int) -> list[TaskLayout]:
-        """All layouts of a task over at most ``size`` devices."""
-        found = self._layouts.get((task, size))
-        if found is None:
-            found = self._layouts[task, size] = list(layouts(self.workflow.tasks[task], size))
-        return found
+    def _layouts(self, task: int, size: int) -> list[TaskLayout]:
+        return list(layouts(self.workflow.tasks[task], size))
 
     def sizes(self, groups: int, rng: random.Random) -> tuple[int, ...]:
         """Devices of each group, from random cuts."""

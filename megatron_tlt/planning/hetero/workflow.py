@@ -83,8 +83,7 @@ class Workflow:
     """Tasks in an order that respects ``after``.
 
     Synchronous: a step ends before the next starts. Asynchronous: every group works all the time on its newest data
-        (one
-    step off), so the busiest group sets the pace.
+    (one step off), so the busiest group sets the pace.
     """
 
     tasks: tuple[Task, ...]

@@ -11,9 +11,7 @@ from megatron_tlt.planning.simulation.constants import Constants
 
 @dataclass(frozen=True)
 class DraftShape:
-    """``depth`` levels of at most ``top_k`` candidates each.
-
-    The target verifies ``verify`` tokens, including the one before the drafts.
+    """``depth`` levels of at most ``top_k`` candidates each; the target verifies ``verify`` tokens with the one before.
 
     A chain of K drafts, as the engines here use, is (K, 1, K + 1); (0, 1, 1) is no speculation.
     """

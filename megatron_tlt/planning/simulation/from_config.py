@@ -28,11 +28,9 @@ def scenario_of(
     arms: Sequence[DraftShape],
     prompt_tokens: float | None = None,
 ) -> Scenario:
-    """The step described by a launch config.
+    """The step described by a launch config; ``arms``: speculation's strategies, the static one first.
 
-    Args:
-        arms: speculation's strategies, the static one first.
-        prompt_tokens: tokens of a prompt; by default half of the longest allowed.
+    Without ``prompt_tokens``, a prompt has half of the longest allowed.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)

@@ -79,11 +79,7 @@ def draw(rng: np.random.Generator, groups: int, size: int, correlation: float) -
 
 
 def read_lengths(path: Path) -> Recorded:
-    """Reads a trace.
-
-    Raises:
-        ConfigError: it is unreadable or contains no lengths.
-    """
+    """Reads a trace; raises ConfigError if it is unreadable or contains no lengths."""
     file = path / _LENGTHS_FILE if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")

@@ -80,11 +80,6 @@ class Rollout:
     def seconds_in_all(self) -> float:
         return float(self.ends_E.max(initial=0.0))
 
-    @property
-    def idle_E(self) -> Array:
-        """Idle time of each engine at the end of the rollout."""
-        return self.seconds_in_all - self.ends_E
-
 
 class _State:
     """The engines that still decode; ``p`` is the number of requests admitted, in order."""

@@ -117,11 +117,7 @@ class Scenario:
         return replace(self, devices=nodes * self.per_node)
 
     def check(self) -> None:
-        """Checks that the scenario can be simulated.
-
-        Raises:
-            ConfigError: the scenario cannot be simulated; one line per reason.
-        """
+        """Raises ConfigError, one line per reason, if the scenario cannot be simulated."""
         actor, problems = self.actor, []
         if self.devices < 1 or self.devices % self.engine_devices:
             problems.append(

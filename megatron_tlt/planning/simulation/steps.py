@@ -75,9 +75,8 @@ def simulate_policy(
     """Simulates ``steps`` steps of each seed.
 
     A trained drafter starts at its equilibrium: training in a step compensates the loss by a policy update, for the
-        bubble
-    of a first step that is not counted. An untrained drafter stays cold. The same seed gives the same responses to
-    every policy without tail batching.
+    bubble of a first step that is not counted. An untrained drafter stays cold. The same seed gives the same responses
+    to every policy without tail batching.
     """
     outcome = Outcome(policy)
     for seed in seeds:
