@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.bench.tiny_models import write_tiny_model
 
 
 def chain_responses(count: int, length: int, vocab_size: int, certainty: float, seed: int) -> list[tuple[int, ...]]:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.bench.tiny_models import family_config
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.models.hf_folder import SafetensorsFolder
-from megatron_tlt.models.tiny import family_config
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.observe.environment import describe_environment
 

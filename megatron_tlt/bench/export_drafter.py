@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tlt.bench import workers
 from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.bench.workers.quickstart import ALONE
 from megatron_tlt.cli import main
 from megatron_tlt.config.drafter import DrafterConfig
@@ -32,7 +33,6 @@ from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, aux_layers_of, drafter_from_target, warm_up
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.platform.device import initialize_distributed, prepare

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.bench.tiny_models import TINY_MODELS, write_tiny_model
 from megatron_tlt.bench.workers import run_worker
-from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
 from megatron_tlt.observe.environment import describe_environment
 
 # Each expert of a mixture is whole on one of two tensor-parallel ranks; dense models drop those keys.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.bench.workers import run_worker
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.observe.environment import describe_environment
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_tlt.bench.layouts import CP2, FULL_RECOMPUTE, PP2, SP, TP2, VP2
 from megatron_tlt.bench.result import BenchmarkResult
+from megatron_tlt.bench.tiny_models import family_config, write_tiny_model
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.config.layouts import Layout
-from megatron_tlt.models.tiny import family_config, write_tiny_model
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.actor_memory import stage_memory
 from megatron_tlt.planning.cost import Workload, update_seconds

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
+from megatron_tlt.bench.tiny_models import family_config
 from megatron_tlt.bench.workers import run_worker
-from megatron_tlt.models.tiny import family_config
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.observe.environment import describe_environment
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.models.hf_folder import read_hf_config
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.reshard.actor_layout import actor_side
 from tests.helpers.launch import run_torchrun

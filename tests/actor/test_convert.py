@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.checkpoint.manifest import verify_manifest
-from megatron_tlt.models.tiny import write_tiny_model
 from tests.helpers.launch import REPOSITORY, python, run_logged, run_python
 
 pytestmark = pytest.mark.distributed

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_tlt.bench.families import LAYOUTS, measure
+from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config, write_tiny_model
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import FAMILIES, family_of
-from megatron_tlt.models.tiny import TINY_MODELS, family_config, write_tiny_model
 
 pytestmark = pytest.mark.distributed
 

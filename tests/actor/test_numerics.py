@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from tests.actor.workers import numerics
 from tests.helpers.launch import run_torchrun
 from tests.helpers.samples import Sample

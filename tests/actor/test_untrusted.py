@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from tests.helpers.launch import run_python
 
 pytestmark = pytest.mark.distributed

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron_tlt.bench import drafter_grid
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.drafter import DrafterTrainer, Entry, drafter_from_target
-from megatron_tlt.models.tiny import write_tiny_model
 
 
 def arguments_of(*values: str) -> argparse.Namespace:

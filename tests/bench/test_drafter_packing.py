@@ -9,8 +9,8 @@ import pytest
 
 from megatron_tlt.bench import drafter_packing
 from megatron_tlt.bench.drafter_packing import IN_ORDER, PACKED, SORTED, WHOLE
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.drafter.model import Kind
-from megatron_tlt.models.tiny import write_tiny_model
 
 
 def arguments_of(*values: str) -> argparse.Namespace:

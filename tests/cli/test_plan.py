@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.cli import main
 from megatron_tlt.cli.plan import reshard_plan
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.planning.machine import read_profile
 from megatron_tlt.reshard.plan import ReshardPlan
 from megatron_tlt.reshard.projection import Bandwidths, project

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.cli import main, runs
 from megatron_tlt.cli.preflight import load_checked
 from megatron_tlt.cli.preflight_model import check_with_model
 from megatron_tlt.cli.prompt_files import FILE, check_prompt_files
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.data import load_tokenizer, train_tokenizer
+from megatron_tlt.data.tokenizer import load_tokenizer
+from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.tiny import write_tiny_model
 from tests.helpers.user_code import add_module
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

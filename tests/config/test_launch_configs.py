@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.cli import main
 from megatron_tlt.cli.planned import memory_of
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.source import read_yaml
 from megatron_tlt.models.architecture import sizes_of
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.machine import find_machine

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.model import architecture_file, read_model, require_model_folder
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.tiny import write_tiny_model
 from tests.config.test_loader import violations, write
 from tests.helpers.launch import REPOSITORY
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tlt.algorithms.losses import LossInputs
 from megatron_tlt.algorithms.registry import build_algorithm
+from megatron_tlt.bench.tiny_models import family_config
 from megatron_tlt.cli.preflight import load_checked
 from megatron_tlt.config.schema import AlgorithmConfig, RolloutConfig, TaskConfig
 from megatron_tlt.models import families
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_architecture
-from megatron_tlt.models.tiny import family_config
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.rewards import Reward, RewardPool, verifiers_of
 from megatron_tlt.tasks import build_sources

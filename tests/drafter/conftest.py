@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.model import DraftModel, Kind
-from megatron_tlt.models.tiny import write_tiny_model
 
 AUX_LAYERS = (1, 2, 3)
 VOCAB = 64

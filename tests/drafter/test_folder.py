@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.bench.tiny_models import TINY_MODELS, write_tiny_model
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter.evaluation import greedy_chains
 from megatron_tlt.drafter.folder import (
@@ -24,7 +25,6 @@ from megatron_tlt.drafter.folder import (
 from megatron_tlt.drafter.model import Kind, SharedWeights
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import read_hf_config
-from megatron_tlt.models.tiny import TINY_MODELS, write_tiny_model
 from tests.helpers.launch import run_python
 
 from .conftest import AUX_LAYERS, VOCAB, hidden_states, load_target, scattered, write_target

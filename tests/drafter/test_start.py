@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megatron_tlt.bench.tiny_models import TINY_MODELS
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.drafter import DrafterTrainer
 from megatron_tlt.drafter.entry import Entry
 from megatron_tlt.drafter.folder import drafter_from_target
 from megatron_tlt.drafter.loss_guard import LossGuard
 from megatron_tlt.drafter.model import Kind
-from megatron_tlt.models.tiny import TINY_MODELS
 
 from .conftest import AUX_LAYERS, VOCAB, load_target, random_entry, write_target
 

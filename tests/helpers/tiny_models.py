@@ -19,7 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from megatron_tlt.models.tiny import write_tiny_model
+from megatron_tlt.bench.tiny_models import write_tiny_model
 
 
 def build_qwen2(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import read_sizes
 from megatron_tlt.models.hf_folder import read_architecture
-from megatron_tlt.models.tiny import TINY_MODELS, family_config
 from megatron_tlt.models.weight_map import WeightMap
 from tests.helpers.launch import REPOSITORY
 

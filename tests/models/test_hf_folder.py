@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import INDEX, SafetensorsFolder, copy_side_files, read_hf_config
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.models.weight_map import WeightMap
 
 

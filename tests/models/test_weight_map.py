@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.tiny import TINY_MODELS, family_config
 from megatron_tlt.models.weight_map import WeightMap
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.config.layouts import Layout, problems
-from megatron_tlt.models.tiny import TINY_MODELS, family_config
 from megatron_tlt.planning.actor_memory import layer_activations, micro_batches, stage_memory
 from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
 from megatron_tlt.planning.job import DrafterJob, Job, Recompute

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.config.layouts import Layout, ModelShape, problems
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.tiny import TINY_MODELS, family_config
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.reshard.actor_layout import actor_side, stage_layers
 from megatron_tlt.reshard.engine_layout import engine_side

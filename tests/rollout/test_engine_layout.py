@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.models.hf_folder import read_hf_config
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.reshard.engine_layout import engine_side
 from tests.helpers.launch import run_torchrun

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_tlt.models.tiny import TINY_MODELS
+from megatron_tlt.bench.tiny_models import TINY_MODELS
 from megatron_tlt.rollout.types import ShardSlice
 from tests.helpers.launch import run_python, run_torchrun
 from tests.helpers.tiny_models import greedy, write_lively_model

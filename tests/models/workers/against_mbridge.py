@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_tlt.models.tiny import TINY_MODELS, family_config
+from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.platform.device import initialize_distributed, prepare
 

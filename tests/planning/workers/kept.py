@@ -13,9 +13,9 @@ import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
-from megatron_tlt.models.tiny import write_tiny_model
 from megatron_tlt.platform.device import initialize_distributed
 from megatron_tlt.platform.files import atomic_write_text
 
