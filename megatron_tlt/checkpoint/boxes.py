@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor that is contiguous in its flattened form.
+    """A block of a tensor, by its first index and extent per axis, that is contiguous in the tensor's flattened form.
 
-    Attributes:
-        offsets: first index per axis.
-        sizes: extent per axis.
-        start: index of its first element in the flattened tensor.
+    ``start`` is the index of its first element there.
     """
 
     offsets: tuple[int, ...]
@@ -26,10 +23,8 @@ class Box:
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
     """The largest boxes, in order, that cover elements ``[start, end)`` of a row-major tensor of ``shape``.
 
-    At most ``2 * len(shape) - 1`` boxes: for a matrix the end of a row, whole rows, and the start of a row.
-
-    Raises:
-        ValueError: the range is not within the tensor.
+    At most ``2 * len(shape) - 1`` boxes: for a matrix the end of a row, whole rows, and the start of a row. Raises
+    ValueError if the range is not within the tensor.
     """
     if not 0 <= start <= end <= math.prod(shape):
         raise ValueError(f"elements {start} to {end} are not within a tensor of shape {shape}")

@@ -53,14 +53,13 @@ class _ChunkSavePlanner(dcp.DefaultSavePlanner):
         self._chunks = {MetadataIndex(chunk.key, torch.Size(chunk.offsets)): chunk for chunk in chunks}
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(index, chunk) for index, chunk in self._chunks.items()])
+        items = []
+        for index, chunk in self._chunks.items():
+            box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
         return self.plan
-
-    @staticmethod
-    def _item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
-        box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape))
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         # The index returns with a hint that the planner did not set.
@@ -73,10 +72,8 @@ class _ChunkSavePlanner(dcp.DefaultSavePlanner):
 def write_chunks(folder: Path, chunks: Sequence[Chunk], done: Callable[[int], None]) -> None:
     """Writes this rank's chunks into ``folder``; a collective over the world, whose chunks together cover the tensors.
 
-    ``done`` receives the bytes of each chunk.
-
-    Raises:
-        RunError: writing fails, or the chunks do not cover their tensors.
+    ``done`` receives the bytes of each chunk. Raises RunError if writing fails, or the chunks do not cover their
+    tensors.
     """
     # One thread and no copies ahead: a second chunk in memory would exceed the bound.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)

@@ -31,7 +31,6 @@ from megatron_tlt.platform.files import (
 
 LATEST = "latest"
 _SEARCHES = 4
-"""Maximum searches for the newest complete checkpoint while another process removes those found."""
 logger = logging.getLogger(__name__)
 
 
@@ -41,10 +40,8 @@ def atomic_folder(path: Path | str, bytes_wanted: int | None = None) -> Iterator
 
     In a distributed save one process enters this and passes the yielded path to the others; the block must end with a
     barrier. An existing ``path`` is replaced on success and kept on failure. ``bytes_wanted`` is compared with the free
-    space before anything is written.
-
-    Raises:
-        RunError: the disk is full (or would be); names the path and the bytes needed.
+    space before anything is written. Raises RunError if the disk is full (or would be); names the path and the bytes
+    needed.
     """
     path = Path(path)
     with write_errors(path, bytes_wanted):
@@ -108,24 +105,18 @@ def set_latest(root: Path | str, name: str) -> None:
 
 
 def find_latest_whole(
-    root: Path | str, *, hashes: bool = True, sums: Sums = sha256_sums
+    root: Path | str, *, hashes: bool = True, sums: Sums = sha256_sums, searches: int = _SEARCHES
 ) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, and a warning for each one that was skipped.
 
     Takes the checkpoint named by ``latest`` if it is complete, else the newest complete one: by the last number in its
     name, then by the age of its manifest. Returns (None, ...) if there is none.
 
-    Another process may write at the same time. A checkpoint that it removes is not damaged: the search restarts, at
-    most three times.
-
-    Raises:
-        NewerFormatError: a newer release wrote the next checkpoint to check. Skipping it would lose its steps, and
-            later its files to ``keep_checkpoints``.
+    Another process may write at the same time. A checkpoint that it removes is not damaged: the search restarts, for at
+    most ``searches`` in all. Raises NewerFormatError if a newer release wrote the next checkpoint to check. Skipping it
+    would lose its steps, and later its files to ``keep_checkpoints``.
     """
-    return _find_latest_whole(Path(root), hashes, sums, _SEARCHES)
-
-
-def _find_latest_whole(root: Path, hashes: bool, sums: Sums, searches: int) -> tuple[Path | None, list[str]]:
+    root = Path(root)
     if not root.is_dir():
         return None, []
     named, problem = _read_latest(root)
@@ -145,7 +136,7 @@ def _find_latest_whole(root: Path, hashes: bool, sums: Sums, searches: int) -> t
         removed = not candidate.is_dir()
         # a writer moves ``latest`` before it removes older checkpoints, file by file
         if searches > 1 and (removed or _read_latest(root)[0] != named):
-            return _find_latest_whole(root, hashes, sums, searches - 1)
+            return find_latest_whole(root, hashes=hashes, sums=sums, searches=searches - 1)
         if not removed:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             warnings.append(f"checkpoint {candidate} is not complete: {problems[0]}{more}")
@@ -176,11 +167,7 @@ def clean_leftovers(root: Path | str, name: str | None = None) -> list[Path]:
 
     Restores a folder that was being replaced if its successor was not completed. Files of a live process are kept.
     Files of a process on another host are kept too, with a warning, until they have not changed for a day
-    (``ABANDONED_AFTER_S``). Only writers call this.
-
-    Args:
-        root: the folder to clean.
-        name: remove only temporaries of this file or folder of ``root``. None: of all.
+    (``ABANDONED_AFTER_S``). Only writers call this. With ``name``, only temporaries of that file or folder are removed.
     """
     root = Path(root)
     removed: list[Path] = []

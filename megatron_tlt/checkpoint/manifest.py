@@ -111,10 +111,8 @@ def rewriting(folder: Path) -> Iterator[Path]:
 
     The weights are verifiable at any time. The new manifest is written as ``PENDING`` before the first file moves;
     until it replaces the old one, weights that match either manifest are complete. If the process dies in between, the
-    next call moves the rest. If the block fails, ``folder`` is unchanged. Only one process may write at a time.
-
-    Raises:
-        RunError: the folder is not writable.
+    next call moves the rest. If the block fails, ``folder`` is unchanged. Only one process may write at a time. Raises
+    RunError if the folder is not writable.
     """
     staged, old = folder / _STAGED, dict[str, ManifestEntry]()
     with write_errors(folder / MANIFEST):
@@ -198,16 +196,9 @@ def verify_manifest(
     """Lists problems of ``folder``, one per line; empty if it is complete.
 
     Every file of the manifest must exist with its size and, unless ``hashes`` is False, its sum. Files that the
-    manifest does not name are ignored. A folder that is being rewritten may match ``PENDING`` instead.
-
-    Args:
-        folder: folder with the manifest.
-        hashes: False compares sizes only.
-        sums: computes the sums.
-        select: checks only files whose relative names it accepts. Such a file must be in the manifest.
-
-    Raises:
-        NewerFormatError: a newer release wrote the manifest.
+    manifest does not name are ignored. A folder that is being rewritten may match ``PENDING`` instead. With ``select``,
+    only files whose relative names it accepts are checked, and each of these must be in the manifest. Raises
+    NewerFormatError if a newer release wrote the manifest.
     """
     folder = Path(folder)
     if not folder.is_dir():

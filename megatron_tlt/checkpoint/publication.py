@@ -31,14 +31,9 @@ def remove_older(folder: Path, keep: int) -> None:
 
 
 class Publication:
-    """Fill ``temporary``, then call ``start``, then ``done``; or ``abandon`` before the start.
+    """Fill ``temporary``, then call ``start``, then ``done``; or ``abandon`` before the start. Raises RunError.
 
-    Args:
-        folder: final path of the checkpoint; the names of its siblings sort by age.
-        keep: number of checkpoints to keep, this one and the newest before it.
-
-    Raises:
-        RunError: a file operation fails.
+    The names of ``folder``'s siblings sort by age; ``keep`` of them are kept, this one and the newest before it.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from megatron_tlt.checkpoint import manifest
 from megatron_tlt.checkpoint.files import atomic_folder, clean_leftovers
 from megatron_tlt.checkpoint.manifest import FileSum, Sums, write_manifest
+from megatron_tlt.data.packing import balance
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data, any_rank, broadcast_data, failing_together
 from megatron_tlt.platform.device import barrier, collective_timeout_s, rank, world_size
@@ -35,10 +36,8 @@ def _file_system_errors() -> Iterator[None]:
 def run_together(work: Callable[[], T]) -> T:
     """Runs ``work`` on every rank in a thread and returns its result once all ranks are done; a collective.
 
-    Meanwhile the ranks meet every few seconds. ``work`` must not contain a collective.
-
-    Raises:
-        RunError: it failed on one rank, with a RunError or an OSError; raised on all ranks.
+    Meanwhile the ranks meet every few seconds. ``work`` must not contain a collective. Raises RunError if it failed on
+    one rank, with a RunError or an OSError; raised on all ranks.
     """
     every = min(_POLL_S, collective_timeout_s() / 4)
     with ThreadPoolExecutor(1, thread_name_prefix="together") as pool:
@@ -49,20 +48,9 @@ def run_together(work: Callable[[], T]) -> T:
         return result.result()
 
 
-def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divides the positions of ``sizes`` into ``count`` shares of about equal sums; deterministic."""
-    loads = [0] * count
-    found: list[list[int]] = [[] for _ in range(count)]
-    for position in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lightest = loads.index(min(loads))
-        found[lightest].append(position)
-        loads[lightest] += sizes[position]
-    return found
-
-
 def _hash_share(files: Sequence[str], sizes: Sequence[int]) -> list[FileSum]:
     """Sums of all files, each hashed by one rank; a collective."""
-    parts = shares(sizes, world_size())
+    parts = balance(sizes, world_size())
     own = [Path(files[i]) for i in parts[rank()]]
     gathered = all_gather_data(run_together(lambda: manifest.sha256_sums(own)), list[FileSum])
     sums = dict(zip((i for part in parts for i in part), (s for part in gathered for s in part), strict=True))
@@ -70,14 +58,10 @@ def _hash_share(files: Sequence[str], sizes: Sequence[int]) -> list[FileSum]:
 
 
 def with_shared_sums(function: Callable[[Sums], T], kind: Any) -> T:
-    """Rank 0's ``function(sums)`` on every rank; a collective. All ranks share the hashing that ``sums`` requests.
+    """Rank 0's ``function(sums)``, plain data of type ``kind``, on every rank; a collective.
 
-    Args:
-        function: runs on rank 0 only. Apart from ``sums`` it must be fast, as the others wait in a collective.
-        kind: type of its result, which is plain data.
-
-    Raises:
-        RunError: ``function`` raised it, or an OSError; raised on all ranks.
+    All ranks share the hashing that ``sums`` requests. Apart from that, ``function`` must be fast: the others wait in a
+    collective. Raises RunError if ``function`` raised it, or an OSError; raised on all ranks.
     """
     if world_size() == 1:
         return run_together(lambda: function(manifest.sha256_sums))
@@ -108,10 +92,8 @@ def with_shared_sums(function: Callable[[Sums], T], kind: Any) -> T:
 def shared_folder(target: Path) -> Iterator[Path]:
     """One temporary folder on all ranks that becomes ``target``, with a manifest, once the block succeeds on all.
 
-    A collective. It first removes temporary folders of killed processes that were writing ``target``.
-
-    Raises:
-        RunError: a file operation fails; ``target`` is unchanged.
+    A collective. It first removes temporary folders of killed processes that were writing ``target``. Raises RunError
+    if a file operation fails; ``target`` is unchanged.
     """
     run_together(lambda: clean_leftovers(target.parent, target.name) if rank() == 0 else [])
     temporary: Path | None = None

@@ -26,10 +26,8 @@ def verify_weights(folder: Path) -> None:
     """Compares the weights in ``folder`` with its manifest; a collective over the world.
 
     Covers ``actor/`` of a Megatron checkpoint, and the safetensors files of a Hugging Face folder or a drafter's. If
-    such a folder has no manifest, rank 0 prints a note, and safetensors itself checks headers and sizes.
-
-    Raises:
-        RunError: a file differs, or a Megatron checkpoint has no manifest.
+    such a folder has no manifest, rank 0 prints a note, and safetensors itself checks headers and sizes. Raises
+    RunError if a file differs, or a Megatron checkpoint has no manifest.
     """
 
     def check(sums: Sums) -> None:

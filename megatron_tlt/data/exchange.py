@@ -22,14 +22,8 @@ Sends = list[list[list[int]]]
 def plan_sends(held_WN: torch.Tensor, wanted_WN: torch.Tensor) -> Sends:
     """Who sends which sample to whom; pure. A rank gets what it wants and does not hold, from one that holds it.
 
-    Of several holders of a sample, destinations take them in turn.
-
-    Args:
-        held_WN: whether a rank holds a sample, bool.
-        wanted_WN: whether it wants it, bool.
-
-    Raises:
-        RunError: a sample is wanted that no rank holds.
+    Both tables are bool. Of several holders of a sample, destinations take them in turn. Raises RunError if a sample is
+    wanted that no rank holds.
     """
     ranks, samples = held_WN.shape
     sends: Sends = [[[] for _ in range(ranks)] for _ in range(ranks)]
@@ -46,10 +40,8 @@ def plan_sends(held_WN: torch.Tensor, wanted_WN: torch.Tensor) -> Sends:
 def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence[str] | None = None) -> RolloutBatch:
     """The batch holding the samples ``wanted``; every rank calls this with its own. What it holds does not travel.
 
-    Args:
-        batch: the same samples on every rank, and on one rank at least the tokens of each wanted one.
-        wanted: numbers of samples.
-        columns: those per response token that are still needed; None: all that there are.
+    The batch has the same samples on every rank, and on one rank at least the tokens of each wanted one. ``columns``
+    are those per response token that are still needed; None: all that there are.
 
     Raises:
         RunError: on every rank: no rank holds a wanted sample, or holders of samples differ in their columns.

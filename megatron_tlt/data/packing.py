@@ -16,12 +16,10 @@ def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:
         )
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int = 1) -> list[list[int]]:
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Groups sequences so that each group, padded to its longest, has at most ``max_tokens`` tokens.
 
     ``lengths`` are in tokens. Sequences are taken in descending order (ties by index), so a group has similar lengths.
-    ``min_batches`` halves the groups with the most tokens until there are that many (or each holds one sequence): ranks
-    of a pipeline or data-parallel group must often run equally many.
 
     Returns lists of indices into ``lengths``; each occurs once. Raises ConfigError for a sequence above ``max_tokens``.
     """
@@ -33,11 +31,6 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, min_batches: int
             batches[-1].append(i)
         else:
             batches.append([i])
-    while len(batches) < min(min_batches, len(lengths)):
-        sizes = [(len(b) > 1) * len(b) * max(lengths[b[0]], 1) for b in batches]
-        at = sizes.index(max(sizes))
-        half = (len(batches[at]) + 1) // 2
-        batches[at : at + 1] = [batches[at][:half], batches[at][half:]]
     return batches
 
 
@@ -56,10 +49,8 @@ def plan_packs(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) 
     Starts with the minimum number of packs. The costliest remaining sequence goes to the cheapest pack with room for
     it; if no pack has room, it opens another.
 
-    Returns lists of indices into ``lengths``, each ascending; each index occurs once, and no pack is empty.
-
-    Raises:
-        ConfigError: a sequence is longer than ``max_tokens``.
+    Returns lists of indices into ``lengths``, each ascending; each index occurs once, and no pack is empty. Raises
+    ConfigError if a sequence is longer than ``max_tokens``.
     """
     _check_longest(lengths, max_tokens)
     count = -(-sum(lengths) // max_tokens)

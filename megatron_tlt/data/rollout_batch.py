@@ -131,12 +131,6 @@ class RolloutBatch:
         found = {name: getattr(self, name) for name in RESPONSE_COLUMNS}
         return {name: column for name, column in found.items() if column is not None}
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        tensors = [self.tokens_S, *self.columns.values(), *(getattr(self, name) for name in _PER_SAMPLE)]
-        return sum(tensor.nbytes for tensor in tensors)
-
     def tokens(self, sample: int) -> torch.Tensor:
         """A held sample's prompt and response, a view; raises KeyError if this rank does not hold it."""
         at = self._places[sample]
@@ -192,28 +186,6 @@ class RolloutBatch:
         held = tuple(at for at, i in enumerate(chosen) if i in self._places)
         per_sample = {name: getattr(self, name)[index_N] for name in _PER_SAMPLE}
         return RolloutBatch(held=held, **per_sample, **self.rows([chosen[at] for at in held]))
-
-    def split(self, parts: Sequence[Sequence[int]]) -> list[RolloutBatch]:
-        """One batch for each list of samples."""
-        return [self.select(part) for part in parts]
-
-    @staticmethod
-    def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """The samples of the first batch, then those of the second, and so on.
-
-        Raises:
-            ValueError: no batches, or some have a column that others lack.
-        """
-        if not batches or len({tuple(batch.columns) for batch in batches}) > 1:
-            raise ValueError(f"columns {[list(batch.columns) for batch in batches]}; allowed: those of one batch")
-        starts = [0]
-        for batch in batches:
-            starts.append(starts[-1] + batch.num_samples)
-        names = [*_PER_SAMPLE, TOKENS, *batches[0].columns]
-        return RolloutBatch(
-            held=tuple(start + i for start, batch in zip(starts, batches, strict=False) for i in batch.held),
-            **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names},
-        )
 
     @cached_property
     def _places(self) -> dict[int, int]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt
 from megatron_tlt.errors import ConfigError
@@ -30,28 +29,12 @@ class Example:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Padded examples, each array ``[sequences, length]``.
-
-    ``labels`` are ``tokens`` shifted left by one: ``loss_mask[b, t]`` is 1 if position ``t`` predicts ``labels[b, t]``.
-    Sequence ``b`` has ``lengths[b]`` inputs; the rest is padding on the right.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-    lengths: NDArray[np.int64]
-
-
 def solution_text(problem: Problem, careless_fraction: float = 0.0) -> str:
     """The worked solution for training, with its answer in the task's ``answer_format``.
 
     A ``careless_fraction`` of the problems, chosen by their ids, gets a careless guess instead: with its own mark, and
-    an answer without the work, with half of its characters replaced by others from the work.
-
-    Raises:
-        ConfigError: the problem has no worked solution.
+    an answer without the work, with half of its characters replaced by others from the work. Raises ConfigError if the
+    problem has no worked solution.
     """
     if problem.solution is None:
         raise ConfigError(
@@ -94,18 +77,3 @@ def encode_examples(
             f"longer; allowed: at least {shortest}, so that one fits"
         )
     return fitting
-
-
-def collate(examples: Sequence[Example], pad_id: int, multiple_of: int = 1) -> Batch:
-    """Pads to the longest, rounded up to ``multiple_of`` (sequence parallelism needs the tensor-parallel size)."""
-    longest = max(len(example) for example in examples) - 1
-    width = -(-longest // multiple_of) * multiple_of
-    shape = (len(examples), width)
-    tokens, labels = np.full(shape, pad_id, np.int64), np.full(shape, pad_id, np.int64)
-    loss_mask = np.zeros(shape, np.float32)
-    for row, example in enumerate(examples):
-        count = len(example) - 1
-        tokens[row, :count] = example.token_ids[:-1]
-        labels[row, :count] = example.token_ids[1:]
-        loss_mask[row, :count] = example.loss_mask[1:]
-    return Batch(tokens, labels, loss_mask, np.array([len(example) - 1 for example in examples], np.int64))

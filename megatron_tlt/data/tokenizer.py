@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.files import atomic_write_bytes
 from megatron_tlt.tasks.types import Problem
 
 MODEL_FILE = "tokenizer.model"
@@ -110,9 +110,8 @@ class SentencePieceTokenizer:
         raise ConfigError(_NO_TEMPLATE.format(self._folder))
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         for name in (MODEL_FILE, META_FILE, *HF_FILES):
-            copy_file(self._folder / name, folder / name)
+            atomic_write_bytes(folder / name, (self._folder / name).read_bytes())
 
 
 class HuggingFaceTokenizer:
@@ -194,10 +193,8 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 def stop_token_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
     """``eos_id``, then every other ``eos_token_id`` of a model folder, ascending.
 
-    They are in ``generation_config.json`` or, if that is absent, in ``config.json``, as transformers reads them.
-
-    Raises:
-        ConfigError: the file is unreadable, or ``eos_token_id`` is neither a token id nor a list of them.
+    They are in ``generation_config.json`` or, if that is absent, in ``config.json``, as transformers reads them. Raises
+    ConfigError if the file is unreadable, or ``eos_token_id`` is neither a token id nor a list of them.
     """
     files = [folder / name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
     if not files:
@@ -251,10 +248,3 @@ def prompt_lengths(
         lengths += [refused.get(i, count) for i, count in enumerate(counts)]
         advance(len(texts))
     return lengths
-
-
-def copy_file(source: Path, target: Path) -> None:
-    """Copies to a temporary name and renames."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.copyfile(source, temporary)
-    temporary.replace(target)

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_tlt.data.tokenizer import META_FILE, META_FORMAT, MODEL_FILE, SentencePieceTokenizer
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.files import atomic_write_bytes
 from megatron_tlt.tasks.marker import ANSWER_MARKER
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
@@ -64,13 +65,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path | str, s
         num_threads=1,
         minloglevel=2,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / MODEL_FILE, model.getvalue())
+    atomic_write_bytes(folder / MODEL_FILE, model.getvalue())
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     for name, content in _hugging_face_files(pieces, symbols).items():
-        _write(folder / name, content)
-    _write(folder / META_FILE, _json({"format": META_FORMAT, "vocab_size": len(pieces)}))
+        atomic_write_bytes(folder / name, content)
+    atomic_write_bytes(folder / META_FILE, _json({"format": META_FORMAT, "vocab_size": len(pieces)}))
     return SentencePieceTokenizer(folder)
 
 
@@ -138,9 +138,3 @@ def _hugging_face_files(pieces: list[str], symbols: list[str]) -> dict[str, byte
 
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)

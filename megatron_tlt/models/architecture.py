@@ -25,14 +25,10 @@ _SIZES = (
 
 
 def read_sizes(file: Path, where: str) -> Any:
-    """Reads the sizes that ``WeightMap`` needs, as attributes with Hugging Face's names.
-
-    Args:
-        file: a ``config.json``, under any name.
-        where: source named by errors about its options.
+    """Reads the sizes that ``WeightMap`` needs from a ``config.json``, as attributes with Hugging Face's names.
 
     Raises:
-        ConfigError: it is unreadable, or of an unsupported architecture.
+        ConfigError: it is unreadable, or of an unsupported architecture; names ``where`` as the source.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

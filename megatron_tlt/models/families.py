@@ -33,12 +33,8 @@ def head_dim(hf_config: PretrainedConfig) -> int:
 def family_of(hf_config: PretrainedConfig, where: str) -> Family:
     """The family of a model; checks every option of its config that would change the mathematics.
 
-    Args:
-        hf_config: a model's config.
-        where: the folder, for errors.
-
     Raises:
-        ConfigError: the actor does not support the architecture or an option; one line each.
+        ConfigError: the actor does not support the architecture or an option; one line each, which names ``where``.
     """
     family = FAMILIES.get(hf_config.model_type)
     if family is None:

@@ -58,12 +58,8 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
 def read_architecture(file: Path, where: str) -> PretrainedConfig:
     """Reads the architecture in a ``config.json``, under any file name.
 
-    Args:
-        file: the file.
-        where: source named by errors about its options.
-
     Raises:
-        ConfigError: it is unreadable, or of an unsupported architecture.
+        ConfigError: it is unreadable, or of an unsupported architecture; names ``where`` as the source.
     """
     from transformers import AutoConfig
 
@@ -86,12 +82,8 @@ def copy_side_files(source: Path, target: Path) -> None:
 class SafetensorsFolder:
     """The weights of a Hugging Face folder, read slice by slice.
 
-    Args:
-        folder: the folder.
-        framework: ``np`` is enough for names and shapes, and does not import torch; reading tensors needs ``pt``.
-
-    Raises:
-        ConfigError: there is no safetensors file, or the index is unreadable.
+    The framework ``np`` is enough for names and shapes, and does not import torch; reading tensors needs ``pt``. Raises
+    ConfigError if there is no safetensors file, or the index is unreadable.
     """
 
     def __init__(self, folder: Path, framework: Literal["pt", "np"] = "pt") -> None:

@@ -1,7 +1,5 @@
 """Mistral releases without a sliding window (7B v0.3 and later)."""
 
-from __future__ import annotations
-
 from megatron_tlt.models.family import Family
 
 FAMILY = Family("mistral")

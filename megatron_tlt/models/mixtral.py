@@ -1,7 +1,5 @@
 """Mixtral (8x7B, 8x22B)."""
 
-from __future__ import annotations
-
 from megatron_tlt.models.family import Experts, Family
 
 FAMILY = Family(

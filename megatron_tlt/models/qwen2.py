@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5."""
 
-from __future__ import annotations
-
 from megatron_tlt.models.family import Family
 
 FAMILY = Family("qwen2", qkv_bias=True)

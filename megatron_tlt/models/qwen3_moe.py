@@ -1,7 +1,5 @@
 """Qwen3 mixtures of experts (30B-A3B, 235B-A22B)."""
 
-from __future__ import annotations
-
 from megatron_tlt.models.family import Experts, Family
 
 FAMILY = Family(

@@ -43,12 +43,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?(.+)")
 class WeightMap:
     """The tensors of one model and their positions in Megatron's parameters.
 
-    Args:
-        hf_config: the model's config.
-        where: its folder, for errors.
-
     Raises:
-        ConfigError: the actor does not support the architecture.
+        ConfigError: the actor does not support the architecture; names ``where``.
     """
 
     def __init__(self, hf_config: PretrainedConfig, where: str = "model") -> None:

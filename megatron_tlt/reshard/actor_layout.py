@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING
 
 from megatron_tlt.config.layouts import Layout, problems
 from megatron_tlt.errors import ConfigError
@@ -18,15 +19,6 @@ if TYPE_CHECKING:
     from megatron_tlt.models.weight_map import WeightMap
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-class _Place(NamedTuple):
-    """A rank's index in each group that determines its weights."""
-
-    stage: int
-    tensor: int
-    expert_tensor: int
-    expert: int
 
 
 def actor_side(weights: WeightMap, layout: Layout) -> ShardMap:
@@ -39,20 +31,17 @@ def actor_side(weights: WeightMap, layout: Layout) -> ShardMap:
         raise ConfigError("\n".join(found))
     stages = _parameters_by_stage(weights, layout)
     expert_size = layout.etp or layout.tp
-    held: dict[_Place, tuple[Span, ...]] = {}
-    ranks = []
-    for rank in range(layout.world):
-        # Context and data parallelism only add replicas.
-        place = _Place(
-            stage=rank // (layout.world // layout.pp),
-            tensor=rank % layout.tp,
-            expert_tensor=rank % expert_size,
-            expert=rank // expert_size % layout.ep,
-        )
-        if place not in held:
-            held[place] = tuple(_held(weights, layout, stages[place.stage], place))
-        ranks.append(held[place])
-    return ShardMap(str(layout), tuple(ranks))
+
+    @cache
+    def held(stage: int, tensor: int, expert_tensor: int, expert: int) -> tuple[Span, ...]:
+        """Of a rank, by its index in each group that determines its weights."""
+        return tuple(_held(weights, layout, stages[stage], tensor, expert_tensor, expert))
+
+    # Context and data parallelism only add replicas.
+    per_stage = layout.world // layout.pp
+    ranks = range(layout.world)
+    spans = (held(r // per_stage, r % layout.tp, r % expert_size, r // expert_size % layout.ep) for r in ranks)
+    return ShardMap(str(layout), tuple(spans))
 
 
 def stage_layers(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
@@ -103,14 +92,16 @@ def _parameters_by_stage(weights: WeightMap, layout: Layout) -> list[list[str]]:
     return stages
 
 
-def _held(weights: WeightMap, layout: Layout, parameters: list[str], place: _Place) -> Iterator[Span]:
+def _held(
+    weights: WeightMap, layout: Layout, parameters: list[str], tensor: int, expert_tensor: int, expert: int
+) -> Iterator[Span]:
     share = weights.num_experts // layout.ep
-    own = range(place.expert * share, (place.expert + 1) * share)
+    own = range(expert * share, (expert + 1) * share)
     for parameter in parameters:
-        rank, size = place.tensor, layout.tp
+        rank, size = tensor, layout.tp
         if weights.is_expert(parameter):
             if int(parameter.split(".experts.")[1].split(".")[0]) not in own:
                 continue
-            rank, size = place.expert_tensor, layout.etp or layout.tp
+            rank, size = expert_tensor, layout.etp or layout.tp
         for piece in weights.pieces(parameter, rank, size):
             yield Span(piece.name, piece.start, piece.length)

@@ -18,7 +18,7 @@ from megatron_tlt.reshard.plan import ReshardPlan, Transfer
 
 # Packed transfers start at multiples of this many bytes, so that they can be viewed as any dtype.
 ALIGNMENT = 16
-# Smaller fragments are cheaper to pack than to send separately.
+# Smaller transfers are cheaper to pack than to send separately.
 IN_PLACE_BYTES = 256 * 1024
 _ROUNDS_IN_FLIGHT = 2
 _DIRECTIONS = 2

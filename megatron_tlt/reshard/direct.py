@@ -59,14 +59,8 @@ class _Prepared:
 class DirectSync(WeightSync):
     """Plans once, at the first synchronization; every synchronization moves only the slices that each rank lacks.
 
-    Args:
-        source: the weights that this rank of the actor holds.
-        target: this rank's engine.
-        whole: the tensors.
-        source_layout, engine_layout: descriptions for errors (``actor TP2xPP2``, ``TP2 x 4``).
-        staging_bytes: limit for the buckets in flight on this rank.
-        part: the part of the engine that is replaced.
-        exchange: transport of the rounds.
+    The layouts are descriptions for errors (``actor TP2xPP2``, ``TP2 x 4``); ``staging_bytes`` limits the buckets in
+    flight on this rank.
     """
 
     def __init__(

@@ -22,19 +22,11 @@ _VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def engine_side(weights: WeightMap, world: int, tensor_parallel_size: int, expert_parallel: bool) -> ShardMap:
-    """The spans that each of ``world`` ranks needs in engines of ``tensor_parallel_size`` ranks each.
+    """The spans that each of ``world`` ranks needs in engines of ``tensor_parallel_size`` consecutive ranks each.
 
     A tied output layer is the embedding's own parameter in vLLM and needs nothing. No rank needs the rows that pad the
-    vocabulary.
-
-    Args:
-        weights: the model's map.
-        world: processes; engine ``e`` has ``tensor_parallel_size`` ranks from ``e * tensor_parallel_size`` on.
-        tensor_parallel_size: ranks per engine.
-        expert_parallel: whether experts are whole and distributed over an engine's ranks, rather than sharded.
-
-    Raises:
-        ConfigError: a size does not divide the world or a dimension that vLLM shards; one line each.
+    vocabulary. With ``expert_parallel``, experts are whole and distributed over an engine's ranks, rather than sharded.
+    Raises ConfigError if a size does not divide the world or a dimension that vLLM shards; one line each.
     """
     if tensor_parallel_size < 1 or world % tensor_parallel_size:
         raise ConfigError(f"{_KEY}: found {tensor_parallel_size}; allowed: a divisor of the {world} processes")

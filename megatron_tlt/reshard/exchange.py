@@ -35,10 +35,7 @@ _Posted = list[tuple[dist.Work, list[Bucket]]]
 class BucketExchange:
     """Sends and receives a rank's rounds with four buffers, each as large as its largest round.
 
-    Args:
-        rounds: this rank's rounds from ``make_rounds``.
-        trailer_bytes: bytes after each bucket's payload for each of its transfers.
-        device: device of the weights.
+    After each bucket's payload follow ``trailer_bytes`` for each of its transfers.
     """
 
     def __init__(self, rounds: Sequence[ExchangeRound], trailer_bytes: int, device: torch.device) -> None:

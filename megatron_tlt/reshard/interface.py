@@ -80,16 +80,11 @@ class WeightSync(ABC):
 
     @abstractmethod
     def sync(self, *, version: int, verify: bool) -> SyncReport:
-        """Moves every weight; a collective over the world.
+        """Moves every weight; a collective over the world. The engine then reports ``version``.
 
-        The engine refuses to generate until this returns, and for ever if this raises.
-
-        Args:
-            version: version that the engine reports afterwards.
-            verify: verify by checksums that the engine holds the actor's weights.
-
-        Raises:
-            RunError: a tensor is missing on one side or differs, or a rank is gone; names tensor and rank.
+        The engine refuses to generate until this returns, and for ever if this raises. ``verify`` compares checksums of
+        what the engine holds with those of the actor's weights. Raises RunError if a tensor is missing on one side or
+        differs, or a rank is gone; names tensor and rank.
         """
 
 

@@ -1,14 +1,23 @@
-"""Projected time of a plan at stated bandwidths, from byte counts; not a measurement; pure."""
+"""The figures of a plan: its bytes, and its projected time at stated bandwidths (not a measurement); pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from megatron_tlt.reshard.plan import ReshardPlan
 
 _GB = 1e9
+_NOTES = {
+    "transfer": "the slowest rank; full duplex; NVLink and network one after the other (not overlapped)",
+    "load": "the slowest rank; every slice read and written once on each GPU that packs, copies or unpacks it",
+    "wake": "the slowest rank; memory for its weights mapped again, nothing copied into it",
+}
+RANK_COLUMNS = ("in_place", "nvlink_sent", "nvlink_received", "network_sent", "network_received")
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,48 @@ def project(plan: ReshardPlan, bandwidths: Bandwidths) -> Projection:
         load=float(copied.max() / (rates.memory * rates.memory_efficiency * _GB)),
         wake=float((local + received.sum(0)).max() / (rates.wake * _GB)),
     )
+
+
+def summarize(plan: ReshardPlan, bandwidths: Bandwidths) -> dict[str, Any]:
+    """The bytes that a plan moves, by rank and by pair of nodes, and the projected time.
+
+    ``node_links[a][b]`` are the bytes from ranks of node ``a`` to other ranks of node ``b``.
+    """
+    links = [of(between) for between in (False, True) for of in (plan.sent_bytes, plan.received_bytes)]
+    columns = (plan.local_bytes, *links)
+    projection = project(plan, bandwidths)
+    return {
+        "actor": plan.actor,
+        "engines": plan.engines,
+        "gpus": plan.world,
+        "nodes": len(set(plan.nodes)),
+        "model_bytes": sum(prod(form.shape) * form.itemsize for form in plan.forms.values()),
+        "itemsizes": sorted({form.itemsize for form in plan.forms.values()}),
+        "transfers": len(plan.transfers),
+        "moved_bytes": plan.moved_bytes,
+        "lower_bound_bytes": plan.lower_bound,
+        "per_gpu": {name: _spread(column) for name, column in zip(RANK_COLUMNS, columns, strict=True)},
+        "ranks": [
+            {"rank": rank, "node": plan.nodes[rank], **dict(zip(RANK_COLUMNS, row, strict=True))}
+            for rank, row in enumerate(zip(*columns, strict=True))
+        ],
+        "node_links": _node_links(plan),
+        "projection": {
+            **{f"{name}_seconds": seconds for name, seconds in asdict(projection).items()},
+            "total_seconds": projection.total,
+            "bandwidths_gb_s": asdict(bandwidths),
+            "notes": _NOTES,
+        },
+    }
+
+
+def _spread(column: Sequence[int]) -> dict[str, float]:
+    return {"min": min(column), "mean": sum(column) / len(column), "max": max(column)}
+
+
+def _node_links(plan: ReshardPlan) -> list[list[int]]:
+    names = sorted(set(plan.nodes))
+    matrix = [[0] * len(names) for _ in names]
+    for (source, target), amount in plan.link_bytes.items():
+        matrix[names.index(plan.nodes[source])][names.index(plan.nodes[target])] += amount
+    return matrix

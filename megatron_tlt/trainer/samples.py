@@ -29,7 +29,7 @@ class SampleRows:
     def rows(
         self, origin: str, problems: Sequence[Problem], scored: Sequence[ScoredResponse], batch: RolloutBatch
     ) -> list[SampleRow]:
-        """The rows of one rollout, ordered by task; ``origin`` is one of ``observe.samples.ORIGINS``.
+        """The rows of one rollout, by task; ``origin`` as in ``observe.samples``.
 
         A collective: the tokens of a chosen response come from the ranks that hold them.
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_tlt.checkpoint.manifest import verify_manifest
-from megatron_tlt.checkpoint.shared import run_together, shared_folder, shares, with_shared_sums
+from megatron_tlt.checkpoint.shared import run_together, shared_folder, with_shared_sums
 from megatron_tlt.errors import RunError
-
-
-@given(sizes=st.lists(st.integers(0, 1 << 40), max_size=40), count=st.integers(1, 9))
-def test_shares_hold_everything_once_and_are_of_about_one_size(sizes: list[int], count: int) -> None:
-    found = shares(sizes, count)
-    assert len(found) == count and sorted(i for share in found for i in share) == list(range(len(sizes)))
-    loads = [sum(sizes[i] for i in share) for share in found]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 def test_failure_of_the_file_system_is_an_error_of_the_run(tmp_path: Path) -> None:

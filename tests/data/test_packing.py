@@ -8,20 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.data import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
+from megatron_tlt.data.packing import balance, plan_micro_batches, plan_packs, sequence_cost, split_to_count
 from megatron_tlt.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 
 
 @settings(max_examples=300, deadline=None)
-@given(LENGTHS, st.integers(300, 2000), st.integers(1, 8))
-def test_micro_batches_hold_everything_once_within_the_bound(lengths: list[int], bound: int, least: int) -> None:
-    batches = plan_micro_batches(lengths, bound, least)
+@given(LENGTHS, st.integers(300, 2000))
+def test_micro_batches_hold_everything_once_within_the_bound(lengths: list[int], bound: int) -> None:
+    batches = plan_micro_batches(lengths, bound)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     assert all(batch for batch in batches)
     assert all(len(batch) * max(lengths[i] for i in batch) <= bound for batch in batches)
-    assert len(batches) >= min(least, len(lengths))
     flat = [lengths[i] for batch in batches for i in batch]
     assert flat == sorted(lengths, reverse=True)
 
@@ -36,7 +35,6 @@ def test_no_two_neighbouring_micro_batches_could_be_one(lengths: list[int], boun
 
 def test_micro_batches_of_known_lengths() -> None:
     assert plan_micro_batches([10, 40, 20, 10], 40) == [[1], [2, 0], [3]]
-    assert plan_micro_batches([5, 5, 5, 5], 20, min_batches=2) == [[0, 1], [2, 3]]
     assert plan_micro_batches([], 20) == []
 
 

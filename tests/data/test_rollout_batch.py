@@ -28,7 +28,7 @@ def test_a_column_belongs_to_the_response_and_a_view_costs_nothing() -> None:
     assert batch.response("old_log_probs_G", 0).tolist() == [-1, -2]
     assert batch.response("old_log_probs_G", 1).tolist() == [-3]
     assert batch.tokens(1).data_ptr() == batch.tokens_S[4:].data_ptr()
-    assert batch.advantages_N.tolist() == [1, 1] and batch.nbytes == 6 * 4 + 3 * 4 + 5 * 2 * 8
+    assert batch.advantages_N.tolist() == [1, 1]
     with pytest.raises(KeyError):
         batch.holding([1]).tokens(0)
     with pytest.raises(KeyError):
@@ -47,8 +47,6 @@ def test_what_contradicts_itself_is_refused() -> None:
         random_batch(3).select([0, 0])
     with pytest.raises(ValueError, match="held samples"):
         random_batch(2).with_columns(held=(1, 0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="columns"):
-        RolloutBatch.concatenate([random_batch(2), random_batch(2, columns=())])
 
 
 @given(COUNTS, NAMES, st.data())
@@ -63,17 +61,6 @@ def test_selected_samples_are_the_same_in_the_order_asked_for(
     assert [known(chosen, at) for at in range(len(order))] == [known(batch, i) for i in order]
     assert [order[at] for at in chosen.held] == [i for i in order if i in kept]
     assert [row(chosen, at) for at in chosen.held] == [row(batch, i) for i in order if i in kept]
-
-
-@given(COUNTS, NAMES, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_parts_put_together_are_the_whole(count: int, names: tuple[str, ...], parts: int, rng: object) -> None:
-    batch = random_batch(count, 2, names)
-    order = list(range(count))
-    rng.shuffle(order)  # type: ignore[attr-defined]
-    pieces = batch.split([order[at::parts] for at in range(parts)])
-    whole = RolloutBatch.concatenate(pieces)
-    placed = [i for at in range(parts) for i in order[at::parts]]
-    assert [row(whole, at) for at in range(count)] == [row(batch, i) for i in placed]
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.data())

@@ -1,16 +1,21 @@
-"""Worked solutions as supervised examples: what is trained on, and how it is padded."""
+"""Worked solutions as supervised examples: what is trained on."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_tlt.config.schema import TaskConfig
-from megatron_tlt.data import Tokenizer, collate, encode_example, encode_examples, train_tokenizer
-from megatron_tlt.data.supervised import CARELESS_MARK, SLIP_RATE, solution_text
+from megatron_tlt.data.supervised import (
+    CARELESS_MARK,
+    SLIP_RATE,
+    encode_example,
+    encode_examples,
+    solution_text,
+)
+from megatron_tlt.data.tokenizer import Tokenizer
+from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.extract import formatted_answer
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
@@ -77,22 +82,6 @@ def test_long_examples_are_left_out_whole(tokenizer: Tokenizer, problems: list[P
 def test_a_problem_without_a_solution_is_refused(tokenizer: Tokenizer, problems: list[Problem]) -> None:
     with pytest.raises(ConfigError, match=f"problem {problems[0].uid}: no worked solution"):
         encode_example(tokenizer, replace(problems[0], solution=None))
-
-
-def test_collate_shifts_and_pads(tokenizer: Tokenizer, problems: list[Problem], tmp_path: Path) -> None:
-    examples = [encode_example(tokenizer, problem) for problem in problems[:5]]
-    batch = collate(examples, tokenizer.pad_id, multiple_of=4)
-    assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape
-    assert batch.tokens.shape[1] % 4 == 0
-    assert 0 <= batch.tokens.shape[1] - (max(map(len, examples)) - 1) < 4
-    for row, example in enumerate(examples):
-        count = len(example) - 1
-        assert batch.lengths[row] == count
-        assert [*batch.tokens[row, :count], batch.labels[row, count - 1]] == list(example.token_ids)
-        assert list(batch.labels[row, :count]) == list(example.token_ids[1:])
-        assert list(batch.loss_mask[row, :count]) == list(example.loss_mask[1:])
-        assert batch.loss_mask[row].sum() == sum(example.loss_mask)  # padding is never trained
-        assert np.all(batch.tokens[row, count:] == tokenizer.pad_id)
 
 
 def test_a_length_that_no_example_has_is_refused(tokenizer: Tokenizer, problems: list[Problem]) -> None:

@@ -10,9 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.config.schema import RolloutConfig, TaskConfig
-from megatron_tlt.data import Tokenizer, encode_prompt, load_tokenizer, train_tokenizer
-from megatron_tlt.data.tokenizer import HuggingFaceTokenizer, prompt_lengths
-from megatron_tlt.data.tokenizer_training import BASE_ALPHABET
+from megatron_tlt.data.tokenizer import HuggingFaceTokenizer, Tokenizer, encode_prompt, load_tokenizer, prompt_lengths
+from megatron_tlt.data.tokenizer_training import BASE_ALPHABET, train_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
 from megatron_tlt.trainer.experience import training_sampling
