@@ -22,6 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)
+    for own in commands.choices.values():
+        own.add_argument("--traceback", action="store_true", help="show tracebacks and the workers' own messages")
     return parser
 
 

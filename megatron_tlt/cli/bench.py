@@ -41,7 +41,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("bench", help=f"run a benchmark: {', '.join(BENCHMARKS)}")
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here")
-    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     # arguments that this parser does not know go to the benchmark's parser
     parser.set_defaults(run=run, rest=[])
 

@@ -23,7 +23,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--nodes", type=int, default=1, help="nodes with --processes each (slurm/convert.sbatch)")
     parser.add_argument("--no-verify", action="store_true", help="do not compare the source with its manifest")
     parser.add_argument("--side-files", type=Path, help="config and tokenizer, if the Megatron checkpoint has none")
-    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +13,10 @@ from rich.table import Table
 
 from megatron_tlt.cli.launch import under_torchrun
 from megatron_tlt.cli.preflight import load_and_examine
+from megatron_tlt.cli.runs import write_json
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, TltError
 from megatron_tlt.platform.doctor import Check, Needs, check_machine, guarded
-from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.nodes import Nodes, node_name, own_address
 
 # Bytes of a checkpoint per parameter: two for the weights, four for each of Adam's two states and the main weights.
@@ -34,7 +34,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--node", action="store_true", help="one line if all checks pass, else one per failed check (for srun)"
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all checks to FILE")
-    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
 
@@ -42,9 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if int(os.environ.get("LOCAL_RANK", "0")):
         return 0  # under torchrun one process per node runs the checks
     checks = examine(arguments.config, arguments.overrides, stop_early=arguments.node)
-    if arguments.json is not None:
-        found = {"node": node_name(), "checks": [check.as_dict() for check in checks]}
-        atomic_write_text(arguments.json, json.dumps(found, indent=1) + "\n")
+    write_json(arguments.json, {"node": node_name(), "checks": list(map(asdict, checks))})
     if arguments.node:
         _print_lines(checks)
     else:
@@ -53,11 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False) -> list[Check]:
-    """Runs all checks, in the order of the table.
+    """Runs all checks, in the order of the table; without a config only general requirements are checked.
 
-    Args:
-        path: a launch config; without it, only general requirements are checked.
-        stop_early: skip checks that need other nodes if a check failed on this one, so that the others need not wait.
+    ``stop_early`` skips checks that need other nodes if a check failed on this one, so that the others need not wait.
     """
     checks: list[Check] = []
     config = None

@@ -15,7 +15,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("source", type=Path, help="a warm-up's folder, a drafter's training checkpoint or its folder")
     parser.add_argument("target", type=Path, help="output folder; must not exist")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the weights (default: %(default)s)")
-    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
 

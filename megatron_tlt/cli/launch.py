@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -40,8 +40,7 @@ def under_torchrun() -> bool:
 class _Child:
     """torchrun and its workers; each worker has its own session, so no signal to a group reaches all of them.
 
-    Args:
-        scheduled: whether a scheduler started this process. It may send SIGTERM twice, and ends late processes itself.
+    A scheduler that started this process may send SIGTERM twice, and ends late processes itself.
     """
 
     def __init__(self, scheduled: bool) -> None:
@@ -115,16 +114,6 @@ class _Child:
         psutil.wait_procs(family, timeout=10)
 
 
-@contextlib.contextmanager
-def _signals_to(child: _Child) -> Iterator[None]:
-    before = {signum: signal.signal(signum, child.pass_on) for signum in _SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
 @dataclass(frozen=True)
 class _Ended:
     """How one torchrun ended: its status, the first rank killed by a signal, the error to show."""
@@ -169,7 +158,6 @@ def _run_once(
     launcher: LauncherConfig,
     nodes: Nodes | None,
     stderr: IO[bytes] | None,
-    extra_env: dict[str, str],
 ) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
         failures = Path(folder, "failures.json")
@@ -177,7 +165,7 @@ def _run_once(
         meeting = {"meeting": nodes.torchrun_arguments(module, next(_launches))} if nodes else {}
         process = subprocess.Popen(
             torchrun_command(module, args, launcher.nproc_per_node, **meeting),
-            env=launch_environment(launcher.threads_per_process, nodes) | told | extra_env,
+            env=launch_environment(launcher.threads_per_process, nodes) | told,
             stderr=stderr,
             # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from here.
             start_new_session=True,
@@ -231,7 +219,6 @@ def launch(
     launcher: LauncherConfig,
     *,
     log: Path | None = None,
-    extra_env: dict[str, str] | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
@@ -241,7 +228,6 @@ def launch(
         args: its arguments.
         launcher: processes and threads.
         log: stderr of torchrun and the workers is appended here; None leaves it on the terminal.
-        extra_env: added to the processes' environment.
         progress: returns the steps done and the newest checkpoint's step, for a worker that can resume. If given, all
             processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
 
@@ -262,10 +248,11 @@ def launch(
             stderr.flush()
         child = _Child(scheduled="TLT_JOB" in os.environ)
         stack.callback(child.end_all)
-        stack.enter_context(_signals_to(child))
+        for signum in _SIGNALS:
+            stack.callback(signal.signal, signum, signal.signal(signum, child.pass_on))
         restarts = _Restarts(launcher.max_restarts, progress, stderr) if progress is not None else None
         while True:
-            ended = _run_once(child, module, args, launcher, nodes, stderr, extra_env or {})
+            ended = _run_once(child, module, args, launcher, nodes, stderr)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 return _status(child, ended, log, nodes)
             child.end_all()

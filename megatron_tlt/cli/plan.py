@@ -1,36 +1,46 @@
-"""``tlt plan CONFIG``: memory and time of a step, the weight transfer, the best layout; without GPUs or weights."""
+"""``tlt plan CONFIG``: memory and time of a step, the weight transfer, the best layout; without GPUs or weights.
+
+``--profile`` measures this machine's achieved rates for later plans.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.cli import plan_cluster, preflight, runs
-from megatron_tlt.cli.plan_profile import measure_machine
-from megatron_tlt.cli.plan_search import search_layout
-from megatron_tlt.cli.plan_tables import print_reshard, print_step
-from megatron_tlt.cli.planned import PROFILE, machine_of, mean_response, memory_of
-from megatron_tlt.config.layouts import Layout
-from megatron_tlt.config.schema import RolloutConfig, TltConfig
+from megatron_tlt.cli.plan_tables import print_reshard, print_search, print_step
+from megatron_tlt.cli.planned import (
+    PROFILE,
+    fitting_spot,
+    graphs_of,
+    machine_of,
+    mean_response,
+    memory_of,
+    parent_of,
+    write_config,
+)
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.source import apply_overrides, deep_merge
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.cost import step_time
 from megatron_tlt.planning.devices import DEFAULT_DEVICE
 from megatron_tlt.planning.job import Job, job_of
-from megatron_tlt.planning.machine import CPU, Machine
+from megatron_tlt.planning.layout_search import SearchResult, overrides_of, search
+from megatron_tlt.planning.machine import CPU, Machine, read_profile
+from megatron_tlt.planning.memory import plan_memory
 from megatron_tlt.planning.remedies import remedies
-from megatron_tlt.planning.summary import summarize_step
-from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.planning.summary import summarize_search, summarize_step
+from megatron_tlt.platform.processes import run_processes
 from megatron_tlt.reshard.actor_layout import actor_side
 from megatron_tlt.reshard.engine_layout import engine_side
 from megatron_tlt.reshard.plan import ReshardPlan, make_plan
-from megatron_tlt.reshard.projection import Bandwidths, project
+from megatron_tlt.reshard.projection import Bandwidths, project, summarize
 from megatron_tlt.reshard.spans import tensor_forms
-from megatron_tlt.reshard.summary import summarize
 
 _RATES = {
     "nvlink": "of NVLink, per GPU and direction",
@@ -39,7 +49,8 @@ _RATES = {
     "wake": "of mapping a sleeping engine's memory",
 }
 _EFFICIENCIES = ("nvlink_efficiency", "network_efficiency", "memory_efficiency")
-_WIDE = ("float32", "float")
+_PROFILER = "megatron_tlt.cli.workers.profile"
+_PROFILE_TIMEOUT_S = 600
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -87,9 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--write: found without --search or --cluster; allowed: with one of them")
     config = preflight.load_checked(arguments.config, arguments.overrides, starts=False)
     if arguments.profile is not None:
-        return measure_machine(config, arguments.profile)
+        return _measure(config, arguments.profile)
     if arguments.search:
-        return search_layout(config, arguments)
+        return _search(config, arguments)
     if arguments.reshard:
         return _reshard(config, bandwidths, arguments)
     return _step(config, bandwidths, arguments)
@@ -98,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _reshard(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespace) -> int:
     plan = reshard_plan(config)
     summary = summarize(plan, bandwidths)
-    _write_json(arguments, summary)
+    runs.write_json(arguments.json, summary)
     if arguments.plan is not None:
         plan.write(arguments.plan)
     print_reshard(summary)
@@ -112,7 +123,7 @@ def _step(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespa
     projected = project(plan, bandwidths).total if not machine.is_cpu else plan.moved_bytes / machine.node_link
     seconds = step_time(job, machine, memory, mean_response(arguments.mean_response, config), projected)
     summary = summarize_step(job, machine, memory, seconds, plan.moved_bytes)
-    _write_json(arguments, summary)
+    runs.write_json(arguments.json, summary)
     print_step(summary)
     if not memory.fits:
         raise ConfigError("\n".join([*memory.problems(), *_what_fits(config, job, machine)]))
@@ -128,30 +139,17 @@ def _what_fits(config: TltConfig, job: Job, machine: Machine) -> list[str]:
     return [f"what would fit: {' '.join(remedy.overrides)} (margin {remedy.margin / 1e9:.1f} GB)" for remedy in found]
 
 
-def _write_json(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
-    if arguments.json is not None:
-        atomic_write_text(arguments.json, json.dumps(summary, indent=1) + "\n")
-
-
 def reshard_plan(config: TltConfig) -> ReshardPlan:
     """The plan of a config's weight transfer, in the engines' dtype.
 
     Raises:
         ConfigError: the model's architecture is unavailable, or a layout cannot be planned.
     """
-    launcher, rollout = config.launcher, config.rollout
-    world = launcher.world_size
-    weights = WeightMap(*sizes_of(config))
-    actor = actor_side(weights, Layout.read(config.actor.megatron, world))
-    spread = rollout.vllm.get("enable_expert_parallel") is True
-    engines = engine_side(weights, world, rollout.tensor_parallel_size, spread)
-    nodes = [rank // launcher.nproc_per_node for rank in range(world)]
-    return make_plan(tensor_forms(weights, _itemsize(rollout)), actor, engines, nodes)
-
-
-def _itemsize(rollout: RolloutConfig) -> int:
-    """Bytes of an engine's element; vLLM's default dtype has two bytes."""
-    return 4 if rollout.vllm.get("dtype") in _WIDE else 2
+    job, weights = job_of(config), WeightMap(*sizes_of(config))
+    engines = engine_side(weights, job.world, job.engine.tp, job.engine.spread_experts)
+    nodes = [rank // job.devices_per_node for rank in range(job.world)]
+    forms = tensor_forms(weights, job.engine.itemsize)
+    return make_plan(forms, actor_side(weights, job.actor.layout), engines, nodes)
 
 
 def _bandwidths(arguments: argparse.Namespace) -> Bandwidths:
@@ -168,3 +166,60 @@ def _bandwidths(arguments: argparse.Namespace) -> Bandwidths:
     if problems:
         raise ConfigError("\n".join(problems))
     return Bandwidths(**given)
+
+
+def _measure(config: TltConfig, path: Path) -> int:
+    """Measures with the config's processes per node, and writes a profile.
+
+    Raises:
+        RunError: a process failed or took too long; shows the end of its log.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    processes = config.launcher.nproc_per_node
+    run_processes("--profile", _PROFILER, [str(path)], processes, _PROFILE_TIMEOUT_S)
+    machine = read_profile(path)
+    print(f"{path}: {machine.name}")
+    for side, rate in machine.matmul:
+        print(f"  products with a smallest side of {side}: {rate / 1e9:.1f} GFLOP/s")
+    print(f"  attention {machine.attention / 1e9:.1f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:.1f} GB/s")
+    print(f"  all-reduce {machine.node_link / 1e9:.2f} GB/s per process")
+    for ranks, seconds in machine.collective_latency:
+        print(f"  a small all-reduce among {ranks}: {seconds * 1e6:.0f} us")
+    if machine.sharing(processes) > 1:
+        print(f"  rates are per process with its own core; {processes} processes share {machine.cores} cores")
+    return 0
+
+
+def _search(config: TltConfig, arguments: argparse.Namespace) -> int:
+    """Searches, prints and writes; raises ConfigError if nothing fits, or a config file would overwrite its parent."""
+    job, machine = job_of(config), machine_of(config, arguments.devices)
+    mean = mean_response(arguments.mean_response, config)
+    # choices differ neither in an engine's graphs nor in a device's memory
+    graphs, capacity = graphs_of(config, job, machine), memory_of(config, job, machine).capacity
+    result = search(job, machine, lambda own: plan_memory(own, capacity, graphs, on_gpu=not machine.is_cpu), mean)
+    if not result.best:
+        raise ConfigError(
+            f"--search: none of {result.layouts} layouts of {job.world} devices of {capacity / 1e9:.0f} GB fits; "
+            "allowed: more or larger devices, shorter responses, a smaller drafter"
+        )
+    summary = summarize_search(job, machine, result)
+    runs.write_json(arguments.json, summary)
+    print_search(summary)
+    if arguments.write is not None:
+        _write(arguments, config, result, machine)
+    return 0
+
+
+def _write(arguments: argparse.Namespace, config: TltConfig, result: SearchResult, machine: Machine) -> None:
+    best = result.best[0]
+    own: dict[str, Any] = {}
+    apply_overrides(own, arguments.overrides)
+    own = deep_merge(own, overrides_of(best.job))
+    own = deep_merge(own, fitting_spot(config, best.job.world // best.job.engine.tp))
+    path = arguments.write
+    comments = [
+        f"The fastest of {result.layouts} layouts for {best.job.world} devices ({machine.name}: {machine.source}).",
+        f"Computed: {best.total:.0f} s a step without speculation, margin {best.margin / 1e9:.1f} GB per device.",
+    ]
+    run = {"name": path.stem, "dir": f"runs/{path.stem}"}
+    write_config(path, comments, {"defaults": [parent_of(path, arguments.config)], "run": run} | own)

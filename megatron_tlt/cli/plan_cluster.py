@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
+from dataclasses import asdict
 
 from rich.console import Console
 
+from megatron_tlt.cli import runs
 from megatron_tlt.cli.plan_tables import print_plan
-from megatron_tlt.cli.planned import mean_response
-from megatron_tlt.cli.planned_config import fitting_spot, parent_of, write_config
+from megatron_tlt.cli.planned import fitting_spot, mean_response, parent_of, write_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.architecture import sizes_of
@@ -22,7 +22,6 @@ from megatron_tlt.planning.hetero.search import search
 from megatron_tlt.planning.hetero.uniform import uniform_plan
 from megatron_tlt.planning.hetero.workflow import Workflow, workflow_of
 from megatron_tlt.planning.model_size import ModelSize
-from megatron_tlt.platform.files import atomic_write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,28 +53,26 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
     if report.shortages:
         lines = "\n".join(f"{arguments.cluster}: {line}" for line in report.shortages)
         raise ConfigError(f"{lines}\n{arguments.cluster}: none of {found.evaluations} plans fits; this was the nearest")
-    today = _today(even)
-    runs = describe(even, today) if today is not None else None
-    _print(cluster, workflow, mean, report, runs)
-    if arguments.json is not None:
-        figures = {"cluster": cluster.summary(), "best": report.to_dict(), "runs_today": runs and runs.to_dict()}
-        atomic_write_text(arguments.json, json.dumps(figures, indent=1) + "\n")
+    # one world: all tasks take turns on all devices, with even shares
+    equal_nodes = len(set(Counter(cluster.node_of).values())) == 1
+    today = uniform_plan(even, whole=True).plan if equal_nodes else None
+    today_report = describe(even, today) if today is not None else None
+    _print(cluster, workflow, mean, report, today_report)
+    figures = {
+        "cluster": cluster.summary(),
+        "best": asdict(report),
+        "runs_today": today_report and asdict(today_report),
+    }
+    runs.write_json(arguments.json, figures)
     if arguments.write is not None:
-        if today is None or runs is None or runs.shortages:
-            why = _UNEQUAL_NODES if runs is None else "; ".join(runs.shortages)
+        if today is None or today_report is None or today_report.shortages:
+            why = _UNEQUAL_NODES if today_report is None else "; ".join(today_report.shortages)
             raise ConfigError(f"--write: nothing that can run today fits {arguments.cluster}: {why}")
         _write(arguments, config, cluster, workflow, today)
     return 0
 
 
 _UNEQUAL_NODES = "every node needs the same number of devices, divisible by engines and stages"
-
-
-def _today(model: CostModel) -> Plan | None:
-    """The best plan of one world: all tasks take turns on all devices, even shares; None if nodes are unequal."""
-    if len(set(Counter(model.cluster.node_of).values())) > 1:
-        return None
-    return uniform_plan(model, whole=True).plan
 
 
 def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport, today: PlanReport | None) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.planning.hetero.report import PlanReport
-from megatron_tlt.reshard.summary import RANK_COLUMNS
+from megatron_tlt.reshard.projection import RANK_COLUMNS
 
 # Up to this many ranks have one row each; with more, each node has one.
 _MOST_ROWS = 16
@@ -17,7 +17,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def print_reshard(summary: dict[str, Any]) -> None:
-    """Prints the figures of ``reshard.summary.summarize``."""
+    """Prints the figures of ``reshard.projection.summarize``."""
     console = Console()
     sizes = "/".join(map(str, summary["itemsizes"]))
     console.print(

@@ -10,13 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
 import megatron_tlt
 from megatron_tlt.algorithms.registry import algorithm_problems
-from megatron_tlt.cli.preflight_machine import has_gpu, processor_flags, slow_bfloat16
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.model import require_model_folder
@@ -29,18 +28,15 @@ from megatron_tlt.rollout.engines import engine_problems
 _MODULE = "megatron_tlt.cli.preflight_model"
 WHOLE = "--whole"
 """Option of that module: the folder must hold weights and a tokenizer; otherwise missing parts are not checked."""
+_FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Flags of CPUs with bfloat16 multiplication in hardware, in Linux's names (``bf16``: Arm)."""
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, starts: bool = True) -> TltConfig:
     """Loads a launch config and runs all checks that are possible before ranks start.
 
     Prints on stderr what was left out or not checked. Under torchrun one process per node checks; the others only load
-    the config.
-
-    Args:
-        path: the launch config.
-        overrides: ``key.path=value``.
-        starts: whether ranks start here, so that the model's folder must exist and the ports must be free.
+    the config. If ranks start here (``starts``), the model's folder must exist and the ports must be free.
 
     Raises:
         ConfigError: one line per violation in the config, the tasks, the files and the model's folder.
@@ -70,24 +66,20 @@ def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -
     found.add(algorithm_problems(config.algorithm))
     found.add(engine_problems(config))
     found += _tasks_and_model(config, starts)
-    flags = processor_flags() if starts and not has_gpu() else None
+    flags = (
+        processor_flags() if starts and not Path("/dev/nvidiactl").exists() else None
+    )  # with NVIDIA's driver, GPUs compute
     if flags is not None and (note := slow_bfloat16(config, flags)):
         found.notes.append(note)
     if config.launcher.nnodes > 1 and "RANK" not in os.environ:
         if ports:
-            found += _ports(config.launcher.nnodes)
+            try:
+                found.add(busy_ports(Nodes.from_environment(config.launcher.nnodes)))
+            except ConfigError as error:
+                found.add(error)
         elif not starts:
             found.notes.append("not checked: the rendezvous ports, because no ranks start here")
     return found.violations
-
-
-def _ports(count: int) -> Findings:
-    found = Findings()
-    try:
-        found.add(busy_ports(Nodes.from_environment(count)))
-    except ConfigError as error:
-        found.add(error)
-    return found
 
 
 def _tasks_and_model(config: TltConfig, starts: bool) -> Findings:
@@ -133,3 +125,28 @@ def _with_model(config: TltConfig, folder: Path, starts: bool) -> Findings:
     if done.returncode:
         raise RunError(f"{folder}: the check of the model's folder ended early, with status {done.returncode}")
     return Findings(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def processor_flags() -> frozenset[str] | None:
+    """Flags of the first processor; None if the system does not report them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), None)
+    return None if found is None else frozenset(found.partition(":")[2].split())
+
+
+def slow_bfloat16(config: TltConfig, flags: Collection[str]) -> str | None:
+    """A note if the config uses bfloat16 on CPUs that, by these flags, emulate it."""
+    keys = []
+    if config.actor.megatron.get("bf16"):
+        keys.append("actor.megatron.bf16")
+    if config.rollout.vllm.get("dtype") == "bfloat16":
+        keys.append("rollout.vllm.dtype")
+    if not keys or _FAST_BFLOAT16.intersection(flags):
+        return None
+    return (
+        f"{' and '.join(keys)} select bfloat16, but this machine's processors have no instructions for it (AMX, "
+        "AVX-512 BF16): about ten times slower than float32 (actor.megatron.bf16=false rollout.vllm.dtype=float32)"
+    )

@@ -7,9 +7,11 @@ unless a task names users' code.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
@@ -30,12 +32,9 @@ _SHOWS_PROGRESS = 5000  # prompts; fewer are counted within a second
 
 
 def check_with_model(config: TltConfig, folder: Path, *, whole: bool = True) -> Findings:
-    """Checks the tasks, including prompt lengths, and the model's folder.
+    """Checks the tasks, including prompt lengths, and the model's folder, of either kind.
 
-    Args:
-        config: the launch config.
-        folder: the model's folder, of either kind.
-        whole: the folder must hold weights and a tokenizer; otherwise a note lists the missing parts.
+    ``whole``: the folder must hold weights and a tokenizer; otherwise a note lists the missing parts.
     """
     found = Findings()
     side_files = side_files_of(folder)
@@ -92,7 +91,7 @@ def main() -> None:
     if not any(task.kind == "python" or is_import_path(task.verifier) for task in config.tasks):
         # users' modules may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then treats torch as not installed
-    print(check_with_model(config, Path(sys.argv[1]), whole=WHOLE in sys.argv[2:]).as_json())
+    print(json.dumps(asdict(check_with_model(config, Path(sys.argv[1]), whole=WHOLE in sys.argv[2:]))))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from megatron_tlt.config.schema import TaskConfig, TltConfig
 from megatron_tlt.errors import ConfigError
@@ -37,9 +36,6 @@ class Findings:
         self.add(other.violations)
         self.notes += other.notes
         return self
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:

@@ -11,7 +11,6 @@ from megatron_tlt.errors import ConfigError
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("report", help="render report.html from a run's folder")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--traceback", action="store_true", help="show a traceback with an error")
     parser.set_defaults(run=run)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.cli.launch import launch, under_torchrun
@@ -16,6 +18,7 @@ from megatron_tlt.cli.worker import LOG_FOLDER
 from megatron_tlt.config.loader import RESOLVED, compare_resolved, dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.jsonl import finite
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
@@ -36,12 +39,11 @@ _RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs", "slurm")
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
-    """Adds CONFIG, overrides and --traceback, common to every command that runs a config."""
+    """Adds CONFIG and overrides, common to every command that runs a config."""
     parser.add_argument(
         "config", metavar="CONFIG", type=Path, help="a launch config, such as launch/quickstart-cpu.yaml"
     )
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="overrides of the config's values")
-    parser.add_argument("--traceback", action="store_true", help="show tracebacks and the workers' own messages")
 
 
 def clear_run(folder: Path) -> None:
@@ -92,6 +94,12 @@ def write_in_run(path: Path, text: str) -> None:
     except OSError as error:
         raise RunError(f"run.dir: cannot write {path}: {error.strerror or error}") from error
     atomic_write_text(path, text)
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Writes what ``--json`` asks for, if it is given."""
+    if path is not None:
+        atomic_write_text(path, json.dumps(finite(figures), indent=1) + "\n")
 
 
 def is_finished(config: TltConfig) -> bool:

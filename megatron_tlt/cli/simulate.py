@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from megatron_tlt.cli.plan_tables import table_of
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.architecture import sizes_of
-from megatron_tlt.observe.jsonl import finite
 from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
-from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.simulation.acceptance import DraftShape, chain
 from megatron_tlt.planning.simulation.constants import Constants, documented, of_kind, shipped
 from megatron_tlt.planning.simulation.from_config import scenario_of
@@ -27,7 +23,6 @@ from megatron_tlt.planning.simulation.lengths import LengthDistribution, LongTai
 from megatron_tlt.planning.simulation.policies import POLICIES
 from megatron_tlt.planning.simulation.scenario import Scenario
 from megatron_tlt.planning.simulation.steps import PHASES, Outcome, simulate, summarize
-from megatron_tlt.platform.files import atomic_write_text
 
 _MANY = 50_000
 """Responses per step above which one seed is enough by default."""
@@ -67,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)
     arms, note = _arms(config)
-    model = ModelSize.of(sizes_of(config)[0])
-    scenario = scenario_of(config, model, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
+    scenario = scenario_of(config, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
     seeds = range(arguments.first_seed, arguments.first_seed + _seeds(arguments, scenario))
     for count in nodes:
         scenario.on(count).check()
@@ -76,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         count: simulate(scenario.on(count), policies, seeds, arguments.steps, watch=arguments.plot is not None)
         for count in nodes
     }
-    if arguments.json is not None:
-        atomic_write_text(arguments.json, json.dumps(finite(_figures(scenario, by_nodes)), indent=1) + "\n")
+    runs.write_json(arguments.json, _figures(scenario, by_nodes))
     _print(scenario, by_nodes, note, len(seeds), arguments.steps)
     if arguments.plot is not None:
         from megatron_tlt.planning.simulation.plots import plot

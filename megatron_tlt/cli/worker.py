@@ -99,8 +99,7 @@ def run_guarded(main: Callable[[], None]) -> int:
         _log_to_own_file()
         main()
     except TltError as error:
-        _end_if_ranks_are_lost(error)
-        _wait_for_the_cause(error)
+        _after_broken_line(error)
         write_error(error, error.exit_status)
         if error.exit_status > 128:
             _mark_stopped()
@@ -110,31 +109,27 @@ def run_guarded(main: Callable[[], None]) -> int:
         write_error(TltError(NOTHING_SAVED.format(signal.SIGINT.name)), 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     except Exception as error:
-        _end_if_ranks_are_lost(error)
-        _wait_for_the_cause(error)
+        _after_broken_line(error)
         write_error(error, 1)
         traceback.print_exc()
         return 1
     return 0
 
 
-def _end_if_ranks_are_lost(error: Exception) -> None:
-    """After a broken connection to other nodes: reports the missing ranks and ends the process."""
+def _after_broken_line(error: Exception) -> None:
+    """After a broken connection to other nodes: reports the missing ranks and ends the process.
+
+    After one within a node: lets torchrun and the launcher see the rank that caused it first. A killed rank closes its
+    connections before its parent detects its end. The error is written after the wait: the launcher gives torchrun a
+    limited time from then on.
+    """
     if "torch.distributed" not in sys.modules:  # a worker without torch has no such connection
         return
     lost = lost_ranks.name_the_lost(error)
     if lost is not None:
         traceback.print_exception(error)
         lost_ranks.end_once(lost, _end_with)
-
-
-def _wait_for_the_cause(error: Exception) -> None:
-    """After a broken connection within a node: lets torchrun and the launcher see the rank that caused it first.
-
-    A killed rank closes its connections before its parent detects its end. The error is written after the wait: the
-    launcher gives torchrun a limited time from then on.
-    """
-    if "torch.distributed" in sys.modules and lost_ranks.is_broken_line(error):
+    if lost_ranks.is_broken_line(error):
         time.sleep(_CAUSE_FIRST_S)
 
 

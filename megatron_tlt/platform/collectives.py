@@ -17,40 +17,32 @@ from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 T = TypeVar("T")
 
 
-def _gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+def _gather_bytes(payload: bytes) -> list[bytes]:
     device = current_device().torch_device
-    size = dist.get_world_size(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [torch.zeros_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
+    lengths = [torch.zeros_like(length) for _ in range(world_size())]
+    dist.all_gather(lengths, length)
     longest = max(1, max(int(item) for item in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-    rows = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(rows, padded, group=group)
+    rows = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded)
     return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def all_gather_data(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gathers every rank's ``value``, in rank order.
-
-    Args:
-        value: plain data: numbers, strings, lists, dictionaries, dataclasses.
-        kind: type of ``value``, checked on arrival (for instance ``list[Response]``).
-        group: participating ranks; None means all ranks.
-    """
+def all_gather_data(value: T, kind: Any) -> list[T]:
+    """Gathers every rank's ``value``, plain data of type ``kind``, in rank order; the type is checked on arrival."""
     if world_size() == 1:
         return [value]
-    payloads = _gather_bytes(msgspec.msgpack.encode(value), group)
-    return [msgspec.msgpack.decode(payload, type=kind) for payload in payloads]
+    return [msgspec.msgpack.decode(row, type=kind) for row in _gather_bytes(msgspec.msgpack.encode(value))]
 
 
-def broadcast_data(value: T | None, kind: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Broadcasts the value of global rank ``source`` to every rank of ``group``."""
+def broadcast_data(value: T | None, kind: Any) -> T:
+    """Broadcasts rank 0's value, plain data of type ``kind``, to every rank."""
     if world_size() == 1:
         return value  # type: ignore[return-value]
-    found: T = broadcast_plain(WholeGroup(group), value, kind, source, current_device().torch_device)
+    found: T = broadcast_plain(WholeGroup(), value, kind, 0, current_device().torch_device)
     return found
 
 

@@ -138,11 +138,8 @@ _timeout_s = _DEFAULT_TIMEOUT_S
 def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
     """Joins the process group that torchrun describes in the environment (world size 1 without torchrun).
 
-    Args:
-        timeout_s: limit for collectives of the world and of groups created later (``collective_timeout_s``).
-
-    Raises:
-        RunError: the rendezvous fails, for instance because its port is in use.
+    ``timeout_s`` limits collectives of the world and of groups created later (``collective_timeout_s``). Raises
+    RunError if the rendezvous fails, for instance because its port is in use.
     """
     global _timeout_s
     if dist.is_initialized():

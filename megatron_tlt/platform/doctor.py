@@ -9,9 +9,9 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
@@ -44,21 +44,13 @@ class Check:
     found: str
     advice: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run for each node.
+    """Requirements of a run for each node: its processes and their threads, and the run's folder.
 
-    Args:
-        processes: processes per node.
-        threads: threads per process.
-        folder: the run's folder; with several nodes, shared by all of them.
-        needs_gpu: whether the config's layers require a GPU.
-        checkpoint_bytes: size of one checkpoint, if the model is known.
-        checkpoints: maximum number of checkpoints on disk at the same time.
+    With several nodes all share the folder. ``checkpoint_bytes`` is the size of one checkpoint, if the model is known;
+    ``checkpoints`` is how many are on disk at the same time.
     """
 
     processes: int

@@ -157,10 +157,8 @@ def atomic_file(path: Path, wanted: int | None = None, *, durable: bool = True) 
     """Yields a temporary path that is renamed to ``path`` on success and removed on failure.
 
     A reader sees either the old file or the complete new one. ``durable=False`` skips the flush to disk: safe against a
-    killed process, not against a power cut. Parents are created; ``wanted`` (bytes) is for the error message.
-
-    Raises:
-        RunError: the disk is full or the path cannot be written; an old file is unchanged.
+    killed process, not against a power cut. Parents are created; ``wanted`` (bytes) is for the error message. Raises
+    RunError if the disk is full or the path cannot be written; an old file is unchanged.
     """
     temporary = temporary_sibling(path)
     with write_errors(path, wanted):

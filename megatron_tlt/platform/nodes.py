@@ -60,12 +60,9 @@ class Nodes:
         return cls(count, int(index), host, int(port), environ.get("TLT_JOB", "tlt"), address, interface)
 
     def torchrun_arguments(self, module: str, launch: int) -> list[str]:
-        """torchrun's rendezvous arguments.
+        """torchrun's rendezvous arguments for ``module``; nodes that run another module do not meet.
 
-        Args:
-            module: module to run, the same on all nodes: nodes that run another module do not meet.
-            launch: number of earlier launches of the job; each uses its own port, as a node may leave the earlier one
-                late.
+        ``launch`` counts the job's earlier launches; each uses its own port, as a node may leave the earlier one late.
         """
         return [
             f"--nnodes={self.count}",
@@ -110,15 +107,15 @@ def cgroup_bytes(name: str) -> int | None:
         return None
 
 
-def node_index(environ: Mapping[str, str] = os.environ) -> int:
+def node_index() -> int:
     """This node's index; 0 with a single node."""
-    index = environ.get("TLT_NODE_RANK", "0")
+    index = os.environ.get("TLT_NODE_RANK", "0")
     return int(index) if index.isdecimal() else 0
 
 
-def node_name(environ: Mapping[str, str] = os.environ) -> str:
+def node_name() -> str:
     """This node's name in messages: Slurm's node name if there is one."""
-    return environ.get("TLT_NODE_NAME") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return os.environ.get("TLT_NODE_NAME") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(host: str, interface: str | None = None) -> tuple[str, str]:

@@ -24,14 +24,9 @@ class StorageOffload:
         self._unused: dict[int, list[torch.UntypedStorage]] = {}
 
     def offload(self, tensors: Iterable[torch.Tensor], *, keep: bool = True) -> int:
-        """Frees the memory of ``tensors``, some of which may share a storage.
+        """Frees the memory of ``tensors``, some of which may share a storage; returns the bytes freed on the device.
 
-        Args:
-            tensors: none of them may be used until :meth:`reload`.
-            keep: False discards the contents; they are undefined after the reload.
-
-        Returns:
-            Bytes freed on the device.
+        None of them may be used until :meth:`reload`. Without ``keep`` their contents are undefined after it.
 
         Raises:
             RunError: the host does not pin so much memory.
@@ -42,7 +37,10 @@ class StorageOffload:
             size = storage.nbytes()
             if size == 0:  # empty, or already freed through another tensor
                 continue
-            self._held.append((storage, size, self._host_copy(storage) if keep else None))
+            # Pinned memory transfers at the full speed of the bus.
+            pinned = storage.device.type == "cuda"
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage() if keep else None
+            self._held.append((storage, size, None if host is None else host.copy_(storage)))
             storage.resize_(0)
             freed += size
         return freed

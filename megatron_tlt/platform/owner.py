@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 _TEXT = re.compile(r"(?P<host>[A-Za-z0-9.-]+)_(?P<pid>[1-9]\d*)_(?P<started>\d+)")
 _MAX_HOSTNAME = 40  # file names have at most 255 bytes
 _PROC = Path("/proc")
@@ -21,14 +23,11 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, distinguished from others with the same process id.
+    """A process, distinguished from others with the same process id on its host.
 
-    Attributes:
-        host: host name, and a hash of the kernel's boot id and the process id namespace. It differs between two
-            containers, and between one machine before and after a reboot.
-        pid: process id on that host.
-        started: start of the process in clock ticks since the boot. Unlike a time of day, it does not change when the
-            clock is set.
+    ``host`` is the host name, and a hash of the kernel's boot id and the process id namespace: it differs between two
+    containers, and between one machine before and after a reboot. ``started`` is the process's start in clock ticks
+    since the boot; unlike a time of day, it does not change when the clock is set.
     """
 
     host: str
@@ -61,7 +60,7 @@ class Owner:
         try:
             state, started = _state_and_start(self.pid)
         except OSError:
-            return None if _exists(self.pid) else False
+            return None if psutil.pid_exists(self.pid) else False  # /proc may hide other users' processes
         return started == self.started and state not in "ZX"  # a zombie has ended
 
 
@@ -77,14 +76,3 @@ def _state_and_start(pid: int) -> tuple[str, int]:
     """Fields 3 and 22 of /proc/PID/stat; the name before them may contain spaces and parentheses."""
     fields = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
-
-
-def _exists(pid: int) -> bool:
-    """Whether the process exists, even if /proc hides other users' processes."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -47,12 +47,10 @@ class WholeGroup:
         self.rank = dist.get_rank()
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See :class:`RankGroup`."""
         for work in [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]:
             work.wait()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """See :class:`RankGroup`."""
         for work in [dist.broadcast(tensor, source, group=self._group, async_op=True) for tensor in tensors]:
             work.wait()
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.platform.device import current_device
+from megatron_tlt.platform.lost_ranks import new_connection
 from megatron_tlt.platform.rank_group import GroupFailed
-from megatron_tlt.platform.store import new_connection
 
 _POLL_S = 2e-4
 _MEETING_POLL_S = 2e-3  # each poll is a request to the store's process
@@ -36,11 +36,8 @@ class Abandoned(GroupFailed):
 class SubsetGroup:
     """A ``RankGroup`` over global ``ranks``, in that order.
 
-    Args:
-        rank: this process's global rank.
-        group: for functions of ``dist``, which take a rank within the group as ``group_src``.
-        should_abandon: polled during a collective.
-        timeout_s: time limit for a collective.
+    ``group`` is for functions of ``dist``, which take a rank within it as ``group_src``. A collective takes at most
+    ``timeout_s`` and polls ``should_abandon``.
     """
 
     ranks: tuple[int, ...]
@@ -60,11 +57,8 @@ class SubsetGroup:
     ) -> SubsetGroup:
         """Forms the group once all members have arrived; all pass the same name, which no earlier group used.
 
-        If any member aborts before all have arrived, formation fails everywhere.
-
-        Args:
-            should_go: polled until all members have arrived.
-            should_abandon: polled afterwards, in every collective.
+        If any member aborts before all have arrived, formation fails everywhere. Members poll ``should_go`` until all
+        have arrived, and ``should_abandon`` afterwards, in every collective.
 
         Raises:
             Abandoned: ``should_go`` was true on a member, or a member was missing after ``timeout_s``.

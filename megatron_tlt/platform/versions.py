@@ -54,14 +54,7 @@ def violations(found: dict[str, str | None]) -> list[str]:
 
 
 def check_versions(not_needed: Collection[str] = ()) -> None:
-    """Checks that the installed releases are supported.
-
-    Args:
-        not_needed: libraries that may be missing, by their names in ``REQUIREMENTS``.
-
-    Raises:
-        ConfigError: one line per library that is missing or unsupported.
-    """
+    """Raises ConfigError, one line per library, if one is unsupported, or missing and not among ``not_needed``."""
     needed = {name: version for name, version in installed_versions().items() if name not in not_needed}
     lines = [line for line in violations(needed) if line.partition(":")[0] not in not_needed]
     if lines:

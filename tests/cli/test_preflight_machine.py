@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_tlt.cli.preflight_machine import processor_flags, slow_bfloat16
+from megatron_tlt.cli.preflight import processor_flags, slow_bfloat16
 from megatron_tlt.config.schema import TltConfig
 
 PLAIN = ("fpu", "avx2")
