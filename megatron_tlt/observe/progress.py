@@ -39,14 +39,9 @@ def session_line(metrics: Mapping[str, float]) -> str | None:
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Progress bars for the run and its current phase; silent on all ranks except 0.
+    """Progress bars for the run and its current phase, on a terminal only; silent on all ranks except 0.
 
-    Args:
-        rank: only rank 0 prints.
-        total_steps: length of the run's bar.
-        done_steps: steps already done by a resumed run.
-        enabled: False prints nothing (``observe.progress``).
-        stream: default standard output; bars are drawn only on a terminal.
+    ``done_steps`` are those of a resumed run; without ``enabled`` (``observe.progress``) nothing is printed.
     """
 
     def __init__(

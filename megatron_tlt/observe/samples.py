@@ -10,11 +10,10 @@ from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
 
 SAMPLES_FILE = "samples.jsonl"
 
+# values of a row's ``origin``
 TRAIN = "train"
 EVALUATION = "evaluation"
 GREEDY_EVALUATION = "greedy_evaluation"
-ORIGINS = (TRAIN, EVALUATION, GREEDY_EVALUATION)
-"""Values of a row's ``origin``."""
 
 SampleRow = dict[str, Any]
 """A line of the file; ``step`` is added on writing. ``trainer/samples.py`` lists its keys."""
@@ -61,12 +60,7 @@ def shorten(text: str, max_characters: int) -> tuple[str, int]:
 
 
 class SampleLog:
-    """A run's ``samples.jsonl``; used on rank 0 only.
-
-    Args:
-        folder: the run's folder.
-        kept_step: last step of a resumed run that is not repeated; rows of later steps are dropped.
-    """
+    """A run's ``samples.jsonl``; used on rank 0 only. Drops rows after ``kept_step``, which a resumed run repeats."""
 
     def __init__(self, folder: Path, kept_step: int) -> None:
         self._file = JsonLinesFile(folder / SAMPLES_FILE)
@@ -80,10 +74,8 @@ class SampleLog:
     def add_evaluation(self, step: int, rows: Iterable[SampleRow]) -> None:
         """Writes the rows of the evaluation after ``step``; replaces those of an earlier evaluation after that step.
 
-        A step's checkpoint is older than its evaluation, so a resumed run evaluates again.
-
-        Raises:
-            RunError: the disk is full; the file is unchanged.
+        A step's checkpoint is older than its evaluation, so a resumed run evaluates again. Raises RunError if the disk
+        is full; the file is unchanged.
         """
         new = _numbered(step, rows)
         if step > self._kept_step:

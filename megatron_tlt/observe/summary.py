@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,32 +85,11 @@ SUMMARY_KEYS: dict[str, str] = {
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists are values, an empty mapping disappears."""
-    return dict(_items(nested, prefix))
-
-
-def _items(nested: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    flat: dict[str, Any] = {}
     for key, value in nested.items():
         path = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            yield from _items(value, path)
-        else:
-            yield path, value
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of ``flatten``; raises ValueError if a key is both a value and a section."""
-    nested: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        section = nested
-        for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise ValueError(f"{path}: {parent} is already a value")
-        if leaf in section:
-            raise ValueError(f"{path}: exists already")
-        section[leaf] = value
-    return nested
+        flat |= flatten(value, path) if isinstance(value, Mapping) else {path: value}
+    return flat
 
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:

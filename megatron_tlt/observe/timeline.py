@@ -33,15 +33,11 @@ Event = dict[str, Any]
 
 
 class Timeline:
-    """One rank's events.
+    """One rank's events, appended to ``folder`` by ``flush()``; without a folder they stay in memory.
 
     ``now()`` is the wall-clock time at construction, advanced by the monotonic clock. It never goes back within a rank,
-    and agrees between ranks of one machine unless the system clock was adjusted between their constructions.
-
-    Args:
-        rank: the row in the trace.
-        folder: where ``flush()`` appends; None keeps everything in memory.
-        max_bytes: above this the rank's file drops its older half.
+    and agrees between ranks of one machine unless the system clock was adjusted between their constructions. Above
+    ``max_bytes`` the rank's file drops its older half.
     """
 
     def __init__(self, rank: int, folder: Path | str | None = None, max_bytes: int = RANK_FILE_BYTES) -> None:
@@ -65,17 +61,17 @@ class Timeline:
         self.step = step
 
     @contextlib.contextmanager
-    def span(self, name: str, category: str | None = None, *, track: str = MAIN_TRACK, **args: Any) -> Iterator[None]:
+    def span(self, name: str, category: str | None = None, **args: Any) -> Iterator[None]:
         """Records the block, even if it fails. ``category`` is one of PHASES; default is ``name``.
 
-        Spans of one track must nest; activity in parallel with the phases (a thread, a pool) needs its own track.
-        ``args`` (JSON values) are shown in the trace.
+        Spans must nest; activity in parallel with the phases (a thread, a pool) is added on its own track. ``args``
+        (JSON values) are shown in the trace.
         """
         step, start = self.step, self._now_ns()
         try:
             yield
         finally:
-            self._append(name, category, start, self._now_ns() - start, track, step, args)
+            self._append(name, category, start, self._now_ns() - start, MAIN_TRACK, step, args)
 
     def add(
         self,
@@ -185,10 +181,8 @@ def _names(tracks: Mapping[int, Mapping[str, int]]) -> list[Event]:
 def write_trace(folder: Path | str, last_steps: int | None = None, max_bytes: int = TRACE_BYTES) -> Path:
     """Merges the ranks' files of ``folder`` into its ``timeline.json``, atomically.
 
-    The oldest steps are dropped until it has at most ``max_bytes``; the newest step is always kept.
-
-    Raises:
-        RunError: a file is damaged or the disk is full.
+    The oldest steps are dropped until it has at most ``max_bytes``; the newest step is always kept. Raises RunError if
+    a file is damaged or the disk is full.
     """
     folder = Path(folder)
     lists = [read_jsonl(path) for path in sorted(folder.glob("timeline.rank*.jsonl"))]

@@ -29,6 +29,10 @@ class Recompute:
     def __str__(self) -> str:
         return self.granularity or "none"
 
+    def described(self) -> str:
+        """With the modules, if it is selective."""
+        return " ".join([str(self), *(self.modules if self.granularity == "selective" else ())])
+
 
 @dataclass(frozen=True)
 class ActorJob:

@@ -141,8 +141,8 @@ class _Search:
         fastest = engines[0][0] if engines else 0.0
         for layout in layouts:
             bare = replace(self._job, actor=replace(self._job.actor, layout=layout))
-            if self._prune and self._states_alone_do_not_fit(bare):
-                continue
+            if self._prune and max(stage.states for stage in stage_memory(bare)) > self._plan(bare).capacity:
+                continue  # not even the states fit
             for tokens in micro_batch_tokens(self._job):
                 self._try_tokens(replace(bare, actor=replace(bare.actor, max_tokens=tokens)), engines, fastest)
         self._result.best = [found for _, _, found in sorted(self._found, key=lambda e: (-e[0], e[1]))]
@@ -154,9 +154,6 @@ class _Search:
             job = replace(self._job, engine=replace(self._job.engine, tp=tp))
             seconds = step_time(job, self._machine, self._plan(job), self._mean, None)
             yield seconds.rollout + seconds.reshard + seconds.drafter, tp, seconds
-
-    def _states_alone_do_not_fit(self, job: Job) -> bool:
-        return max(stage.states for stage in stage_memory(job)) > self._plan(job).capacity
 
     def _worst(self) -> float:
         """Time that a further choice must beat."""

@@ -69,17 +69,10 @@ class MemoryPlan:
 
 
 def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: bool = True) -> MemoryPlan:
-    """Memory on devices of ``capacity`` bytes.
+    """Memory on devices of ``capacity`` bytes; ``graphs`` are an engine's CUDA graphs.
 
-    Args:
-        job: the job.
-        capacity: bytes of a device.
-        graphs: CUDA graphs of an engine, or None.
-        on_gpu: whether there are a CUDA context, NCCL buffers and allocator fragmentation, and whether the actor is
-            offloaded while engines decode.
-
-    Raises:
-        ConfigError: the layers cannot be divided among the stages.
+    ``on_gpu``: there are a CUDA context, NCCL buffers and allocator fragmentation, and the actor is offloaded while
+    engines decode. Raises ConfigError like ``stage_memory``.
     """
     own = constants()["memory"]
     engine = engine_memory(job, graphs)

@@ -33,13 +33,13 @@ class Remedy:
     margin: float
 
 
-def remedies(job: Job, plan: Callable[[Job], MemoryPlan], count: int = 3) -> list[Remedy]:
-    """Up to ``count`` sets of as few changes as possible with which ``plan`` fits; widest margin first."""
+def remedies(job: Job, plan: Callable[[Job], MemoryPlan]) -> list[Remedy]:
+    """Up to three sets of as few changes as possible with which ``plan`` fits; widest margin first."""
     changes = list(_changes(job))
     for number in range(1, _MOST_CHANGES + 1):
         found = [remedy for chosen in combinations(changes, number) if (remedy := _tried(job, chosen, plan))]
         if found:
-            return sorted(found, key=lambda remedy: (-remedy.margin, remedy.overrides))[:count]
+            return sorted(found, key=lambda remedy: (-remedy.margin, remedy.overrides))[:3]
     return []
 
 
@@ -63,20 +63,15 @@ def _allowed(job: Job) -> bool:
     return not any(tensor_problems("rollout.tensor_parallel_size", engine.tp, shape))
 
 
-def _of_layout(**sizes: Any) -> Callable[[Job], Job]:
-    return lambda job: _of_actor(layout=replace(job.actor.layout, **sizes))(job)
+def _of(part: str, **values: Any) -> Callable[[Job], Job]:
+    """Changes values of a part of a job, such as ``actor.layout``."""
 
+    def changed(owner: Any, path: list[str]) -> Any:
+        if not path:
+            return replace(owner, **values)
+        return replace(owner, **{path[0]: changed(getattr(owner, path[0]), path[1:])})
 
-def _of_actor(**values: Any) -> Callable[[Job], Job]:
-    return lambda job: replace(job, actor=replace(job.actor, **values))
-
-
-def _of_engine(**values: Any) -> Callable[[Job], Job]:
-    return lambda job: replace(job, engine=replace(job.engine, **values))
-
-
-def _of_drafter(**values: Any) -> Callable[[Job], Job]:
-    return lambda job: replace(job, drafter=replace(job.drafter, **values)) if job.drafter is not None else job
+    return lambda job: changed(job, part.split("."))
 
 
 def _changes(job: Job) -> Iterator[Change]:
@@ -86,14 +81,14 @@ def _changes(job: Job) -> Iterator[Change]:
         if tp <= job.devices_per_node:
             overrides = [f"{_MEGATRON}.tensor_model_parallel_size={tp}"]
             overrides += [] if layout.sp else [f"{_MEGATRON}.sequence_parallel=true"]
-            yield Change("tp", tuple(overrides), _of_layout(tp=tp, sp=True))
-        yield Change("pp", (f"{_MEGATRON}.pipeline_model_parallel_size={pp}",), _of_layout(pp=pp))
-        yield Change("cp", (f"{_MEGATRON}.context_parallel_size={cp}",), _of_layout(cp=cp))
+            yield Change("tp", tuple(overrides), _of("actor.layout", tp=tp, sp=True))
+        yield Change("pp", (f"{_MEGATRON}.pipeline_model_parallel_size={pp}",), _of("actor.layout", pp=pp))
+        yield Change("cp", (f"{_MEGATRON}.context_parallel_size={cp}",), _of("actor.layout", cp=cp))
         if job.model.experts:
-            yield Change("ep", (f"{_MEGATRON}.expert_model_parallel_size={ep}",), _of_layout(ep=ep))
+            yield Change("ep", (f"{_MEGATRON}.expert_model_parallel_size={ep}",), _of("actor.layout", ep=ep))
         engine = job.engine.tp * factor
         if engine <= job.devices_per_node:
-            yield Change("engine", (f"rollout.tensor_parallel_size={engine}",), _of_engine(tp=engine))
+            yield Change("engine", (f"rollout.tensor_parallel_size={engine}",), _of("engine", tp=engine))
     yield from _smaller(job)
 
 
@@ -104,20 +99,20 @@ def _smaller(job: Job) -> Iterator[Change]:
     if actor.recompute.granularity != "full":
         keys = (("granularity", "full"), ("method", "uniform"), ("num_layers", 1))
         overrides = tuple(f"{_MEGATRON}.recompute_{key}={value}" for key, value in keys)
-        yield Change("recompute", overrides, _of_actor(recompute=Recompute("full")))
+        yield Change("recompute", overrides, _of("actor", recompute=Recompute("full")))
     if actor.max_tokens > longest:
         key = "actor.max_tokens_per_micro_batch"
-        yield Change("tokens", (f"{key}={longest}",), _of_actor(max_tokens=longest))
+        yield Change("tokens", (f"{key}={longest}",), _of("actor", max_tokens=longest))
     if actor.chunk_tokens > _SMALL_CHUNK:
         key = "actor.log_prob_chunk_tokens"
-        yield Change("chunk", (f"{key}={_SMALL_CHUNK}",), _of_actor(chunk_tokens=_SMALL_CHUNK))
+        yield Change("chunk", (f"{key}={_SMALL_CHUNK}",), _of("actor", chunk_tokens=_SMALL_CHUNK))
     if engine.cache_tokens is None:
         for share in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9):
             if share != engine.utilization:
                 key = "rollout.vllm.gpu_memory_utilization"
-                yield Change("utilization", (f"{key}={share}",), _of_engine(utilization=share))
+                yield Change("utilization", (f"{key}={share}",), _of("engine", utilization=share))
     if drafter is not None and drafter.steps > 1:
-        yield Change("drafter", ("drafter.unroll_steps=1",), _of_drafter(steps=1))
+        yield Change("drafter", ("drafter.unroll_steps=1",), _of("drafter", steps=1))
     if drafter is not None and drafter.max_tokens > longest:
         key = "drafter.max_tokens_per_micro_batch"
-        yield Change("drafter tokens", (f"{key}={longest}",), _of_drafter(max_tokens=longest))
+        yield Change("drafter tokens", (f"{key}={longest}",), _of("drafter", max_tokens=longest))

@@ -50,7 +50,7 @@ def summarize_search(job: Job, machine: Machine, result: SearchResult) -> dict[s
         "best": [
             {
                 "actor": str(found.job.actor.layout),
-                "recompute": " ".join([str(found.job.actor.recompute), *_modules(found.job)]),
+                "recompute": found.job.actor.recompute.described(),
                 "max_tokens_per_micro_batch": found.job.actor.max_tokens,
                 "engines": f"{found.job.engines} of TP{found.job.engine.tp}",
                 "seconds": {**asdict(found.seconds), "total": found.total},
@@ -60,8 +60,3 @@ def summarize_search(job: Job, machine: Machine, result: SearchResult) -> dict[s
             for found in result.best
         ],
     }
-
-
-def _modules(job: Job) -> tuple[str, ...]:
-    recompute = job.actor.recompute
-    return recompute.modules if recompute.granularity == "selective" else ()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_tlt.planning.hetero.cost import CostModel
 from megatron_tlt.planning.hetero.plan import Plan
@@ -57,9 +56,6 @@ class PlanReport:
     shortages: tuple[str, ...]
     """Memory shortages; empty if the plan fits."""
     tasks: tuple[TaskReport, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def describe(model: CostModel, plan: Plan) -> PlanReport:

@@ -202,9 +202,7 @@ class _Branch:
 def search(cost: CostModel, evaluations: int, seed: int = 0, *, swaps: bool = True) -> HeteroSearchResult:
     """The best plan found within a number of evaluations; it may not fit (``HeteroSearchResult.feasible``).
 
-    Args:
-        cost: cost model of the cluster and the workflow.
-        swaps: whether stalled arms exchange devices between groups; otherwise a plan's groups stay as drawn.
+    With ``swaps``, stalled arms exchange devices between groups; otherwise a plan's groups stay as drawn.
     """
     rng, budget = random.Random(seed), _Budget(cost, evaluations)
     space = Space(cost.cluster, cost.workflow)

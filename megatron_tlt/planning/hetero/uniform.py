@@ -16,19 +16,11 @@ from megatron_tlt.planning.hetero.space import Grouping, Space
 def uniform_plan(model: CostModel, *, whole: bool = False) -> HeteroSearchResult:
     """The best uniform plan, with one layout per task, under a model that is not ``balanced``.
 
-    Args:
-        whole: one group, with every task over all devices: what this package can run today.
+    ``whole``: one group, with every task over all devices, which is what this package can run today.
     """
     space = Space(model.cluster, model.workflow)
-    tasks = len(model.workflow.tasks)
-    together: Grouping = (0,) * tasks
-    best: HeteroSearchResult | None = None
-    for grouping in [together] if whole else space.groupings:
-        found = _best_of(model, space, grouping, whole)
-        if best is None or found.seconds < best.seconds:
-            best = found
-    assert best is not None
-    return best
+    groupings = [(0,) * len(model.workflow.tasks)] if whole else space.groupings
+    return min((_best_of(model, space, one, whole) for one in groupings), key=lambda found: found.seconds)
 
 
 def _best_of(model: CostModel, space: Space, grouping: Grouping, whole: bool) -> HeteroSearchResult:

@@ -89,16 +89,6 @@ class Workflow:
     tasks: tuple[Task, ...]
     asynchronous: bool = False
 
-    def __post_init__(self) -> None:
-        names = [task.name for task in self.tasks]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two tasks have the same name: {names}")
-        for index, task in enumerate(self.tasks):
-            if unknown := set(task.after) - set(names[:index]):
-                raise ValueError(f"{task.name}: after {sorted(unknown)}; allowed are tasks before it: {names[:index]}")
-            if task.weights_from is not None and task.weights_from not in names:
-                raise ValueError(f"{task.name}: weights_from {task.weights_from!r}; tasks: {names}")
-
     def index(self, name: str) -> int:
         return next(index for index, task in enumerate(self.tasks) if task.name == name)
 

@@ -26,13 +26,9 @@ _COLORS = (BLUE, ORANGE, GREEN, RED, PHASE_COLORS["reward"], PHASE_COLORS["draft
 
 
 def plot(by_nodes: Mapping[int, Mapping[str, Outcome]], path: Path, title: str) -> None:
-    """Writes the figure in the format of the file's extension.
+    """Writes the figure in the format of the file's extension; raises ValueError if matplotlib does not support it.
 
-    Args:
-        by_nodes: outcomes by number of nodes and policy; timelines and phases are drawn for the most nodes.
-
-    Raises:
-        ValueError: matplotlib does not support the extension.
+    Timelines and phases are those of the most nodes in ``by_nodes``, outcomes by number of nodes and policy.
     """
     outcomes = by_nodes[max(by_nodes)]
     watched = {name: outcome for name, outcome in outcomes.items() if outcome.running}

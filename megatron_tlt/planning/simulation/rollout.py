@@ -126,15 +126,10 @@ def simulate_rollout(
     speculation: Speculation,
     watched: Sequence[int] = (),
 ) -> Rollout:
-    """Decodes every response to its end.
+    """Decodes every response to its end; raises ValueError if one does not fit into an engine's KV cache.
 
-    Args:
-        lengths_ER: tokens of each response, in the order of its engine's queue; 0 for none.
-        prompt: tokens of a prompt.
-        watched: engines whose running requests are recorded.
-
-    Raises:
-        ValueError: a single response does not fit into an engine's KV cache.
+    ``lengths_ER``: tokens of each response, in the order of its engine's queue; 0 for none. ``prompt``: tokens of a
+    prompt. ``watched``: engines whose running requests are recorded.
     """
     longest = prompt + float(lengths_ER.max(initial=0.0))
     if longest > _WATERMARK * limits.kv_tokens:

@@ -92,7 +92,8 @@ def simulate_policy(
             )
             own.append(step)
             if watched:
-                outcome.running = [_until(points, last.seconds) for points in last.rollout.running]
+                end = last.seconds
+                outcome.running = [[*(at for at in row if at[0] < end), (end, 0)] for row in last.rollout.running]
             if policy.trains_drafter:
                 alignment.trained(max(step.drafter_steps, scenario.spot.min_steps))
                 alignment.updated()
@@ -102,10 +103,6 @@ def simulate_policy(
 
 def _prompts(scenario: Scenario, seed: int) -> Prompts:
     return Prompts(scenario, np.random.default_rng(seed))
-
-
-def _until(points: list[tuple[float, int]], over: float) -> list[tuple[float, int]]:
-    return [*(point for point in points if point[0] < over), (over, 0)]
 
 
 def _settled(scenario: Scenario, steps: float) -> float:
