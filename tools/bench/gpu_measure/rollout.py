@@ -1,0 +1,174 @@
+"""Whole long-tailed rollouts of the 7B shape at a set acceptance: stock vLLM, off, static strategies, the tuner."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from tools.bench.gpu_measure.measurement import Measurement, Settings
+
+if TYPE_CHECKING:
+    from megatron_tlt.bench.result import BenchmarkResult
+    from tools.bench.gpu_measure.child import Job
+    from tools.bench.gpu_measure.record import Rows
+
+SHAPE = "7b"
+STOCK, OFF_ARM, TUNER = "stock", "off", "tuner"
+WANTED = {0.6: 1.7, 0.8: 2.2}
+"""Speed over stock by acceptance. The acceptance is set; the head's cost is real."""
+STATICS = {0.6: (2, 3, 4), 0.8: (3, 5, 7)}
+PROMPT = 64
+MOST = 7
+
+
+def sizes(settings: Settings) -> dict[str, Any]:
+    """The rollout's requests, and the bounds of their response lengths (Pareto's exponent 1.1)."""
+    if settings.small:
+        return {"requests": 8, "shortest": 12, "longest": 96}
+    return {"requests": 128, "shortest": 256, "longest": 8192}
+
+
+def arm_name(acceptance: float, arm: str) -> str:
+    """The name of a measurement that speculates."""
+    return f"{arm} at {acceptance}"
+
+
+def measurements(settings: Settings) -> list[Measurement]:
+    """An engine each. The headline's arms come first."""
+    own = sizes(settings)
+    found = [
+        Measurement(STOCK, "rollout:measure_stock", own, expected_s=200),
+        Measurement(OFF_ARM, "rollout:measure_ours", {**own, "arm": OFF_ARM}, expected_s=200),
+    ]
+    for arm in (TUNER, "static"):
+        for acceptance in WANTED:
+            for drafts in (0,) if arm == TUNER else STATICS[acceptance]:
+                name = arm_name(acceptance, arm if not drafts else f"eagle3-{drafts}")
+                given = {**own, "arm": arm, "acceptance": acceptance, "drafts": drafts}
+                found.append(Measurement(name, "rollout:measure_ours", given, expected_s=240 if not drafts else 180))
+    return found
+
+
+def make_rollout(given: dict[str, Any], vocab: int) -> Any:
+    """The rollout's requests, the same for each arm."""
+    from megatron_tlt.bench.rollout_cases import make_cases, pareto_lengths
+    from tools.bench.gpu_measure import engines
+
+    count = given["requests"]
+    lengths = pareto_lengths(count - 1, given["shortest"], given["longest"], 1.1, 0) + [given["longest"]]
+    requests = engines.make_requests(count, PROMPT, lengths, vocab, 1.0)
+    return make_cases(requests, (), 1)[0].rollouts[0]
+
+
+def warm_up(given: dict[str, Any], vocab: int) -> Any:
+    """As many short requests: what compiles or allocates at first use is not measured."""
+    from tools.bench.gpu_measure import engines
+
+    return engines.make_requests(given["requests"], PROMPT, [16] * given["requests"], vocab, 1.0)
+
+
+def measure_stock(job: Job) -> None:
+    """Stock vLLM's rollout."""
+    from tools.bench.gpu_measure import engines, models
+
+    given = job.given
+    vocab = models.write_config(job.work / "target", SHAPE, job.settings)["vocab_size"]
+    engine = engines.StockVllm(job.work / "target", job.settings, PROMPT + given["longest"], given["requests"])
+    engine.generate(warm_up(given, vocab))
+    requests = make_rollout(given, vocab)
+    began = time.perf_counter()
+    tokens = engine.generate(requests)
+    job.emit(arm=STOCK, acceptance=None, seconds=time.perf_counter() - began, tokens=tokens, **engine.description)
+
+
+def measure_ours(job: Job) -> None:
+    """An arm of ours; the tuner has two rollouts, in the first of which it has no data."""
+    from megatron_tlt.config.speculation import AdaptiveConfig
+    from megatron_tlt.rollout.adaptive import build_controller
+    from megatron_tlt.rollout.engine_speculation import EngineSpeculation
+    from megatron_tlt.rollout.types import DraftStats
+    from megatron_tlt.rollout.vllm_engine import VllmEngine
+    from megatron_tlt.speculation.strategy import Strategy
+    from tools.bench.gpu_measure import engines, models
+    from tools.bench.gpu_measure.replayed_head import ReplayedHead
+
+    given, arm = job.given, job.given["arm"]
+    engines.start_process()
+    target = job.work / "target"
+    vocab = models.write_config(target, SHAPE, job.settings)["vocab_size"]
+    head = None if arm == OFF_ARM else models.write_head(job.work / "head", target, job.settings)
+    most = given.get("drafts") or MOST
+    names = ["off", *(f"eagle3-{drafts}" for drafts in (1, 3, 5, 7))]
+    adaptive = AdaptiveConfig(strategies=names, threshold=given["requests"]) if arm == TUNER else None
+    section = engines.head_section(head, most, adaptive=adaptive) if head else engines.head_section(None, 0)
+    rollout = engines.rollout_config(job.settings, PROMPT, given["longest"], max_num_seqs=given["requests"])
+    engine = VllmEngine(target, rollout, section, 0)
+    models.fill_chain(engine, 1)
+    requests, warm = make_rollout(given, vocab), warm_up(given, vocab)
+    if head is not None:
+        responses = {
+            request.request_id: models.chain_response(request.prompt_token_ids, given["longest"], vocab)
+            for request in requests
+        }
+        ReplayedHead(engine, responses, given["acceptance"])
+        engine.set_strategy(Strategy("eagle3", most))
+    engine.generate(warm)
+    chooser = None
+    if arm == TUNER:
+        chooser = EngineSpeculation(section, build_controller(section, given["longest"], 0, given["requests"]))
+    for turn in range(2 if chooser else 1):
+        began = time.perf_counter()
+        if chooser is None:
+            responses = engine.generate(requests)
+        else:
+            chooser.begin_step()
+            chooser.begin_rollout(requests)
+            responses = engine.generate(requests, on_finished=chooser.finished, chooser=chooser)
+            chooser.end_rollout(requests)
+            chooser.keep_rollout()
+        seconds = time.perf_counter() - began
+        stats = sum((response.draft for response in responses), DraftStats())
+        job.emit(
+            arm=arm if arm in (OFF_ARM, TUNER) else f"eagle3-{most}",
+            acceptance=given.get("acceptance"),
+            turn=turn,
+            seconds=seconds,
+            tokens=stats.num_tokens,
+            acceptance_length=stats.acceptance_length,
+            on_chain=on_chain(requests, responses, vocab),
+            steps=chooser.account.steps if chooser else None,
+            cudagraph_mode=str(engine._llm.vllm_config.compilation_config.cudagraph_mode),
+        )
+
+
+def on_chain(requests: Any, responses: Any, vocab: int) -> float:
+    """Share of responses that are the chain's: only for these is the acceptance the one that was set."""
+    from tools.bench.gpu_measure.models import chain_response
+
+    pairs = zip(requests, responses, strict=True)
+    right = [list(b.token_ids) == chain_response(a.prompt_token_ids, len(b.token_ids), vocab) for a, b in pairs]
+    return sum(right) / len(right)
+
+
+def judge(result: BenchmarkResult, rows: Rows) -> None:
+    """Ratios of medians over repeats, of each repeat's last rollout."""
+    seconds = {name: statistics.median(repeat[-1]["seconds"] for repeat in repeats) for name, repeats in rows.items()}
+    chained = [
+        row["on_chain"] for repeats in rows.values() for repeat in repeats for row in repeat if "on_chain" in row
+    ]
+    if chained:
+        result.target("responses with the set acceptance", min(chained), "==", 1.0)
+    if STOCK not in seconds:
+        return
+    if OFF_ARM in seconds:
+        result.target("speed of off over stock", seconds[STOCK] / seconds[OFF_ARM], ">=", 0.98)
+    for acceptance, wanted in WANTED.items():
+        tuner = arm_name(acceptance, TUNER)
+        if tuner in seconds:
+            name = f"speed over stock, set acceptance {acceptance}, the head's real cost included"
+            result.target(name, seconds[STOCK] / seconds[tuner], ">=", wanted)
+        statics = [arm_name(acceptance, f"eagle3-{drafts}") for drafts in STATICS[acceptance]]
+        if tuner in seconds and all(name in seconds for name in statics):
+            best = min(seconds[name] for name in statics)
+            result.target(f"tuner over the best static strategy at {acceptance}", best / seconds[tuner], ">=", 0.95)
