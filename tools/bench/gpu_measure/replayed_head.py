@@ -44,6 +44,6 @@ class ReplayedHead:
         prompt = self._switch._tracked[row.internal_id].request.prompt_token_ids
         self._replay.start(name, "", prompt)
         self._replay.extend(name, range(row.position - len(prompt)))
-        found = list(self._replay.propose(name, count).token_ids)
+        found = list(self._replay.propose(name, count).tokens)
         self._replay.finish(name)
         return found

@@ -18,6 +18,7 @@ STOCK, OFF_ARM, TUNER = "stock", "off", "tuner"
 WANTED = {0.6: 1.7, 0.8: 2.2}
 """Speed over stock by acceptance. The acceptance is set; the head's cost is real."""
 STATICS = {0.6: (2, 3, 4), 0.8: (3, 5, 7)}
+"""Numbers of drafts of the static strategies; a rehearsal has the middle one."""
 PROMPT = 64
 MOST = 7
 
@@ -43,7 +44,8 @@ def measurements(settings: Settings) -> list[Measurement]:
     ]
     for arm in (TUNER, "static"):
         for acceptance in WANTED:
-            for drafts in (0,) if arm == TUNER else STATICS[acceptance]:
+            statics = STATICS[acceptance][1:2] if settings.small else STATICS[acceptance]
+            for drafts in (0,) if arm == TUNER else statics:
                 name = arm_name(acceptance, arm if not drafts else f"eagle3-{drafts}")
                 given = {**own, "arm": arm, "acceptance": acceptance, "drafts": drafts}
                 found.append(Measurement(name, "rollout:measure_ours", given, expected_s=240 if not drafts else 180))
@@ -56,7 +58,7 @@ def make_rollout(given: dict[str, Any], vocab: int) -> Any:
     from tools.bench.gpu_measure import engines
 
     count = given["requests"]
-    lengths = pareto_lengths(count - 1, given["shortest"], given["longest"], 1.1, 0) + [given["longest"]]
+    lengths = [*pareto_lengths(count - 1, given["shortest"], given["longest"], 1.1, 0), given["longest"]]
     requests = engines.make_requests(count, PROMPT, lengths, vocab, 1.0)
     return make_cases(requests, (), 1)[0].rollouts[0]
 

@@ -114,7 +114,7 @@ class ScheduleDone(Exception):
 
 
 class Schedule:
-    """A ``StrategyChooser``: each strategy for ``settle + steps`` steps in which all ``batch`` requests have all drafts.
+    """A ``StrategyChooser``: ``settle + steps`` steps per strategy in which all ``batch`` requests have all drafts.
 
     ``times`` has the durations (s) of steps that verified and made the strategy's drafts, without the first ones.
     """
