@@ -18,11 +18,11 @@ from tools.bench.gpu_measure.measurement import Settings
 class Job:
     """What a measurement's function gets.
 
-    ``given`` is the measurement's own, ``work`` an empty folder that is removed afterwards.
+    ``given`` is the measurement's own, ``work`` an empty folder that is removed afterwards, ``out`` the part's.
     """
 
-    def __init__(self, given: dict[str, Any], settings: Settings, work: Path, rows: Path) -> None:
-        self.given, self.settings, self.work = given, settings, work
+    def __init__(self, given: dict[str, Any], settings: Settings, work: Path, out: Path, rows: Path) -> None:
+        self.given, self.settings, self.work, self.out = given, settings, work, out
         self._rows = rows
 
     def emit(self, **row: Any) -> None:
@@ -38,7 +38,8 @@ def main(path: str) -> int:
     folder = Path(path).parent
     work = folder / "work"
     work.mkdir()
-    job = Job(described["given"], Settings(**described["settings"]), work, folder / "rows.jsonl")
+    settings, out = Settings(**described["settings"]), Path(described["out"])
+    job = Job(described["given"], settings, work, out, folder / "rows.jsonl")
     module, _, name = described["function"].partition(":")
     status = 0
     try:

@@ -269,18 +269,25 @@ def measure_rl(job: Job) -> None:
             raise RunError(f"tlt train to step {steps}: status {status}")
         rows = read_metrics(job.work / "run" / METRICS_FILE)
         job.emit(phase="process", steps=steps, seconds=seconds)
-        for row in rows[2:] if steps == 3 else rows:
+        for row in rows:
+            if not row["step"] or (steps == 3) != (row["step"] > 2):
+                continue
             kept = {key: value for key, value in row.items() if key.startswith(("time/", "memory/", "reshard/"))}
             job.emit(phase="step", step=row["step"], resumed=steps == 3, **kept)
 
 
 def rl_config(job: Job) -> dict[str, Any]:
     """The run's config; writes the model folder's config and tokenizer, whose vocabulary is a part of the model's."""
-    from megatron_tlt.data.tokenizer_training import train_tokenizer
+    from megatron_tlt.data.tokenizer_training import META_FILE, MODEL_FILE, train_tokenizer
     from tools.bench.gpu_measure import models
 
     given, settings, target = job.given, job.settings, job.work / "target"
     tokenizer = train_tokenizer(["1 + 2 = 3"], 256, target)
+    for name in (
+        META_FILE,
+        MODEL_FILE,
+    ):  # SentencePiece refuses the model's other ids; the Hugging Face files skip them
+        (target / name).unlink()
     models.write_config(target, SHAPE, settings, eos_token_id=tokenizer.eos_id)
     dtype = str(models.dtype_of(settings)).removeprefix("torch.")
     vllm: dict[str, Any] = {"dtype": dtype, "max_num_seqs": 64}
@@ -302,6 +309,7 @@ def rl_config(job: Job) -> dict[str, Any]:
         "drafter": {"kind": "eagle3", "draft_vocab_size": 256, "session_steps": 2, "entries_per_step": 4},
         "algorithm": {"group_size": given["group"]},
         "rewards": {"workers": 1},
+        "evaluation": {"problems": 2, "samples": 1},
         "trainer": {"prompts_per_step": given["prompts"], "save_every": 2, "keep_checkpoints": 1},
     }
 

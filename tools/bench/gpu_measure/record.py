@@ -137,7 +137,7 @@ def run_measurement(
             "function": measurement.function,
             "given": measurement.given,
             "settings": dataclasses.asdict(settings),
-            "work": work,
+            "out": str(log.parent.parent),
         }
         Path(work, "job.json").write_text(json.dumps(job), encoding="utf-8")
         process = subprocess.Popen(

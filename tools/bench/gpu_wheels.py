@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Downloads wheels and what they require, but for packages that another machine has; pip's resolver cannot do that.
+
+python3 tools/bench/gpu_wheels.py --have HAVE.txt --out FOLDER vllm==0.26.0 ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+GLIBC = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
+"""Minor versions of the manylinux tags; pip takes those that it is given, and no others."""
+
+
+def read_have(path: Path) -> dict[str, str]:
+    """Versions by canonical name, of ``pip list --format=freeze``; lines without a version have an empty one."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, _, version = line.split("#")[0].strip().partition("==")
+        if name:
+            found[canonicalize_name(name.partition(" @")[0])] = version
+    return found
+
+
+def requirements_of(wheel: Path, extras: Iterable[str], python: str) -> list[Requirement]:
+    """What a wheel requires on 64-bit Linux, with these extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1)
+        lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
+    target = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    target |= {"platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
+    target["implementation_name"], target["platform_python_implementation"] = "cpython", "CPython"
+    found = []
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({**target, "extra": extra}) for extra in ("", *extras)):
+            found.append(requirement)
+    return found
+
+
+def download(requirement: Requirement, python: str, folder: Path) -> Path:
+    """Downloads a requirement's wheel alone.
+
+    Raises:
+        RuntimeError: pip finds none.
+    """
+    before = set(folder.glob("*.whl"))
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
+    platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64", "--platform=any"]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command += [f"--python-version={python}", "--implementation=cp", *platforms]
+    command.append(f"{requirement.name}{requirement.specifier}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    new = set(folder.glob("*.whl")) - before
+    if done.returncode or len(new) != 1:
+        raise RuntimeError(f"{requirement}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no wheel'}")
+    return new.pop()
+
+
+def collect(roots: list[Requirement], have: Mapping[str, str], python: str, folder: Path) -> list[str]:
+    """Downloads ``roots``, then what any wheel requires and ``have`` lacks; returns what does not fit, one line each.
+
+    A root is downloaded even where ``have`` has it. The first requirement of a package chooses its version.
+    """
+    versions, problems, queue = dict(have), [], list(roots)
+    named = {canonicalize_name(root.name) for root in roots}
+    done: set[str] = set()
+    while queue:
+        requirement = queue.pop(0)
+        name = canonicalize_name(requirement.name)
+        if name not in done and (name in named or name not in have):
+            done.add(name)
+            try:
+                wheel = download(requirement, python, folder)
+            except RuntimeError as error:
+                problems.append(str(error))
+                continue
+            versions[name] = wheel.name.split("-")[1]
+            print(wheel.name, file=sys.stderr, flush=True)
+            queue += requirements_of(wheel, requirement.extras, python)
+        version = versions.get(name, "")
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement}: the bundle or the machine has {version}")
+    return problems
+
+
+def main(argv: list[str] | None = None) -> int:
+    own = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    own.add_argument("--have", type=Path, required=True, help="the machine's pip list --format=freeze")
+    own.add_argument("--python", default="3.12", help="the machine's Python")
+    own.add_argument("--out", type=Path, required=True, help="folder for the wheels")
+    own.add_argument("requirements", nargs="+", type=Requirement)
+    arguments = own.parse_args(argv)
+    have = read_have(arguments.have)
+    problems = collect(arguments.requirements, have, arguments.python, arguments.out)
+    for line in problems:
+        print(f"note: {line}", file=sys.stderr)
+    roots = {canonicalize_name(root.name) for root in arguments.requirements}
+    got = {canonicalize_name(wheel.name.split("-")[0]) for wheel in arguments.out.glob("*.whl")}
+    return 1 if roots - got else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
