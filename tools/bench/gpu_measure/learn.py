@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.bench.gpu_measure.environment import repository_root
@@ -24,13 +25,14 @@ def sizes(settings: Settings) -> dict[str, Any]:
     """The launch config with its overrides, and arguments of ``tlt bench real``; a rehearsal has the quickstart."""
     if settings.small:
         overrides = ["model.recipe.supervised.num_steps=20", "rollout.max_response_tokens=48"]
-        arguments = "--batches 2 --uniform --repeats 1 --pairs 1 --rollouts 1 --requests 8 --warm-problems 8"
+        arguments = "--batches 2 --uniform --repeats 1 --pairs 1 --rollouts 1 --requests 8 --warm-problems 48"
         arguments += " --warm-steps 4 --warm-threads 1"
         return {"config": "launch/quickstart-cpu.yaml", "set": [*ALONE, *overrides], "arguments": arguments}
     vllm: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 32}
     # several engines in one process: vLLM allows sleep mode to one alone, and none may take all memory
     vllm |= {"enable_sleep_mode": False, "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}
-    arguments = f"--batches 4 8 1 16 --uniform 8 --repeats 1 --pairs 10 --rollouts 2 --warm-threads {os.cpu_count()}"
+    arguments = "--batches 4 8 1 16 --uniform 8 --repeats 1 --pairs 10 --rollouts 2 --minutes 4"
+    arguments += f" --warm-threads {os.cpu_count()}"
     overrides = [f"rollout.vllm={json.dumps(vllm)}"]
     return {"config": "launch/smollm2-135m-cpu.yaml", "set": [*ALONE, *overrides], "arguments": arguments}
 
@@ -62,19 +64,26 @@ def measure_real(job: Job) -> None:
     """Rows and targets of ``tlt bench real``; a call that is cut off leaves its finished batches to the next."""
     from megatron_tlt.errors import RunError
 
-    given, file = job.given, job.out / "learn-real.json"
-    repeats = sorted(job.out.glob("learn-real*.json.runs.jsonl"))
-    if repeats and file.is_file():  # the last repeat is whole: this one has a file of its own
-        file = job.out / f"learn-real-{len(repeats) + 1}.json"
+    given, number = job.given, 1
+    while _is_whole(file := job.out / f"learn-real-{number}.json"):  # each repeat has a file of its own
+        number += 1
     command = [sys.executable, "-m", "megatron_tlt", "bench", "real", "--config", given["config"], "--rounds", "0"]
     command += [*given["arguments"].split(), "--json", str(file), "--set", *given["set"]]
     status = subprocess.run(command, cwd=repository_root()).returncode
-    if not file.is_file():
-        raise RunError(f"tlt bench real: status {status}, and no result")  # it is 1 where a target is missed too
+    if not _is_whole(file):  # the status is 1 where a target is missed too
+        raise RunError(f"tlt bench real: status {status}, and batches are missing; run again for these")
     found = json.loads(file.read_text(encoding="utf-8"))
     for row in found["rows"]:
         job.emit(**row)
     job.emit(targets=found["targets"])
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a result has all of its batches."""
+    if not file.is_file():
+        return False
+    targets = json.loads(file.read_text(encoding="utf-8"))["targets"]
+    return not any(name.startswith("batch ") and entry["op"] == "incomplete" for name, entry in targets.items())
 
 
 def judge(result: BenchmarkResult, rows: Rows) -> None:

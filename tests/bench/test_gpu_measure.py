@@ -1,0 +1,222 @@
+"""The measurement command for one GPU: what it records and resumes; without a GPU nothing meets a target."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_tlt.bench.result import BenchmarkResult
+from tools.bench import gpu_wheels
+from tools.bench.gpu_measure import __main__ as command
+from tools.bench.gpu_measure import colocate, learn, rollout, smoke, steps
+from tools.bench.gpu_measure.environment import describe, parse_gpu_state
+from tools.bench.gpu_measure.measurement import Measurement, Settings
+from tools.bench.gpu_measure.record import Record, measure_missing, missing, run_measurement, write_result
+
+ROOT = Path(__file__).parents[2]
+GPU = Settings(small=False, device="cuda", device_name="NVIDIA H100 80GB HBM3")
+CPU = Settings(small=True, device="cpu", device_name="cpu")
+PARTS = {"smoke": smoke, "steps": steps, "rollout": rollout, "colocate": colocate, "learn": learn}
+
+
+def line(name: str, **row: Any) -> dict[str, Any]:
+    return {"measurement": name, "seconds": 30.0, "rows": [row]}
+
+
+def test_all_parts_have_measurements_with_distinct_names_that_fit_a_call() -> None:
+    assert tuple(PARTS) == command.PARTS
+    for part in PARTS.values():
+        for settings in (GPU, CPU):
+            found = part.measurements(settings)
+            assert len({one.name for one in found}) == len(found) > 0
+            assert all(one.expected_s < 580 for one in found)
+            assert all(hasattr(part, one.function.partition(":")[2]) for one in found)
+            json.dumps([one.given for one in found])
+
+
+def test_a_rerun_adds_what_is_missing_those_with_the_fewest_repeats_first(tmp_path: Path) -> None:
+    record = Record(tmp_path / "steps.jsonl", GPU)
+    a, b, c = (Measurement(name, "steps:measure_ours") for name in "abc")
+    record.add(line("a"))
+    record.add(line("a"))
+    record.add(line("b"))
+    record.add({**line("c"), "failure": {"type": "RunError", "message": "no"}})
+    again = Record(tmp_path / "steps.jsonl", GPU)
+    assert [one.name for one in missing(again, [a, b, c], 2)] == ["c", "b"]
+    assert again.seconds("a") == 30.0
+    assert again.seconds("c") is None
+
+
+def test_a_torn_line_is_dropped_and_other_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    Record(path, GPU).add(line("a"))
+    with path.open("a") as file:
+        file.write('{"measurement": "b", "rows"')
+    record = Record(path, GPU)
+    record.add(line("c"))
+    assert set(Record(path, GPU).rows) == {"a", "c"}
+    with pytest.raises(ValueError, match="other settings"):
+        Record(path, CPU)
+    with pytest.raises(ValueError, match="other settings"):
+        Record(path, Settings(small=False, device="cuda", device_name="NVIDIA H200"))
+
+
+def test_a_measurement_that_does_not_fit_the_time_is_left_to_the_next_call(tmp_path: Path) -> None:
+    record = Record(tmp_path / "steps.jsonl", GPU)
+    long = Measurement("long", "steps:measure_ours", expected_s=100.0)
+    assert measure_missing(record, [long], {}, tmp_path, 1, time.monotonic() + 60, cwd=ROOT) == []
+    assert record.lines[1:] == []
+
+
+def test_a_failure_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    record = Record(tmp_path / "smoke.jsonl", CPU)
+    wrong = Measurement("wrong", "environment:no_such_function")
+    more = Measurement("wrong too", "environment:describe")  # takes no job
+    failed = measure_missing(record, [wrong, more], {"device": "cpu"}, tmp_path, 1, time.monotonic() + 300, cwd=ROOT)
+    assert failed == ["wrong", "wrong too"]
+    first, second = (entry["failure"] for entry in record.lines[1:])
+    assert first["type"] == "AttributeError"
+    assert "no_such_function" in first["message"]
+    assert any("Traceback" in text for text in first["log"])
+    assert second["type"] == "TypeError"
+    assert (tmp_path / "logs" / "smoke-wrong-too.log").is_file()
+    result = write_result(record, "smoke", smoke.judge, [wrong, more], {}, tmp_path)
+    assert {entry["op"] for entry in result.targets.values()} == {"incomplete"}
+    assert json.loads((tmp_path / "smoke.json").read_text())["rows"] == []
+
+
+def test_a_process_is_ended_at_the_limit(tmp_path: Path) -> None:
+    found = run_measurement(Measurement("slow", "smoke:measure_engine"), CPU, tmp_path / "logs" / "slow.log", 0.2, ROOT)
+    assert found["failure"]["type"] == "TimeLimit"
+
+
+def rehearsed(part: str, rows: dict[str, list[dict[str, Any]]], settings: Settings, folder: Path) -> BenchmarkResult:
+    record = Record(folder / f"{part}-{settings.device}.jsonl", settings)
+    for name, found in rows.items():
+        record.add({"measurement": name, "seconds": 1.0, "rows": found})
+    module = PARTS[part]
+    return write_result(record, part, module.judge, module.measurements(settings), {}, folder)
+
+
+def test_targets_are_met_on_a_gpu_and_incomplete_in_a_rehearsal(tmp_path: Path) -> None:
+    rows = {
+        "stock": [{"arm": "stock", "seconds": 100.0}],
+        "off": [{"arm": "off", "seconds": 101.0, "on_chain": 1.0}],
+        "tuner at 0.6": [{"seconds": 90.0, "on_chain": 1.0}, {"seconds": 50.0, "on_chain": 1.0}],
+    }
+    result = rehearsed("rollout", rows, GPU, tmp_path)
+    headline = "speed over stock, set acceptance 0.6, the head's real cost included"
+    assert result.targets[headline] == {"value": 2.0, "target": 1.7, "op": ">=", "met": True}
+    assert result.targets["speed of off over stock"]["met"]
+    assert result.targets["tuner at 0.8: not measured"]["op"] == "incomplete"
+    assert "rehearsal" not in result.rows[0]
+    result = rehearsed("rollout", rows, CPU, tmp_path)
+    assert {entry["op"] for entry in result.targets.values()} == {"incomplete"}
+    assert not any(entry["met"] for entry in result.targets.values())
+    assert all(row["rehearsal"] for row in result.rows)
+
+
+def test_colocate_targets(tmp_path: Path) -> None:
+    rates = {"copy_to_host_gbs": 50.0, "copy_to_device_gbs": 50.0}
+    phases = [
+        {"phase": "update", "mfu": 0.41},
+        {"phase": "offload", "turn": 0, "moved_gb": 20.0, "offload_s": 9.0, "reload_s": 9.0, **rates},
+        {"phase": "offload", "turn": 1, "moved_gb": 20.0, "offload_s": 0.5, "reload_s": 0.8, **rates},
+        {"phase": "reshard", "verify": False, "seconds": 0.013, "device_copy_s": 0.01},
+        {"phase": "reshard", "verify": True, "seconds": 1.0, "device_copy_s": 0.01},
+    ]
+    targets = rehearsed("colocate", {"phases": phases}, GPU, tmp_path).targets
+    met = {name: entry["met"] for name, entry in targets.items() if entry["op"] != "incomplete"}
+    assert met == {
+        "update MFU": True,
+        "offload over a pinned copy's bandwidth": True,
+        "reload over a pinned copy's bandwidth": False,
+        "reshard over a device copy": True,
+    }
+
+
+def test_operations_of_an_update_and_the_peak() -> None:
+    config = {"tie_word_embeddings": True, "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 10}
+    assert colocate.train_flops(config, 1000, 4, 16) == 4 * (6 * 1000 + 6 * 2 * 8 * 16)
+    assert colocate.train_flops(config | {"tie_word_embeddings": False}, 1000, 1, 0) == 6 * (1000 - 80)
+    assert colocate.peak_flops("NVIDIA H200") == colocate.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert colocate.peak_flops("cpu") is None
+
+
+def test_the_environment_names_versions_and_the_device() -> None:
+    found = describe()
+    assert found["torch"] and found["megatron_core"] and found["numpy"] and found["date"]
+    assert command.device_name(found) == ("cpu" if found["device"] == "cpu" else found["gpu_names"][0])
+    text = "NVIDIA H100, 580.159.04, 81559 MiB, 4 MiB, 345 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 700.00 W, 30, 5, 16\n"
+    state = parse_gpu_state(text)
+    assert state is not None
+    assert (state["name"], state["clocks.sm"], state["pcie.link.width.current"]) == ("NVIDIA H100", "345 MHz", "16")
+    assert parse_gpu_state("No devices were found\n") is None
+
+
+def test_a_bundle_is_unpacked_where_its_parts_are_whole(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "bundled_for_test.py").write_text("ANSWER = 42\n")
+    (package / "setup.py").write_text(
+        "from setuptools import setup\nsetup(name='bundled-for-test', version='1', py_modules=['bundled_for_test'],"
+        " install_requires=['numpy>=2', 'wanted; python_version >= \"3.12\"', 'unwanted; extra == \"more\"'])\n"
+    )
+    wheels = tmp_path / "wheels"
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
+    subprocess.run([*build, str(package)], check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    assert [one.name for one in gpu_wheels.requirements_of(wheel, (), "3.12")] == ["numpy", "wanted"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(b"x" * (2 << 20))
+    parts, site = tmp_path / "parts", tmp_path / "site"
+    bundle = ["bash", str(ROOT / "tools" / "bench" / "gpu_bundle.sh"), "--wheels", str(wheels), "--part-mib", "1"]
+    subprocess.run([*bundle, str(parts), str(tmp_path / "model")], check=True, capture_output=True)
+    assert len(list(parts.glob("bundle.tar.*"))) == 3
+    unpack = ["bash", str(parts / "unpack.sh"), str(parts), str(site)]
+    subprocess.run(unpack, check=True, capture_output=True)
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(site)!r}); import bundled_for_test as b; print(b.ANSWER)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout.strip() == "42"
+    assert (site / "model" / "weights").stat().st_size == 2 << 20
+    (parts / "bundle.tar.001").unlink()
+    assert subprocess.run(unpack, capture_output=True).returncode != 0
+
+
+def test_names_of_a_package_list(tmp_path: Path) -> None:
+    file = tmp_path / "have.txt"
+    file.write_text("torch==2.11.0\nPyYAML==6.0.3\nlocal_one @ file:///x\n# no\n\n")
+    assert gpu_wheels.read_have(file) == {"torch": "2.11.0", "pyyaml": "6.0.3", "local-one": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["smoke", "steps"])
+def test_a_rehearsal_runs_the_real_libraries(part: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "tools.bench.gpu_measure", part, "--small", "--out", str(tmp_path), "--repeats", "1"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"{part}.json").read_text())
+    assert found["environment"]["vllm"] and found["environment"]["date"]
+    names = [one.name for one in PARTS[part].measurements(CPU)]
+    assert list(dict.fromkeys(row["measurement"] for row in found["rows"])) == names
+    assert all(row["rehearsal"] for row in found["rows"])
+    assert {entry["op"] for entry in found["targets"].values()} == {"incomplete"}
+    shares = [row["equal_share"] for row in found["rows"] if "equal_share" in row]
+    assert set(shares) == ({1.0} if part == "smoke" else set())
+    again = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0
+    assert len(json.loads((tmp_path / f"{part}.json").read_text())["rows"]) == len(found["rows"])
