@@ -93,7 +93,7 @@ class StockVllm:
         self._llm = LLMEngine.from_engine_args(arguments)
         config = self._llm.vllm_config
         self.description = {
-            "runner": "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1",
+            "runner": "V2" if getattr(config, "use_v2_model_runner", False) else "V1",
             "async_scheduling": bool(getattr(config.scheduler_config, "async_scheduling", False)),
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         }
