@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Downloads wheels and what they require, but for packages that another machine has; pip's resolver cannot do that.
 
-python3 tools/bench/gpu_wheels.py --have HAVE.txt --out FOLDER vllm==0.26.0 ...
+A requirement without a wheel comes as its source archive, to be built there.
+
+python3 tools/bench/gpu_wheels.py --have HAVE.txt --out FOLDER --requirements vllm==0.26.0 ...
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import email
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,11 +34,22 @@ def read_have(path: Path) -> dict[str, str]:
     return found
 
 
+def metadata_of(file: Path) -> bytes:
+    """The metadata file of a wheel or of a source archive."""
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as wheel:
+            (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA") and n.count("/") == 1)
+            return wheel.read(name)
+    with tarfile.open(file) as archive:
+        (name,) = (n for n in archive.getnames() if n.endswith("/PKG-INFO") and n.count("/") == 1)
+        found = archive.extractfile(name)
+        assert found is not None, f"{file}: {name} is no file"
+        return found.read()
+
+
 def requirements_of(wheel: Path, extras: Iterable[str], python: str) -> list[Requirement]:
-    """What a wheel requires on 64-bit Linux, with these extras."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1)
-        lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
+    """What a wheel or source archive requires on 64-bit Linux, with these extras."""
+    lines = email.message_from_bytes(metadata_of(wheel)).get_all("Requires-Dist") or []
     target = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     target |= {"platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
     target["implementation_name"], target["platform_python_implementation"] = "cpython", "CPython"
@@ -48,28 +62,42 @@ def requirements_of(wheel: Path, extras: Iterable[str], python: str) -> list[Req
 
 
 def download(requirement: Requirement, python: str, folder: Path) -> Path:
-    """Downloads a requirement's wheel alone.
+    """Downloads a requirement's wheel alone, or its source archive where there is none.
 
     Raises:
-        RuntimeError: pip finds none.
+        RuntimeError: pip finds neither.
     """
-    before = set(folder.glob("*.whl"))
+    before = set(folder.iterdir())
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
     platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64", "--platform=any"]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
-    command += [f"--python-version={python}", "--implementation=cp", *platforms]
-    command.append(f"{requirement.name}{requirement.specifier}")
-    done = subprocess.run(command, capture_output=True, text=True)
-    new = set(folder.glob("*.whl")) - before
-    if done.returncode or len(new) != 1:
-        raise RuntimeError(f"{requirement}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no wheel'}")
-    return new.pop()
+    binary = ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
+    source = ["--no-binary=:all:", "--no-build-isolation"]
+    error = ""
+    for kind in (binary, source):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *kind]
+        command.append(f"{requirement.name}{requirement.specifier}")
+        done = subprocess.run(command, capture_output=True, text=True)
+        new = set(folder.iterdir()) - before
+        if done.returncode == 0 and len(new) == 1:
+            return new.pop()
+        error = error or (done.stderr.strip().splitlines() or ["no wheel"])[-1]
+    raise RuntimeError(f"{requirement}: {error}")
+
+
+def version_of(file: Path) -> str:
+    """The version in a wheel's or source archive's name."""
+    if file.suffix == ".whl":
+        return file.name.split("-")[1]
+    return file.name.removesuffix(".tar.gz").rpartition("-")[2]
 
 
 def collect(roots: list[Requirement], have: Mapping[str, str], python: str, folder: Path) -> list[str]:
     """Downloads ``roots``, then what any wheel requires and ``have`` lacks; returns what does not fit, one line each.
 
     A root is downloaded even where ``have`` has it. The first requirement of a package chooses its version.
+
+    Raises:
+        RuntimeError: a root cannot be had.
     """
     versions, problems, queue = dict(have), [], list(roots)
     named = {canonicalize_name(root.name) for root in roots}
@@ -82,9 +110,11 @@ def collect(roots: list[Requirement], have: Mapping[str, str], python: str, fold
             try:
                 wheel = download(requirement, python, folder)
             except RuntimeError as error:
+                if name in named:
+                    raise
                 problems.append(str(error))
                 continue
-            versions[name] = wheel.name.split("-")[1]
+            versions[name] = version_of(wheel)
             print(wheel.name, file=sys.stderr, flush=True)
             queue += requirements_of(wheel, requirement.extras, python)
         version = versions.get(name, "")
@@ -94,19 +124,18 @@ def collect(roots: list[Requirement], have: Mapping[str, str], python: str, fold
 
 
 def main(argv: list[str] | None = None) -> int:
-    own = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    own = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     own.add_argument("--have", type=Path, required=True, help="the machine's pip list --format=freeze")
     own.add_argument("--python", default="3.12", help="the machine's Python")
     own.add_argument("--out", type=Path, required=True, help="folder for the wheels")
-    own.add_argument("requirements", nargs="+", type=Requirement)
+    own.add_argument("--requirements", nargs="+", type=Requirement, required=True, metavar="NAME==VERSION")
+    own.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="requirements of others to leave out")
     arguments = own.parse_args(argv)
-    have = read_have(arguments.have)
+    have = {canonicalize_name(name): "" for name in arguments.skip} | read_have(arguments.have)
     problems = collect(arguments.requirements, have, arguments.python, arguments.out)
     for line in problems:
         print(f"note: {line}", file=sys.stderr)
-    roots = {canonicalize_name(root.name) for root in arguments.requirements}
-    got = {canonicalize_name(wheel.name.split("-")[0]) for wheel in arguments.out.glob("*.whl")}
-    return 1 if roots - got else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def rl_config(job: Job) -> dict[str, Any]:
         "run": {"name": "gpu-measure", "dir": str(job.work / "run"), "seed": 1},
         "launcher": {"nproc_per_node": 1},
         "model": {"path": str(target), "verify": False},
-        "tasks": [{"name": "chain_sum"}],
+        "tasks": [{"name": "chain_sum", "verifier": "math"}],
         "actor": {
             "transformer_impl": "local",
             "megatron": actor_options(settings),
