@@ -200,6 +200,8 @@ def test_a_bundle_is_unpacked_where_its_parts_are_whole(tmp_path: Path) -> None:
 def test_names_of_a_package_list(tmp_path: Path) -> None:
     file = tmp_path / "have.txt"
     file.write_text("torch==2.11.0\nPyYAML==6.0.3\nlocal_one @ file:///x\n# no\n\n")
+    assert gpu_wheels.version_of(Path("numpy-2.3.5-cp312-cp312-manylinux_2_28_x86_64.whl")) == "2.3.5"
+    assert gpu_wheels.version_of(Path("some-name-1.0.tar.gz")) == "1.0"
     assert gpu_wheels.read_have(file) == {"torch": "2.11.0", "pyyaml": "6.0.3", "local-one": ""}
 
 
