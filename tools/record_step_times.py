@@ -107,7 +107,7 @@ def steady_steps(engine: Any, batch: int, steps: int, seed: int) -> list[Any]:
 
     with contextlib.suppress(Enough):
         engine.generate(requests, on_step=keep)
-    kept = [record for record in records[SKIPPED:] if record.running == batch]
+    kept = [record for record in records[SKIPPED:] if record.batch == batch]
     return [record for record in kept if record.num_draft_tokens >= FULL * batch * drafts]
 
 
