@@ -37,10 +37,7 @@ class StorageOffload:
             size = storage.nbytes()
             if size == 0:  # empty, or already freed through another tensor
                 continue
-            # Pinned memory transfers at the full speed of the bus.
-            pinned = storage.device.type == "cuda"
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage() if keep else None
-            self._held.append((storage, size, None if host is None else host.copy_(storage)))
+            self._held.append((storage, size, self._host_copy(storage) if keep else None))
             storage.resize_(0)
             freed += size
         return freed

@@ -104,6 +104,7 @@ class DirectSync(WeightSync):
             exchange.run(packer, [partial(packer.copy, transfer) for transfer in prepared.local])
             with failing_together():
                 verified = packer.proof.check()
+        current_device().synchronize()  # unverified copies are only launched so far
         self._target.finish_update(self._part, version)
         plan, mine = prepared.plan, rank()
         return SyncReport(

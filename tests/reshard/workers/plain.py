@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.device import barrier, initialize_distributed, rank, world_size
+from megatron_tlt.platform.device import Device, barrier, initialize_distributed, rank, world_size
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.exchange import BucketExchange
 from megatron_tlt.reshard.interface import HeldWeights, Part
@@ -39,11 +39,16 @@ class Memory:
             local[dim] = share
             self.slices[name] = torch.full(local, float("nan"), dtype=dtype), part
         self.versions: dict[str, int | None] = {"policy": None, "drafter": None}
+        self.device_waited = False
+
+    def synchronize(self, device: Device) -> None:
+        self.device_waited = True
 
     def begin_update(self, part: Part) -> None:
-        self.versions[part] = None
+        self.versions[part], self.device_waited = None, False
 
     def finish_update(self, part: Part, version: int) -> None:
+        assert self.device_waited, "on a GPU the copies would only have been launched"
         self.versions[part] = version
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> int:
@@ -104,6 +109,7 @@ def main(engine_tp: int, actor_dtype: str, engine_dtype: str, staging_kb: int, f
     whole = whole_tensors()
     actor, engine = getattr(torch, actor_dtype), getattr(torch, engine_dtype)
     memory = Memory(whole, engine_tp, engine)
+    Device.synchronize = lambda self: memory.synchronize(self)  # type: ignore[method-assign]
     exchange = {"kill": DyingExchange, "flip": FlippingExchange}.get(fault, BucketExchange)
     if fault == "kill":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others: they speak first
