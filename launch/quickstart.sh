@@ -25,7 +25,8 @@ setup_env
 if $setup_only; then exit 0; fi
 
 cd "$root"
-if [[ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" == 1 ]]; then
+count="from megatron_tlt.config.schema import LauncherConfig; print(LauncherConfig(nproc_per_node='auto').nproc_per_node)"
+if [[ "$(.venv/bin/python -c "$count")" == 1 ]]; then
     echo "One GPU: its engine never waits for another, so the drafter is trained after each update and not during rollouts."
     arguments=(spot=null ${arguments[@]+"${arguments[@]}"})
 fi

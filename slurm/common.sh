@@ -8,7 +8,8 @@
 #   TLT_VENV       the environment on bare metal (default: .venv of the repository)
 #   TLT_SITE       shell code for every node: modules, NCCL's settings (default: slurm/site.sh where there is one)
 #   TLT_INTERFACE  the network interface (default: the one on the way to the first node)
-#   TLT_NUMA       none, node, socket, exclusive: the processors that a process is bound to (default: its GPU's NUMA node)
+#   TLT_NUMA       none, node, socket, exclusive, core-complex: which processors near its GPU a process is bound to
+#                  (default: node where the job has GPUs and numactl is installed)
 #   TLT_PORT       where the nodes meet on the first one (default: from the job's number)
 #   TLT_REQUEUE    no: a job that was told to stop saves and ends, and another one goes on (default: it requeues itself)
 
@@ -37,7 +38,7 @@ address_of() { # node
         address="$(reachable "$(scontrol show node "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')")"
     fi
     if [[ -z "$address" ]]; then # a job script runs on the job's first node
-        address="$(hostname -I 2>/dev/null | tr ' ' '\n' | grep -v '^127\.' | head -n 1)"
+        address="$(hostname -I 2>/dev/null | tr ' ' '\n' | grep -E '^[0-9.]+$' | grep -v '^127\.' | head -n 1)"
     fi
     printf '%s\n' "${address:-127.0.0.1}"
 }
@@ -57,6 +58,12 @@ begin() {
     unset TLT_NODE_RANK TLT_NODE_NAME
     export TLT_RENDEZVOUS TLT_JOB="$job.$start"
     TLT_RENDEZVOUS="$(address_of "$first"):${TLT_PORT:-$((20000 + job % 1500 * 8))}"
+    if [[ "$TLT_RENDEZVOUS" == 127.* ]] && ((SLURM_JOB_NUM_NODES > 1)); then
+        fail 2 "node $first has no address that other nodes reach: neither its name, Slurm's NodeAddr nor hostname -I says one"
+    fi
+    if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]] && command -v numactl >/dev/null; then
+        export TLT_NUMA="${TLT_NUMA:-node}"
+    fi
     mounts="$TLT_ROOT:$TLT_ROOT,$PWD:$PWD${TLT_MOUNTS:+,$TLT_MOUNTS}"
     mapfile -t container < <(container_words "${TLT_IMAGE:-}" "$mounts")
     trap stop TERM

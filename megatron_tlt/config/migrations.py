@@ -62,6 +62,13 @@ def _drop_reshard_method(values: dict[str, Any]) -> None:
     _section(values, "reshard").pop("method", None)
 
 
+def _keep_unrolled_drafts(values: dict[str, Any]) -> None:
+    """``drafter.unroll_steps: null`` meant four drafts for EAGLE-3; the default is three since."""
+    drafter = _section(values, "drafter")
+    if drafter.get("kind") == "eagle3" and drafter.get("unroll_steps", 0) is None:
+        drafter["unroll_steps"] = 4
+
+
 RENAMED = {"spot.least_steps": "spot.min_steps", "drafter.taps": "drafter.aux_hidden_state_layer_ids"}
 """Old key to new key. A launch config with an old key is refused with the new name; a resolved config is migrated."""
 
@@ -86,6 +93,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _drop_reshard_method,
     _renamed("spot.least_steps"),
     _renamed("drafter.taps"),
+    _keep_unrolled_drafts,
 )
 
 

@@ -7,6 +7,7 @@ own dataclasses and validated against the installed release in ``config.passthro
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,9 +31,11 @@ class RunConfig(Section):
 def _processes(value: Any) -> Any:
     if value != "auto":
         return value
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return (gpus if visible is None else min(gpus, len(list(filter(None, visible.split(",")))))) or 2
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:  # CUDA, too, stops at the first entry that is no device
+        gpus = min(gpus, len(list(takewhile(lambda name: name[:1] not in ("", "-"), visible.split(",")))))
+    return gpus or 2
 
 
 class LauncherConfig(Section):

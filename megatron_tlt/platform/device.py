@@ -116,8 +116,14 @@ def current_device() -> Device:
     return Device(torch.device("cpu"), "gloo")
 
 
-def prepare() -> Device:
-    """Prepares the libraries for this device; call it before anything imports ``megatron``."""
+def prepare(tensor_parallel_size: int = 1) -> Device:
+    """Prepares the libraries for this device; call it before anything imports ``megatron``.
+
+    With tensor parallelism Megatron overlaps a layer's collectives with its products, which takes kernels that start in
+    the order in which they were launched.
+    """
+    if tensor_parallel_size > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = current_device()
     # Each rank runs its engine in the actor's process: the engine must not fork its own core process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -30,10 +30,12 @@ _EVERY_S = 1.0
 _LISTEN_S = 3.0
 """A living rank increments its counter within this time."""
 _SILENT_S = 120.0
-"""A rank whose counter stands still for so long is lost, whatever the others wait in.
+"""A rank whose counter stands still for so many seconds is lost, whatever the others wait in.
 
 NCCL raises nothing in a rank that waits for a dead one; its watchdog would end the process without a name.
 """
+_RETRIES = 5
+"""Beats in a row that may fail before a rank gives up counting."""
 _STORE_S = 10.0
 _POLL_S = 0.05
 _LONGEST = 200  # characters of the library's message
@@ -92,20 +94,30 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
     stop = threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # the store's node is gone: the next collective reports it
-            connected = new_connection(store)  # own connection: a wait on the shared one would block this thread
-            connected.set(f"where/{rank}", _node())
-            next_rank = _Watched(connected, (rank + 1) % world)
-            while not stop.wait(_EVERY_S):
+        connected: dist.Store | None = None
+        silence, failures = _SilenceCounter(), 0
+        while failures < _RETRIES:
+            try:
+                if connected is None:  # own connection: a wait on the shared one would block this thread
+                    connected = new_connection(store)
+                    connected.set(f"where/{rank}", _node())
                 connected.add(f"pulse/{rank}", 1)
-                next_rank.look()
+                source = "reported by another rank"
+                if silence.is_lost(connected, (rank + 1) % world) and not connected.check([_LOST]):
+                    _report_silent(connected, rank, world)
+                    source = "which stands still"
                 if not _finds_out.is_set() and connected.check([_LOST]):
                     lost = _hear(connected, world)
-                    told = RanksLost(
-                        f"rank {rank} ({_node()}) lost its connection to rank {lost}, reported by another rank"
-                    )
+                    told = RanksLost(f"rank {rank} ({_node()}) lost its connection to rank {lost}, {source}")
                     end_once(told, how_to_end)
-            connected.set(f"ended/{rank}", "")
+                failures = 0
+            except RuntimeError:  # a disturbance, or the store's node is gone: then the next collective reports it
+                connected, failures = None, failures + 1
+            if stop.wait(_EVERY_S):
+                break
+        if connected is not None:
+            with suppress(RuntimeError):
+                connected.set(f"ended/{rank}", "")
 
     thread = threading.Thread(target=beat, name="pulse", daemon=True)
     thread.start()
@@ -117,29 +129,28 @@ def start_pulse(store: dist.Store, rank: int, world: int) -> None:
     atexit.register(end)
 
 
-class _Watched:
-    """A rank whose counter another rank follows; it is reported as lost when it stands still without having ended."""
+class _SilenceCounter:
+    """Counts this rank's own looks at another's counter, so that time in which all ranks stand still is no silence.
 
-    def __init__(self, connected: dist.Store, rank: int) -> None:
-        self._connected, self._rank = connected, rank
-        self._count, self._since = -1, time.monotonic()
+    A rank whose Python lock is held in one call for all that time counts as lost too.
+    """
 
-    def look(self) -> None:
-        """Compare the counter with the last one; once a second."""
-        connected, count = self._connected, self._connected.add(f"pulse/{self._rank}", 0)
-        if count != self._count:
-            self._count, self._since = count, time.monotonic()
-        elif time.monotonic() - self._since > _SILENT_S and self._is_lost():
-            connected.set(_LOST, f"1 {self._rank} ({connected.get(f'where/{self._rank}').decode()})")
+    def __init__(self) -> None:
+        self._count, self._looks = -1, 0
 
-    def _is_lost(self) -> bool:
-        started, ended = (self._connected.check([f"{key}/{self._rank}"]) for key in ("where", "ended"))
-        return started and not ended and not self._connected.check([_LOST])
+    def is_lost(self, connected: dist.Store, rank: int) -> bool:
+        """Whether the counter of ``rank``, which started and has not ended, stood still for ``_SILENT_S`` looks."""
+        count = connected.add(f"pulse/{rank}", 0)
+        self._looks = self._looks + 1 if count == self._count else 0
+        self._count = count
+        if self._looks * _EVERY_S < _SILENT_S:
+            return False
+        started, ended = (connected.check([f"{key}/{rank}"]) for key in ("where", "ended"))
+        return started and not ended
 
 
-def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
-    """Adds the lost ranks to ``found``, reports them to all others, and waits until those have read them."""
-    connected = new_connection(store)
+def _report_silent(connected: dist.Store, own: int, world: int) -> bool:
+    """Tells all ranks which counters stand still for ``_LISTEN_S``; False if none does."""
     others = [rank for rank in range(world) if rank != own]
 
     def counts() -> list[int]:
@@ -147,15 +158,22 @@ def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
 
     before, end = counts(), time.monotonic() + _LISTEN_S
     while time.monotonic() < end and not connected.check([_LOST]):
+        connected.add(f"pulse/{own}", 1)  # others listen too
         time.sleep(_POLL_S)
-    if not connected.check([_LOST]):
-        silent = [rank for rank, was, now in zip(others, before, counts(), strict=True) if was == now]
-        if not silent:
-            found.append("")
-            return
+    if connected.check([_LOST]):
+        return True
+    silent = [rank for rank, was, now in zip(others, before, counts(), strict=True) if was == now]
+    silent = [rank for rank in silent if not connected.check([f"ended/{rank}"])]
+    if silent:
         names = ", ".join(f"{rank} ({connected.get(f'where/{rank}').decode()})" for rank in silent)
         connected.set(_LOST, f"{len(silent)} {names}")
-    found.append(_hear(connected, world))
+    return bool(silent)
+
+
+def _look(store: dist.Store, own: int, world: int, found: list[str]) -> None:
+    """Adds the lost ranks to ``found``, reports them to all others, and waits until those have read them."""
+    connected = new_connection(store)
+    found.append(_hear(connected, world) if _report_silent(connected, own, world) else "")
 
 
 def _hear(connected: dist.Store, world: int) -> str:

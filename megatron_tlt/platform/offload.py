@@ -6,11 +6,15 @@ connected. Replacing each tensor's data by a copy would disconnect them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 
 from megatron_tlt.errors import RunError
+
+_LEAST_PINNED = 64 << 10
+"""Bytes below which pinning costs more than it saves; small tensors share pages with others."""
 
 
 class StorageOffload:
@@ -22,6 +26,8 @@ class StorageOffload:
     def __init__(self) -> None:
         self._held: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         self._unused: dict[int, list[torch.UntypedStorage]] = {}
+        self._pinned: list[torch.UntypedStorage] = []
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def offload(self, tensors: Iterable[torch.Tensor], *, keep: bool = True) -> int:
         """Frees the memory of ``tensors``, some of which may share a storage; returns the bytes freed on the device.
@@ -44,7 +50,12 @@ class StorageOffload:
 
     def _host_copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         size, unused = storage.nbytes(), self._unused.get(storage.nbytes())
-        host = unused.pop() if unused else _host_storage(size, pinned=storage.device.type == "cuda")
+        if unused:
+            return unused.pop().copy_(storage)
+        host = torch.empty(size, dtype=torch.uint8).untyped_storage()
+        if storage.device.type == "cuda" and size >= _LEAST_PINNED:
+            _pin(host)
+            self._pinned.append(host)
         return host.copy_(storage)
 
     def reload(self) -> None:
@@ -62,14 +73,16 @@ class StorageOffload:
         self._held.clear()
 
 
-def _host_storage(nbytes: int, *, pinned: bool) -> torch.UntypedStorage:
-    """Host memory of exactly this size; pinned, it is transferred at the full speed of the bus.
+def _pin(memory: torch.UntypedStorage) -> None:
+    """Pinned, host memory is transferred at the full speed of the bus.
 
     torch's own pinned allocations have sizes of powers of two, up to twice the memory.
     """
-    memory = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-    if pinned:
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
-        if status:
-            raise RunError(f"CUDA does not pin {nbytes} bytes of host memory (status {status}); see `ulimit -l`")
-    return memory
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
+    if status:
+        raise RunError(f"CUDA does not pin {memory.nbytes()} bytes of host memory (status {status}); see `ulimit -l`")
+
+
+def _unpin(pinned: list[torch.UntypedStorage]) -> None:
+    for memory in pinned:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -45,22 +45,20 @@ def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequ
     ]
 
 
-def numa_binding(system: Path = Path("/")) -> list[str]:
-    """torchrun's argument that binds each process to the processors next to its GPU; ``TLT_NUMA`` names another mode.
-
-    Empty with one NUMA node, without GPUs, or without the program numactl, which torch calls.
+def numa_binding() -> list[str]:
+    """torchrun's argument that binds processes to processors near their GPUs, by ``TLT_NUMA`` (default: none).
 
     Raises:
-        ConfigError: an unknown ``TLT_NUMA``.
+        ConfigError: an unknown mode, or no program numactl, which torch calls.
     """
     modes = ("none", "node", "socket", "exclusive", "core-complex")
-    mode = os.environ.get("TLT_NUMA", "node")
+    mode = os.environ.get("TLT_NUMA", "none")
     if mode not in modes:
         raise ConfigError(f"TLT_NUMA: found {mode!r}; allowed: {', '.join(modes)}")
-    several = (system / "sys/devices/system/node/node1").is_dir()
-    gpus = any((system / "proc/driver/nvidia/gpus").glob("*"))
-    if mode == "none" or not several or not gpus or shutil.which("numactl") is None:
+    if mode == "none":
         return []
+    if shutil.which("numactl") is None:
+        raise ConfigError(f"TLT_NUMA: found {mode!r}, which needs the program numactl; allowed without it: 'none'")
     return [f"--numa-binding={mode}"]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 VARIABLE = "TLT_SPOT_FAULTS"
@@ -29,7 +29,7 @@ class FaultHooks:
             with (self._folder / self._name).open("a") as file:
                 file.write(" ".join(frame.hex() for frame in frames) + "\n")
 
-    def hold(self) -> None:
-        """Wait until the folder has no file ``hold``."""
-        while self._folder is not None and (self._folder / HOLD).exists():
+    def hold(self, is_closing: Callable[[], bool]) -> None:
+        """Wait until the folder has no file ``hold``, or the coordinator closes."""
+        while self._folder is not None and (self._folder / HOLD).exists() and not is_closing():
             time.sleep(0.05)

@@ -90,7 +90,7 @@ class CoordinatorService(Threaded):
         while not self._closing:
             wait = min(self._machine.next_deadline() - self._clock(), _LONGEST_ROUND_S)
             poller.poll(max(0, math.ceil(wait * 1000)))
-            self._hooks.hold()
+            self._hooks.hold(lambda: self._closing)
             self._round(self._clock())
 
     def _round(self, now: float) -> None:

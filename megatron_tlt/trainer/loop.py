@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,10 +99,7 @@ class Run:
     ) -> None:
         self._config = config
         self._stop = StopFlag()
-        if int(config.actor.megatron.get("tensor_model_parallel_size", 1)) > 1:
-            # Megatron overlaps a layer's collectives with its products only if kernels start in the order of launch
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        prepare()
+        prepare(int(config.actor.megatron.get("tensor_model_parallel_size", 1)))
         check_versions(libraries_not_needed(config.rollout))
         initialize_distributed(config.launcher.collective_timeout_s)
         if not read_only:

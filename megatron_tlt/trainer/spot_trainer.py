@@ -311,12 +311,12 @@ class SpotTrainer:
             self._report = replace(self._report, used_s=self._report.used_s + self._timeline.now() - began)
             if result.outcome != "trained":
                 return result.outcome
-            check_memory()
             self._report = replace(self._report, metrics=result.metrics)
             self._steps += 1
             client.at_step_boundary(trainer.version)
             if leads:
                 self._checkpoints.step_done(self._rl_step)
+            check_memory()  # the step counts; no further one is begun
 
     def _draw(self, share: int) -> Iterator[Entry]:
         """This rank's part of a batch: responses that its engine has just finished, and responses of earlier steps."""

@@ -43,7 +43,7 @@ from megatron_tlt.trainer.export import save_hf_folder
 
 def build_model_of_recipe(config: TltConfig) -> None:
     """Builds and caches the model; a collective. Does nothing if the cache already contains it."""
-    prepare()
+    prepare(int(config.actor.megatron.get("tensor_model_parallel_size", 1)))
     check_versions(libraries_not_needed(config.rollout))
     initialize_distributed(config.launcher.collective_timeout_s)
     if config.model.recipe is None:

@@ -362,10 +362,10 @@ def test_auto_is_a_process_for_each_visible_gpu_and_two_without_any(monkeypatch:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("megatron_tlt.config.schema.Path", Found)
     counts = []
-    for gpus, visible in ((0, None), (1, None), (8, None), (8, "0,1,2"), (8, "")):  # noqa: B007
+    for gpus, visible in ((0, None), (1, None), (8, None), (8, "0,1,2"), (8, ""), (8, "0,-1,2"), (8, "-1")):  # noqa: B007
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         counts.append(LauncherConfig.model_validate({"nproc_per_node": "auto"}).nproc_per_node)
-    assert counts == [2, 1, 8, 3, 2]
+    assert counts == [2, 1, 8, 3, 2, 1, 2]
     with pytest.raises(ValidationError):
         LauncherConfig.model_validate({"nproc_per_node": "all"})

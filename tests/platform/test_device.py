@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.device import Device
+from megatron_tlt.platform.device import Device, prepare
 
 JOIN = "from megatron_tlt.platform.device import initialize_distributed; initialize_distributed(5)"
 
@@ -80,3 +80,14 @@ def test_a_bound_holds_beside_a_sleeping_engine_and_ends_with_its_block(monkeypa
     gpu.take(40)
     with device.memory_bound(None) as check:
         check()
+
+
+def test_kernels_start_in_order_where_megatron_overlaps_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    prepare(1)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    prepare(2)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    prepare(2)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"

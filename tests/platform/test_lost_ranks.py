@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.lost_ranks import is_broken_line
+from megatron_tlt.platform.lost_ranks import _EVERY_S, _SILENT_S, _SilenceCounter, is_broken_line
 from tests.helpers.launch import REPOSITORY, free_port, slowness
 
 WORKER = Path(__file__).parent / "workers" / "lost_ranks.py"
@@ -28,6 +29,31 @@ def test_only_errors_about_lines_between_ranks_are_taken_for_such() -> None:
     assert is_broken_line(caused)
     assert not is_broken_line(RunError("disk full")) and not is_broken_line(RuntimeError("shape mismatch"))
     assert not is_broken_line(ValueError("connection closed"))
+
+
+class CountingStore:
+    """The counters of a store, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {"where/1": 1, "pulse/1": 0}
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = self.values.get(key, 0) + amount
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_silence_is_counted_in_own_looks_and_an_ended_rank_is_not_lost() -> None:
+    store: Any = CountingStore()
+    silence, needed = _SilenceCounter(), int(_SILENT_S / _EVERY_S)
+    assert not any(silence.is_lost(store, 1) for _ in range(needed))
+    assert silence.is_lost(store, 1)
+    store.add("pulse/1", 1)
+    assert not any(silence.is_lost(store, 1) for _ in range(needed)), "it goes on: counted from the start"
+    store.add("ended/1", 1)
+    assert not any(silence.is_lost(store, 1) for _ in range(3 * needed))
 
 
 @pytest.mark.parametrize(

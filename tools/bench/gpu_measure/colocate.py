@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def peak_flops(name: str) -> float | None:
     """Dense bfloat16 operations per second of an H100 or H200, from the data sheet; None for others."""
     from megatron_tlt.planning.devices import known_devices
 
-    found = [spec.flops for key, spec in known_devices().items() if key.split("-")[0] in name]
+    found = [
+        spec.flops for key, spec in known_devices().items() if key.split("-")[0] in re.split(r"[^A-Za-z0-9]+", name)
+    ]
     return found[0] if found else None
 
 
