@@ -107,7 +107,7 @@ def uninterrupted(runs: Runs) -> Path:
     return runs.folder / "uninterrupted"
 
 
-FAULT_STEPS = 8
+FAULT_STEPS = 12
 # two of four problems are the first rank's, and each takes its engine many rounds: the two others wait, and on a quick
 # machine too for longer than it takes them to hear of it
 GREEDY = (

@@ -30,7 +30,7 @@ from tests.trainer.conftest import FAULT_STEPS, GREEDY_SPOT, Runs, assert_same_p
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SILENT_S = 1.5
-HELD_S = 5.0
+HELD_S = 3.0
 UNSIGNED, FORGED, REPLAYED = 1, 3, 5
 # one checkpoint of this drafter, and not two
 DISK = "900k"
@@ -126,7 +126,7 @@ def kill_leader(run: Faulty) -> None:
 def hold_coordinator(run: Faulty) -> None:
     sent = run.in_session()
     with sent.coordinator_held():
-        time.sleep(1.5)  # it ends its round, of a second at most
+        time.sleep(0.5)  # it ends its round
         reports, directives = len(sent.frames), len(sent.directives)
         time.sleep(HELD_S)
         run.reports_while_held = sum(report.rank == 0 for report, _ in sent.frames[reports:])
