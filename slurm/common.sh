@@ -30,17 +30,20 @@ reachable() { # name
     getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}'
 }
 
-# The first node's address: by its name, else by the name that Slurm reaches it by, else its own first address.
+# The first node's address: by its name, else as Slurm reaches it (a loopback address where all nodes are one machine),
+# else its own first address; empty if there is none.
 address_of() { # node
-    local address
+    local address by_slurm
     address="$(reachable "$1")"
     if [[ -z "$address" ]]; then
-        address="$(reachable "$(scontrol show node "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')")"
+        by_slurm="$(scontrol show node "$1" | tr ' ' '\n' | sed -n 's/^NodeAddr=//p')"
+        address="$(reachable "$by_slurm")"
+        if [[ -z "$address" && "$by_slurm" == 127.* ]]; then address="$by_slurm"; fi
     fi
     if [[ -z "$address" ]]; then # a job script runs on the job's first node
         address="$(hostname -I 2>/dev/null | tr ' ' '\n' | grep -E '^[0-9.]+$' | grep -v '^127\.' | head -n 1)"
     fi
-    printf '%s\n' "${address:-127.0.0.1}"
+    printf '%s\n' "$address"
 }
 
 # Prints srun's options, or the command, that enter the container; one word a line.
@@ -53,14 +56,15 @@ container_words() { # image, mounts
 }
 
 begin() {
-    local first mounts
+    local first mounts address
     first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
     unset TLT_NODE_RANK TLT_NODE_NAME
     export TLT_RENDEZVOUS TLT_JOB="$job.$start"
-    TLT_RENDEZVOUS="$(address_of "$first"):${TLT_PORT:-$((20000 + job % 1500 * 8))}"
-    if [[ "$TLT_RENDEZVOUS" == 127.* ]] && ((SLURM_JOB_NUM_NODES > 1)); then
+    address="$(address_of "$first")"
+    if [[ -z "$address" ]] && ((SLURM_JOB_NUM_NODES > 1)); then
         fail 2 "node $first has no address that other nodes reach: neither its name, Slurm's NodeAddr nor hostname -I says one"
     fi
+    TLT_RENDEZVOUS="${address:-127.0.0.1}:${TLT_PORT:-$((20000 + job % 1500 * 8))}"
     if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]] && command -v numactl >/dev/null; then
         export TLT_NUMA="${TLT_NUMA:-node}"
     fi

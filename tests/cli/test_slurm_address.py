@@ -26,8 +26,9 @@ address_of node1
         ('[[ "$2" == node1 ]] && echo 127.0.1.1 || echo "$2"', "10.0.0.8", "10.0.0.8"),
         ('echo "127.0.1.1 STREAM node1"', "node1", "10.0.0.9"),
         ("return 2", "node1", "10.0.0.9"),
+        ("return 2", "127.0.0.1", "127.0.0.1"),
     ],
-    ids=["by name", "second of the name", "by Slurm's address", "own", "unknown name"],
+    ids=["by name", "second of the name", "by Slurm's address", "own", "unknown name", "all on one machine"],
 )
 def test_an_address_of_the_loopback_device_is_passed_over(getent: str, slurm: str, expected: str) -> None:
     script = SCRIPT.format(getent=getent, slurm=slurm)
