@@ -104,14 +104,14 @@ class SkippedStates:
 
         ``parts``: (requests, features) each; concatenated they are the states.
         """
-        if not self._goes_on(requests, positions):
+        if not self._continues(requests, positions):
             self._end_stretch()
             self._stretch = _Stretch(list(requests), positions.copy(), self._written, 0)
         assert self._stretch is not None
         self._stretch.steps += 1
         self._write(parts)
 
-    def _goes_on(self, requests: Sequence[str], positions: np.ndarray) -> bool:
+    def _continues(self, requests: Sequence[str], positions: np.ndarray) -> bool:
         stretch = self._stretch
         return (
             stretch is not None

@@ -31,22 +31,11 @@ REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm.v1.engine.llm_engine", "LLMEngine.reset_prefix_cache"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.sleep"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.wake_up"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
-    ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
-    ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
-    ("vllm.v1.spec_decode.eagle", "EagleProposer.propose"),
-    ("vllm.v1.spec_decode.eagle", "EagleProposer._sample_draft_tokens"),
     ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
     ("vllm.v1.engine", "FinishReason.ABORT"),
-    ("vllm.v1.engine.output_processor", "RequestState.make_request_output"),
     ("vllm.tokenizers", "cached_get_tokenizer"),
     ("vllm.distributed.parallel_state", "get_tp_group"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_spec_decode_draft_probs"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._calc_spec_decode_metadata"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model"),
     ("vllm.model_executor.layers.fused_moe.expert_map_manager", "ExpertMapManager.get_local_expert_ids"),
     ("vllm.model_executor.layers.fused_moe.expert_map_manager", "ExpertMapManager.map_global_to_local"),
@@ -129,7 +118,7 @@ def check_vllm() -> str:
     assert version is not None
     from vllm.platforms import current_platform
 
-    required = REQUIRED_ATTRIBUTES + (CPU_ATTRIBUTES if current_platform.is_cpu() else ())
+    required = REQUIRED_ATTRIBUTES + REPLACED + (CPU_ATTRIBUTES if current_platform.is_cpu() else ())
     if missing := missing_attributes(required):
         raise RunError(
             f"vllm {version} lacks {', '.join(missing)}, which rollout uses; supported: {SUPPORTED_RELEASES}"

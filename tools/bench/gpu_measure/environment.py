@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from megatron_tlt.platform.versions import installed_version
 
 _LIBRARIES = ("numpy", "numba", "llvmlite", "triton", "flashinfer-python", "safetensors")
 _QUERIED = (
@@ -48,7 +49,7 @@ def describe() -> dict[str, Any]:
     )
     return {
         **json.loads(found.stdout.splitlines()[-1]),
-        **{name: _version(name) for name in _LIBRARIES},
+        **{name: installed_version((name,)) for name in _LIBRARIES},
         "nvidia_smi": gpu_state(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -68,13 +69,6 @@ def parse_gpu_state(line: str) -> dict[str, str] | None:
     """A line of nvidia-smi's CSV by field; None where it has another number of fields."""
     values = [value.strip() for value in line.strip().split(",")]
     return dict(zip(_QUERIED, values, strict=True)) if len(values) == len(_QUERIED) else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.observe.jsonl import read_jsonl
+from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
 from megatron_tlt.platform.processes import launch_environment
 from tools.bench.gpu_measure.environment import gpu_state
 from tools.bench.gpu_measure.measurement import Measurement, Settings
@@ -40,22 +40,17 @@ class Record:
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path, self.settings = path, settings
         head = {"settings": dataclasses.asdict(settings)}
-        if path.is_file():
-            _drop_torn_line(path)
-        if not path.is_file() or not path.stat().st_size:
-            self._append(head)
-        self.lines = list(read_jsonl(path))
-        if not self.lines or self.lines[0] != head:
+        self._file = JsonLinesFile(path)  # drops a line that its writer, ended by a time limit, left incomplete
+        self.lines = read_jsonl(path)
+        if not self.lines:
+            self.add(head)
+        if self.lines[0] != head:
             raise ValueError(f"{path}: measured with other settings than {head['settings']}; allowed: another --out")
 
     def add(self, line: dict[str, Any]) -> None:
         """Appends a line and keeps it."""
-        self._append(line)
+        self._file.append([line])
         self.lines.append(line)
-
-    def _append(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
     @property
     def rows(self) -> Rows:
@@ -74,13 +69,6 @@ class Record:
         """Duration of the last finished repeat; None without any."""
         seconds = [line["seconds"] for line in self.lines[1:] if line["measurement"] == name and "failure" not in line]
         return seconds[-1] if seconds else None
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Removes a last line that its writer, ended by a time limit, left without its end."""
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def missing(record: Record, measurements: Sequence[Measurement], repeats: int) -> list[Measurement]:
