@@ -1,4 +1,4 @@
-"""All tuners behind one interface: their choices, refusals, and restored states."""
+"""All tuners through their common interface: choices, refusals, and restored states."""
 
 from __future__ import annotations
 
