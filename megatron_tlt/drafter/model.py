@@ -72,10 +72,10 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class DraftModel(nn.Module, ABC):
     """A drafter over packed sequences.
 
-    Position t takes token x_{t+1} and the target's hidden state h_t, has rotary position t, and predicts h_{t+1},
-    from which the LM head predicts x_{t+2}. Unrolled step j takes x_{t+1+j} and the drafter's own feature of step j - 1, has rotary position
-    t + j, and predicts x_{t+2+j}. This is vLLM's alignment: token ids are shifted by one against the target's positions
-    and hidden states.
+    Position t takes token x_{t+1} and the target's hidden state h_t, has rotary position t, and predicts h_{t+1}, from
+    which the LM head predicts x_{t+2}. Unrolled step j takes x_{t+1+j} and the drafter's own feature of step j - 1, has
+    rotary position t + j, and predicts x_{t+2+j}. This is vLLM's alignment: token ids are shifted by one against the
+    target's positions and hidden states.
     """
 
     kind: ClassVar[Kind]
