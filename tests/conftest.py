@@ -32,12 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="take the patch of vLLM's CPU rejection sampler out, run only the tests that need it, expect them to fail",
     )
-    parser.addoption(
-        "--count-left-out",
-        type=Path,
-        metavar="FILE",
-        help="write into FILE how many of the collected tests are not in the contributor's tier",
-    )
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+"""How many of the collected tests are not in the contributor's tier."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,8 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: plain, then those that start processes, then slow ones (stable within each)."""
-    if file := config.getoption("--count-left-out"):
-        file.write_text(f"{sum(not _in_contributors_tier(item) for item in items)}\n")
+    config.stash[_LEFT_OUT] = sum(not _in_contributors_tier(item) for item in items)
     items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, _starts_processes(item)))
     if not config.getoption("--without-cpu-patch"):
         return
@@ -60,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = patched
     for item in items:
         item.add_marker(pytest.mark.xfail(reason="the CPU patch was taken out", raises=AssertionError, strict=True))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.markexpr == "representative":
+        terminalreporter.line(f"The contributor's tier leaves {config.stash[_LEFT_OUT]} tests to tests/run.sh --all.")
 
 
 def _starts_processes(item: pytest.Item) -> bool:

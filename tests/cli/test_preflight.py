@@ -17,6 +17,7 @@ from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.cli import main, runs
 from megatron_tlt.cli.preflight import load_checked
 from megatron_tlt.cli.preflight_model import check_with_model
+from megatron_tlt.cli.preflight_tasks import Findings
 from megatron_tlt.cli.prompt_files import FILE, check_prompt_files
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -200,15 +201,17 @@ def test_prompts_that_are_left_out_are_counted(
     assert any("would leave out all" in line for line in found)
 
 
-def test_generated_prompts_that_are_too_long_are_named_by_their_size(
-    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generated_prompts_that_are_too_long_are_named_by_their_size(write: Callable[..., Path], model: Path) -> None:
     path = write(GOOD, tasks=[{"name": "chain_sum", "params": {"sizes": {"min": 2, "max": 12}}}])
-    (line,) = violations(path)
+
+    def found(*overrides: str) -> Findings:
+        return check_with_model(load_config(path, overrides, check_libraries=False), model)
+
+    (line,) = found().violations
     assert "tasks[0].params.sizes.max: found 12, where prompts have up to 28 tokens; allowed by" in line
-    load_checked(path, ["rollout.max_prompt_tokens=28"])
-    load_checked(path, ["rollout.filter_overlong_prompts=true"])
-    assert "leaves out 32 of 32 such draws" in capsys.readouterr().err
+    assert found("rollout.max_prompt_tokens=28") == Findings()
+    (note,) = found("rollout.filter_overlong_prompts=true").notes
+    assert "leaves out 32 of 32 such draws" in note
 
 
 def test_chat_messages_need_a_chat_template(write: Callable[..., Path], model: Path, tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ class TestNewest:
 
 
 def test_killed_writers_leave_their_durable_checkpoints(tmp_path: Path) -> None:
-    kills = 30
+    kills = 15
     log = run_python(WORKERS / "killed_writers.py", [str(tmp_path), str(kills), "0"], timeout_s=LIMIT_S)
     rows = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert len(rows) == kills
