@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_tlt.bench.rollout_cases import of_length
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.loader import load_config
@@ -17,6 +15,7 @@ from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter import Pair, TargetStates, WarmupPlan, aux_layers_of, drafter_from_target, warm_up
 from megatron_tlt.drafter.model import Kind
 from megatron_tlt.observe.progress import Progress
+from megatron_tlt.platform.device import current_device
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
@@ -70,10 +69,12 @@ def train_head(quickstart: Quickstart, kind: Kind, steps: int, work: Path) -> Pa
 
 def warm_head(target: Path, pairs: Sequence[Pair], drafter: DrafterConfig, plan: WarmupPlan, folder: Path) -> Path:
     """The folder of a head initialized from the target's last layer and trained on the pairs."""
+    device = current_device().torch_device
     model = drafter_from_target(
         target, drafter.kind, 1, drafter.aux_hidden_state_layer_ids, draft_vocab_size=drafter.draft_vocab_size
-    )
-    states = TargetStates(target, aux_layers_of(model.config), torch.device("cpu"))
+    ).to(device)
+    model.share(model.shared.to(device))
+    states = TargetStates(target, aux_layers_of(model.config), device)
     with Progress(0, plan.steps, enabled=False) as progress:
         warm_up(model, drafter, pairs, states, folder, plan, progress)
     return folder / "drafter"
