@@ -42,3 +42,28 @@ def mixed_groups(rewards: Sequence[float], group_size: int) -> float:
     Compares rewards exactly: due to rounding, the standard deviation of equal rewards may be nonzero.
     """
     return float(np.mean(np.ptp(np.asarray(rewards, dtype=np.float64).reshape(-1, group_size), axis=1) > 0))
+
+
+def leave_one_out_advantages(rewards: Sequence[float], group_size: int) -> list[float]:
+    """The reward minus the mean of the other rewards of its group (RLOO, 2402.14740, section 2.2).
+
+    Raises:
+        ValueError: the number of rewards is not a multiple of ``group_size``.
+        RunError: a reward is not finite.
+    """
+    centred = group_relative_advantages(rewards, group_size, normalize_by_std=False)
+    return [group_size / (group_size - 1) * value for value in centred]
+
+
+def whitened(values: Sequence[float], lengths: Sequence[int], epsilon: float = 1e-8) -> list[float]:
+    """Values with mean 0 and variance 1 over the tokens of the batch: each counts ``length`` times.
+
+    The variance is the unbiased one, as in verl's ``masked_whiten``. A batch of equal values gets zeros.
+    """
+    value, weight = np.asarray(values, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    tokens = weight.sum()
+    if np.ptp(value) == 0 or tokens < 2:
+        return [0.0] * len(value)
+    centred = value - (value * weight).sum() / tokens
+    variance = (centred**2 * weight).sum() / (tokens - 1)
+    return [float(entry) for entry in centred / np.sqrt(variance + epsilon)]

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from megatron_tlt.algorithms.losses import Loss
-from megatron_tlt.config.schema import AlgorithmConfig
+from megatron_tlt.algorithms.registry import build_loss
+from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.errors import RunError
 
 
@@ -21,21 +22,24 @@ class Algorithm(ABC):
         self.config = config
 
     @abstractmethod
-    def advantages(self, rewards: Sequence[float]) -> Sequence[float]:
-        """One advantage per response; ``config.group_size`` consecutive rewards, all finite, answer one problem."""
+    def advantages(self, rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
+        """One advantage per response; ``config.group_size`` consecutive rewards, all finite, answer one problem.
 
-    @abstractmethod
+        ``lengths``: tokens of each response.
+        """
+
     def loss(self) -> Loss:
         """The loss that a run's updates minimize. ``metrics.jsonl`` has its metrics as ``actor/<name>``."""
+        return build_loss(self.config)
 
-    def assign_credit(self, rewards: Sequence[float]) -> list[float]:
+    def assign_credit(self, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
         """:meth:`advantages`, checked.
 
         Raises:
             RunError: a reward or an advantage is not finite, or the number of advantages is wrong.
         """
         _check_finite("reward", rewards)
-        advantages = [float(value) for value in self.advantages(rewards)]
+        advantages = [float(value) for value in self.advantages(rewards, lengths)]
         if len(advantages) != len(rewards):
             found = f"{len(advantages)} advantages for {len(rewards)} responses"
             raise RunError(f"algorithm.name: {self.config.name} returned {found}; allowed: one each")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_tlt.config.schema import MismatchConfig
+from megatron_tlt.config.algorithm import MismatchConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
 

@@ -64,6 +64,9 @@ def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, l
 
 def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -> list[str]:
     found.add(algorithm_problems(config.algorithm))
+    if values := config.algorithm.recipe_values:
+        said = ", ".join(f"{key}: {value}" for key, value in values.items())
+        found.notes.append(f"algorithm.name: {config.algorithm.name} sets {said}")
     found.add(engine_problems(config))
     found += _tasks_and_model(config, starts)
     flags = (

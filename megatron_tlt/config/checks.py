@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from megatron_tlt.config.algorithm import RECIPES
 from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE
 from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.layouts import (
@@ -333,15 +334,32 @@ def _temperatures(config: TltConfig) -> Iterator[str]:
             yield f"{section}.temperature: found {found:g}; allowed: {allowed} (vLLM's minimum)"
 
 
-def _dr_grpo(config: TltConfig) -> Iterator[str]:
+def _algorithm(config: TltConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.name != "dr_grpo":
-        return
-    if algorithm.normalize_by_std:
-        yield "algorithm.normalize_by_std: found true; dr_grpo never divides by it; allowed: false, or absent"
-    if algorithm.loss_aggregation != "token_mean":
-        found = algorithm.loss_aggregation
-        yield f"algorithm.loss_aggregation: found {found}; dr_grpo weights tokens equally; allowed: token_mean"
+    if algorithm.normalize_by_std and RECIPES.get(algorithm.name, {}).get("normalize_by_std") is False:
+        yield (
+            f"algorithm.normalize_by_std: found true; {algorithm.name} never divides by it; allowed: false, or absent"
+        )
+    if algorithm.name == "dr_grpo" and algorithm.loss_aggregation == "sequence_mean":
+        yield (
+            "algorithm.loss_aggregation: found sequence_mean; dr_grpo weights tokens equally; "
+            "allowed: token_mean, sequence_sum_norm"
+        )
+    if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
+        found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
+        yield f"algorithm.dual_clip: found {found}; allowed: null"
+    summed = algorithm.loss_aggregation == "sequence_sum_norm"
+    if summed and algorithm.sequence_norm_tokens is None:
+        longest = config.rollout.max_response_tokens
+        yield (
+            "algorithm.sequence_norm_tokens: absent; loss_aggregation sequence_sum_norm divides by it; "
+            f"allowed: a number of tokens, such as rollout.max_response_tokens, {longest}"
+        )
+    if not summed and algorithm.sequence_norm_tokens is not None:
+        yield (
+            f"algorithm.sequence_norm_tokens: found {algorithm.sequence_norm_tokens}; loss_aggregation "
+            f"{algorithm.loss_aggregation} does not read it; allowed: null"
+        )
 
 
 def _router(config: TltConfig) -> Iterator[str]:
@@ -382,7 +400,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         _spot,
         _adaptive,
         _temperatures,
-        _dr_grpo,
+        _algorithm,
         _router,
         _optimizer,
         _adam_only,

@@ -69,19 +69,26 @@ def _keep_unrolled_drafts(values: dict[str, Any]) -> None:
         drafter["unroll_steps"] = 4
 
 
-RENAMED = {"spot.least_steps": "spot.min_steps", "drafter.taps": "drafter.aux_hidden_state_layer_ids"}
+RENAMED = {
+    "spot.least_steps": "spot.min_steps",
+    "drafter.taps": "drafter.aux_hidden_state_layer_ids",
+    "algorithm.kl_coefficient": "algorithm.kl.coefficient",
+}
 """Old key to new key. A launch config with an old key is refused with the new name; a resolved config is migrated."""
 
 
 def _renamed(old: str) -> Migration:
     """The migration that moves ``old`` to its new key; one per rename."""
     section, _, name = old.rpartition(".")
-    new = RENAMED[old].rpartition(".")[2]
+    new = RENAMED[old].removeprefix(f"{section}.").split(".")
 
     def rename(values: dict[str, Any]) -> None:
         found = _section(values, section)
         if name in found:
-            found[new] = found.pop(name)
+            value = found.pop(name)
+            for inner in new[:-1]:
+                found = found.setdefault(inner, {})
+            found[new[-1]] = value
 
     return rename
 
@@ -94,6 +101,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _renamed("spot.least_steps"),
     _renamed("drafter.taps"),
     _keep_unrolled_drafts,
+    _renamed("algorithm.kl_coefficient"),
 )
 
 

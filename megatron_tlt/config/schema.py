@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -258,37 +259,6 @@ class RolloutConfig(Section):
     def expert_parallel(self) -> bool:
         """Whether each expert is on one rank of an engine, instead of sharded over its ranks."""
         return bool(self.vllm.get("enable_expert_parallel"))
-
-
-class MismatchConfig(Section):
-    """Handling of the difference between the rollout's and the actor's log-probs.
-
-    ``fail`` stops the run if a step's mean absolute difference exceeds ``threshold``; ``correct`` multiplies each
-    token's loss by min(exp(actor - rollout), ``truncation``); ``log`` only records it.
-    """
-
-    action: Literal["log", "correct", "fail"] = "log"
-    threshold: Annotated[float, Field(gt=0)] = 0.1
-    truncation: Annotated[float, Field(ge=1.0)] = 2.0
-
-
-class AlgorithmConfig(Section):
-    """Credit assignment and loss.
-
-    ``name`` is one of ``algorithms.registry.ALGORITHMS`` or the import path of a subclass of ``algorithms.algorithm``'s
-    ``Algorithm``, which takes ``arguments``. ``normalize_by_std`` defaults to true, except for ``dr_grpo``.
-    """
-
-    name: str = "grpo"
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    group_size: Annotated[int, Field(ge=2)] = 8
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.2
-    normalize_by_std: bool = Field(default_factory=lambda known: known.get("name") != "dr_grpo")
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    kl_coefficient: NonNegativeFloat = 0.0
-    entropy_coefficient: NonNegativeFloat = 0.0
-    mismatch: MismatchConfig = MismatchConfig()
 
 
 class EvaluationConfig(Section):

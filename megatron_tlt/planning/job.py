@@ -139,7 +139,7 @@ def job_of(config: TltConfig) -> Job:
         responses=config.trainer.prompts_per_step * config.algorithm.group_size,
         mini_batches=config.trainer.mini_batches,
         staging_bytes=config.reshard.staging_mb * 2**20,
-        reference=config.algorithm.kl_coefficient > 0,
+        reference=config.algorithm.kl.coefficient > 0,
         prompts=config.trainer.prompts_per_step,
         draft_tokens=config.speculation.num_speculative_tokens if config.speculation.enabled else 0,
     )

@@ -115,7 +115,7 @@ class Run:
         self.policy = Policy(
             source, config.actor, config.run.seed, total_steps=config.trainer.steps, verify=config.model.verify
         )
-        needs_reference = config.algorithm.kl_coefficient > 0
+        needs_reference = config.algorithm.kl.coefficient > 0
         self._reference = (
             # same weights as the policy's, already verified
             Policy(source, config.actor, config.run.seed, trainable=False, verify=False) if needs_reference else None

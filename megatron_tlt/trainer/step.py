@@ -13,6 +13,7 @@ import torch
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.actor.scores import PolicyScores, of_all_samples
 from megatron_tlt.algorithms.advantages import mixed_groups
+from megatron_tlt.algorithms.kl import kl_per_sample
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample, truncated_importance_weights
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.config.schema import TltConfig
@@ -221,8 +222,6 @@ class TrainingStep:
         began = time.perf_counter()
         self.switch_to_actor()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
-        advantages = self._algorithm.assign_credit([s.reward.value for s in scored])
-        batch = batch.with_columns(advantages_N=torch.tensor(advantages, dtype=torch.float64))
         temperature = self._temperature
         with self._timed("log_probs", result):
             batch = redistribute(batch, self._policy.share(batch.lengths))
@@ -237,7 +236,19 @@ class TrainingStep:
                 reference = self._reference.log_probs(batch, temperature)
                 batch = batch.with_columns(reference_log_probs_G=reference.log_probs_G)
                 self._reference.memory.offload()
+            rewards = [s.reward.value for s in scored]
+            if self._config.algorithm.kl.coefficient and self._config.algorithm.kl.placement == "reward":
+                rewards = self._penalized(rewards, batch, result)
+            advantages = self._algorithm.assign_credit(rewards, [s.length for s in scored])
+            batch = batch.with_columns(advantages_N=torch.tensor(advantages, dtype=torch.float64))
         return self._compare_with_rollout(step, batch, old, result)
+
+    def _penalized(self, rewards: Sequence[float], batch: RolloutBatch, result: StepResult) -> list[float]:
+        """Rewards minus the coefficient times the KL estimate, in nats, summed over each response."""
+        kl = self._config.algorithm.kl
+        sums_N = of_all_samples(kl_per_sample(batch, kl.estimator), batch.held, batch.num_samples)[:, 0]
+        result.metrics["reward/kl"] = float(sums_N.mean())
+        return [reward - kl.coefficient * float(penalty) for reward, penalty in zip(rewards, sums_N, strict=True)]
 
     def _compare_with_rollout(
         self, step: int, batch: RolloutBatch, old: PolicyScores, result: StepResult

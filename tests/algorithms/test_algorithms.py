@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.algorithms.advantages import group_relative_advantages, mixed_groups
-from megatron_tlt.algorithms.losses import ClippedPolicyLoss, LossInputs, k3_estimate, negative_log_likelihood
+from megatron_tlt.algorithms.clipped import ClippedPolicyLoss
+from megatron_tlt.algorithms.kl import k3_estimate, kl_per_sample
+from megatron_tlt.algorithms.losses import LossInputs, negative_log_likelihood
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample, truncated_importance_weights
-from megatron_tlt.config.schema import AlgorithmConfig, MismatchConfig
+from megatron_tlt.config.algorithm import AlgorithmConfig, KlConfig, MismatchConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
 
@@ -86,7 +88,7 @@ def test_sequence_mean_weighs_responses_and_token_mean_weighs_tokens() -> None:
 def test_kl_and_entropy_terms_enter_with_their_coefficients() -> None:
     log_probs, mask = torch.full((1, 1), -1.0), torch.ones(1, 1)
     data = inputs([0.0], log_probs, mask, reference=torch.full((1, 1), -1.5))
-    config = AlgorithmConfig(kl_coefficient=0.5, entropy_coefficient=0.1)
+    config = AlgorithmConfig(kl=KlConfig(coefficient=0.5), entropy_coefficient=0.1)
     loss, metrics = ClippedPolicyLoss(config)(log_probs, torch.full((1, 1), 2.0), data)
     kl = math.exp(-0.5) - 1 + 0.5
     assert float(loss) == pytest.approx(0.5 * kl - 0.1 * 2.0)
@@ -109,7 +111,7 @@ WILD = [-math.inf, math.inf, -200.0, 200.0, math.nan]
 def test_what_stands_at_a_masked_position_changes_neither_loss_nor_gradient(
     aggregation: str, column: str, wild: float
 ) -> None:
-    config = AlgorithmConfig(loss_aggregation=aggregation, kl_coefficient=0.5, entropy_coefficient=0.1)
+    config = AlgorithmConfig(loss_aggregation=aggregation, kl=KlConfig(coefficient=0.5), entropy_coefficient=0.1)
     mask = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
 
     def outcome(value: float) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -184,3 +186,12 @@ def test_importance_weights_of_huge_ratios_are_the_truncation() -> None:
 def test_groups_of_equal_rewards_are_not_mixed() -> None:
     assert np.std([0.1, 0.1, 0.1]) > 0, "which is why the standard deviation cannot say so"
     assert mixed_groups([0.1, 0.1, 0.1, 0.0, 1.0, 1.0], 3) == 0.5
+
+
+def test_kl_is_summed_over_each_response() -> None:
+    old, reference = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -2.0, -1.5])
+    batch = RolloutBatch.of_sequences(
+        [(0, 1), (0, 1, 2)], [1, 1], [0.0, 0.0], old_log_probs_G=old, reference_log_probs_G=reference
+    )
+    assert kl_per_sample(batch, "k1")[:, 0].tolist() == [0.5, 1.0]
+    assert kl_per_sample(batch, "k2")[:, 0].tolist() == [0.125, 0.5]

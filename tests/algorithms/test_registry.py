@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.algorithms.advantages import group_relative_advantages
-from megatron_tlt.algorithms.losses import ClippedPolicyLoss, LossInputs
-from megatron_tlt.algorithms.registry import ALGORITHMS, algorithm_problems, build_algorithm
+from megatron_tlt.algorithms.clipped import ClippedPolicyLoss
+from megatron_tlt.algorithms.losses import LossInputs
+from megatron_tlt.algorithms.registry import ALGORITHMS, algorithm_problems, build_algorithm, build_loss
+from megatron_tlt.config.algorithm import AlgorithmConfig, KlConfig
 from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config
-from megatron_tlt.config.schema import AlgorithmConfig
 from megatron_tlt.errors import ConfigError, RunError
 from tests.config.test_loader import violations, write
 from tests.helpers.user_code import add_module
@@ -25,6 +26,7 @@ from tests.helpers.user_code import add_module
 MODULE = "tlt_user_algorithms"
 SOURCE = """
 from megatron_tlt.algorithms.algorithm import Algorithm
+from megatron_tlt.algorithms.clipped import ClippedPolicyLoss
 from megatron_tlt.algorithms.grpo import Grpo
 
 
@@ -35,8 +37,8 @@ class Scaled(Grpo):
             raise ValueError(f"scale is {scale}; above 0 is needed")
         self.scale = scale
 
-    def advantages(self, rewards):
-        return [self.scale * value for value in super().advantages(rewards)]
+    def advantages(self, rewards, lengths):
+        return [self.scale * value for value in super().advantages(rewards, lengths)]
 
 
 class Anything(Grpo):
@@ -46,18 +48,27 @@ class Anything(Grpo):
 
 
 class Short(Grpo):
-    def advantages(self, rewards):
+    def advantages(self, rewards, lengths):
         return rewards[1:]
 
 
 class Infinite(Grpo):
-    def advantages(self, rewards):
+    def advantages(self, rewards, lengths):
         return [float("inf") for _ in rewards]
 
 
-class NoLoss(Algorithm):
-    def advantages(self, rewards):
-        return rewards
+class NoCredit(Algorithm):
+    pass
+
+
+class Halved(ClippedPolicyLoss):
+    def surrogate(self, log_probs_BT, inputs):
+        loss, metrics = super().surrogate(log_probs_BT, inputs)
+        return loss / 2, metrics
+
+
+def not_a_loss(config):
+    return None
 
 
 def function(config):
@@ -79,14 +90,16 @@ def algorithm(name: str, **options: Any) -> AlgorithmConfig:
 @given(st.lists(st.floats(-5, 5), min_size=8, max_size=8), st.booleans())
 def test_grpo_gives_what_the_options_say_to_the_bit(rewards: list[float], normalize: bool) -> None:
     grpo = build_algorithm(AlgorithmConfig(group_size=4, normalize_by_std=normalize))
-    assert grpo.assign_credit(rewards) == group_relative_advantages(rewards, 4, normalize)
+    assert grpo.assign_credit(rewards, [1] * 8) == group_relative_advantages(rewards, 4, normalize)
     assert isinstance(grpo.loss(), ClippedPolicyLoss)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=8, max_size=8))
 def test_dr_grpo_is_grpo_without_the_standard_deviation(rewards: list[float]) -> None:
     plain = build_algorithm(AlgorithmConfig(group_size=4, normalize_by_std=False))
-    assert build_algorithm(algorithm("dr_grpo", group_size=4)).assign_credit(rewards) == plain.assign_credit(rewards)
+    lengths = [3] * 8
+    dr_grpo = build_algorithm(algorithm("dr_grpo", group_size=4))
+    assert dr_grpo.assign_credit(rewards, lengths) == plain.assign_credit(rewards, lengths)
 
 
 def test_the_default_loss_is_the_clipped_surrogate_to_the_bit() -> None:
@@ -94,7 +107,7 @@ def test_the_default_loss_is_the_clipped_surrogate_to_the_bit() -> None:
     mask = (torch.rand(3, 7, generator=generator) > 0.3).float()
     columns = [torch.randn(3, 7, generator=generator) for _ in range(6)]
     inputs = LossInputs(mask, *columns[:4])
-    config = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
+    config = AlgorithmConfig(kl=KlConfig(coefficient=0.1), entropy_coefficient=0.01)
     found, metrics = build_algorithm(config).loss()(columns[4], columns[5], inputs)
     expected, others = ClippedPolicyLoss(config)(columns[4], columns[5], inputs)
     assert torch.equal(found, expected) and metrics == others
@@ -103,7 +116,7 @@ def test_the_default_loss_is_the_clipped_surrogate_to_the_bit() -> None:
 
 def test_a_users_class_takes_its_arguments() -> None:
     scaled = build_algorithm(algorithm(f"{MODULE}.Scaled", group_size=2, arguments={"scale": 3}))
-    assert scaled.assign_credit([1.0, 0.0]) == pytest.approx([3.0, -3.0], rel=1e-5)
+    assert scaled.assign_credit([1.0, 0.0], [2, 3]) == pytest.approx([3.0, -3.0], rel=1e-5)
     anything = build_algorithm(algorithm(f"{MODULE}.Anything", arguments={"a": 1}))
     assert vars(anything)["options"] == {"a": 1}
 
@@ -114,7 +127,8 @@ def test_a_users_class_takes_its_arguments() -> None:
         (
             "gpro",
             {},
-            "algorithm.name: found 'gpro'; allowed: dr_grpo, grpo, or a class's import path such as mypackage",
+            "algorithm.name: found 'gpro'; allowed: cispo, dr_grpo, grpo, gspo, reinforce, reinforce++, "
+            "reinforce++_baseline, rloo, or a class's import path such as mypackage",
         ),
         (
             "no_such_package.Mine",
@@ -129,12 +143,12 @@ def test_a_users_class_takes_its_arguments() -> None:
         (
             f"{MODULE}.function",
             {},
-            "not a subclass of megatron_tlt.algorithms.algorithm.Algorithm with advantages and los",
+            "not a subclass of megatron_tlt.algorithms.algorithm.Algorithm with advantages",
         ),
         (
-            f"{MODULE}.NoLoss",
+            f"{MODULE}.NoCredit",
             {},
-            "not a subclass of megatron_tlt.algorithms.algorithm.Algorithm with advantages and loss",
+            "not a subclass of megatron_tlt.algorithms.algorithm.Algorithm with advantages",
         ),
         (
             f"{MODULE}.Scaled",
@@ -156,13 +170,25 @@ def test_what_cannot_be_built_is_refused_with_its_key(name: str, arguments: dict
     assert said in line and str(caught.value) == line
 
 
+def test_a_users_loss_is_a_class_by_import_path() -> None:
+    loss = build_algorithm(AlgorithmConfig(loss=f"{MODULE}.Halved")).loss()
+    ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
+    inputs = LossInputs(ones, ones, zeros, zeros, ones)
+    assert (
+        float(loss(zeros, zeros, inputs)[0]) == -1.0
+        and float(ClippedPolicyLoss(AlgorithmConfig())(zeros, zeros, inputs)[0]) == -2.0
+    )
+    with pytest.raises(ConfigError, match=rf"algorithm.loss: found '{MODULE}.not_a_loss'; not a class"):
+        build_loss(AlgorithmConfig(loss=f"{MODULE}.not_a_loss"))
+
+
 def test_credit_that_cannot_be_used_stops_the_run() -> None:
     with pytest.raises(RunError, match=rf"{MODULE}\.Short returned 1 advantages for 2 responses; allowed: one each"):
-        build_algorithm(algorithm(f"{MODULE}.Short")).assign_credit([1.0, 0.0])
+        build_algorithm(algorithm(f"{MODULE}.Short")).assign_credit([1.0, 0.0], [2, 3])
     with pytest.raises(RunError, match="response 0: advantage inf; it must be finite"):
-        build_algorithm(algorithm(f"{MODULE}.Infinite")).assign_credit([1.0, 0.0])
+        build_algorithm(algorithm(f"{MODULE}.Infinite")).assign_credit([1.0, 0.0], [2, 3])
     with pytest.raises(RunError, match="response 1: reward nan; it must be finite"):
-        build_algorithm(algorithm(f"{MODULE}.Scaled", group_size=2)).assign_credit([1.0, float("nan")])
+        build_algorithm(algorithm(f"{MODULE}.Scaled", group_size=2)).assign_credit([1.0, float("nan")], [2, 3])
 
 
 def test_dr_grpo_sets_what_makes_it_and_refuses_the_rest(tmp_path: Path) -> None:
@@ -174,7 +200,8 @@ def test_dr_grpo_sets_what_makes_it_and_refuses_the_rest(tmp_path: Path) -> None
     )
     assert [line.split(": ", 1)[1] for line in lines] == [
         "algorithm.normalize_by_std: found true; dr_grpo never divides by it; allowed: false, or absent",
-        "algorithm.loss_aggregation: found sequence_mean; dr_grpo weights tokens equally; allowed: token_mean",
+        "algorithm.loss_aggregation: found sequence_mean; dr_grpo weights tokens equally; allowed: token_mean, "
+        "sequence_sum_norm",
     ]
 
 
@@ -193,7 +220,7 @@ def test_names_are_checked_without_torch() -> None:
     code = (
         "import sys\n"
         "from megatron_tlt.algorithms.registry import ALGORITHMS, algorithm_problems\n"
-        "from megatron_tlt.config.schema import AlgorithmConfig\n"
+        "from megatron_tlt.config.algorithm import AlgorithmConfig\n"
         "print([algorithm_problems(AlgorithmConfig(name=name)) for name in [*ALGORITHMS, 'x']])\n"
         "print('torch' in sys.modules)\n"
     )

@@ -95,7 +95,7 @@ def test_a_function_is_a_task_too() -> None:
 
 def test_the_algorithm_gives_credit_and_a_gradient() -> None:
     algorithm = build_algorithm(AlgorithmConfig(group_size=2, **CONFIG["algorithm"]))
-    advantages = algorithm.assign_credit([1.0, 0.0])
+    advantages = algorithm.assign_credit([1.0, 0.0], [2, 1])
     assert advantages == pytest.approx([1.0, -0.5], rel=1e-5)
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     old = torch.full((2, 2), -1.5)

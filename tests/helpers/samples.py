@@ -20,13 +20,15 @@ class Sample:
     prompt_length: int
     advantage: float = 1.0
     old_log_probs: tuple[float, ...] = ()
+    reference_log_probs: tuple[float, ...] = ()
     token_weights: tuple[float, ...] = ()
 
 
 def batch_of(samples: Sequence[Sample]) -> RolloutBatch:
     """All samples, held."""
     columns = {
-        name: [value for s in samples for value in getattr(s, name)] for name in ("old_log_probs", "token_weights")
+        name: [value for s in samples for value in getattr(s, name)]
+        for name in ("old_log_probs", "reference_log_probs", "token_weights")
     }
     return RolloutBatch.of_sequences(
         [s.token_ids for s in samples],

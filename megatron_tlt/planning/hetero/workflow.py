@@ -131,7 +131,7 @@ def workflow_of(config: TltConfig, model: ModelSize, response: float, *, asynchr
     )
     tasks = [rollout]
     before: tuple[str, ...] = ("rollout",)
-    if config.algorithm.kl_coefficient > 0:
+    if config.algorithm.kl.coefficient > 0:
         tasks.append(replace(rollout, name="reference", kind="score", after=before, weights_from=None))
         before = ("rollout", "reference")
     tasks.append(replace(rollout, name="actor", kind="train", after=before, weights_from=None, scores_first=True))

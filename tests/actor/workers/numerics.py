@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.actor.megatron_weights import shards
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.actor.scores import of_all_samples
-from megatron_tlt.algorithms.losses import ClippedPolicyLoss
+from megatron_tlt.algorithms.clipped import ClippedPolicyLoss
 from megatron_tlt.config.schema import ActorConfig, AlgorithmConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
