@@ -11,6 +11,8 @@ from megatron_tlt.planning.machine import constants
 from megatron_tlt.speculation.graph_pool import GraphPlan
 
 GB = 1e9
+POLICY_IS_BUILT = "start, policy"
+"""The phase before there is an engine."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,10 @@ def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: 
     phases = []
     for number, stage in enumerate(stage_memory(job)):
         for phase, parts in _phases(job, stage, decoding, loaded, on_gpu).items():
-            slack = own["fragmentation"] * sum(parts.values()) if on_gpu and phase != "rollout" else 0.0
+            slack = own["fragmentation"] * sum(parts.values()) if on_gpu and parts != decoding else 0.0
             whole = resident | parts | ({"fragmentation": slack} if slack else {})
+            if phase == POLICY_IS_BUILT:
+                whole.pop("CUDA graphs", None)
             phases.append(PhaseMemory(phase, number, whole))
     longest = job.prompt_tokens + job.response_tokens
     return MemoryPlan(capacity, tuple(phases), cache / engine.cache_token, longest)
@@ -113,7 +117,13 @@ def _phases(
     """Memory of each phase in addition to what is always allocated."""
     actor = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
     trainer = drafter_memory(job)
-    phases: dict[str, dict[str, float]] = {"rollout": dict(decoding) if on_gpu else dict(actor)}
+    # Run.__init__: the policies are built one after the other, then offloaded, and the engine is built alone
+    phases: dict[str, dict[str, float]] = {
+        POLICY_IS_BUILT: actor | ({"reference": stage.weights} if job.reference else {})
+    }
+    if on_gpu:
+        phases["start, engine"] = dict(decoding)
+    phases["rollout"] = dict(decoding) if on_gpu else dict(actor)
     beside = dict(actor)
     trained: dict[str, float] = {}
     if trainer is not None:

@@ -157,3 +157,14 @@ def test_sizes_are_read_from_a_description() -> None:
     values = SimpleNamespace(**{**family_config("qwen3_moe", num_experts=4, num_experts_per_tok=2).to_dict()})
     values.num_local_experts = 4
     assert (ModelSize.of(values).experts, ModelSize.of(values).top_k) == (4, 2)
+
+
+def test_at_the_start_the_engine_is_alone_and_the_policies_have_no_engine_beside_them() -> None:
+    plan = plan_memory(replace(job(SEVEN, Layout(8, tp=2)), reference=True), 80e9, None)
+    phases = {phase.phase: phase for phase in plan.phases}
+    assert list(phases)[:2] == ["start, policy", "start, engine"]
+    policy, engine = phases["start, policy"].parts, phases["start, engine"]
+    assert {"weights", "gradients", "optimizer", "reference"} <= policy.keys() and "KV cache" not in policy
+    assert engine.total == phases["rollout"].total and not {"gradients", "optimizer"} & engine.parts.keys()
+    on_cpu = {phase.phase for phase in plan_memory(job(SEVEN, Layout(8, tp=2)), 80e9, None, on_gpu=False).phases}
+    assert "start, engine" not in on_cpu, "there everything shares one memory"
