@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatron_tlt.config.algorithm import MismatchConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
-
-_CHUNK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,20 +44,6 @@ def mismatch_per_sample(batch: RolloutBatch) -> torch.Tensor:
             k3 = torch.expm1(log_ratio) - log_ratio
             row[:] = torch.stack([absolute.sum(), absolute.max(), k3.sum(), torch.tensor(float(len(log_ratio)))])
     return rows_H4
-
-
-def truncated_importance_weights(rollout_G: torch.Tensor, actor_G: torch.Tensor, truncation: float) -> torch.Tensor:
-    """Per token min(pi_actor / pi_rollout, truncation): corrects for sampling from a slightly different policy.
-
-    Computed in float64; the weights are float32, (G) like the log-probs.
-    """
-    weights_G = torch.empty(len(actor_G))
-    chunks = (values.split(_CHUNK_TOKENS) for values in (rollout_G, actor_G, weights_G))
-    for rollout, actor, weights in zip(*chunks, strict=True):
-        log_ratio = actor.double().numpy() - rollout.double().numpy()
-        # bounded before exp, which could overflow
-        weights.copy_(torch.from_numpy(np.exp(np.minimum(log_ratio, np.log(truncation)))))
-    return weights_G
 
 
 def enforce(mismatch: Mismatch, config: MismatchConfig, step: int) -> None:

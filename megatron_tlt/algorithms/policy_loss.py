@@ -16,7 +16,9 @@ class PolicyLoss(ABC):
 
     ``loss_aggregation``: ``token_mean`` weights every response token of the mini-batch equally, ``sequence_mean`` every
     response; ``sequence_sum_norm`` divides the sum of all tokens by responses times a constant (Dr. GRPO 2503.20783,
-    section 3.2). The KL term is against the reference policy; the entropy is subtracted.
+    section 3.2). ``correction.opsm_delta`` leaves responses out whose advantage is negative and that the policy has
+    moved away from (off-policy sequence masking, DeepSeek-V3.2 2512.02556, section 3.1). The KL term is against the
+    reference policy; the entropy is subtracted.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -47,6 +49,12 @@ class PolicyLoss(ABC):
         inputs = inputs.zero_outside()
         token_loss, metrics = self.surrogate(log_probs_BT, inputs)
         token_loss = token_loss * inputs.token_weights_BT
+        if config.correction.opsm_delta is not None:
+            tokens_B = inputs.mask_BT.sum(dim=1).clamp(min=1)
+            drift_B = (inputs.old_log_probs_BT - log_probs_BT.detach()).sum(dim=1) / tokens_B
+            stale_BT = (drift_B > config.correction.opsm_delta)[:, None] & (inputs.advantages_BT < 0)
+            token_loss = torch.where(stale_BT, 0.0, token_loss)
+            metrics["opsm_fraction"] = stale_BT.float().sum()
         metrics["kl"] = token_loss.new_zeros(())
         if config.kl.coefficient:
             kl = ESTIMATORS[config.kl.estimator](log_probs_BT, inputs.reference_log_probs_BT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megatron_tlt.config.section import NonNegativeFloat, PositiveInt, Section
 
@@ -23,17 +23,66 @@ Sources: Dr. GRPO 2503.20783, section 3.2; GSPO 2507.18071, section 5.1; CISPO 2
 wide that it never applies, as verl sets it).
 """
 
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _ascending(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= bounds[0] <= 1 <= bounds[1]:
+        raise ValueError("a lower bound from 0 to 1 and an upper bound from 1, around the ratio of equal policies")
+    return bounds
+
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_ascending)]
+"""The lower and the upper bound of a ratio of probabilities."""
+
+
+def _moved_action(value: Any) -> Any:
+    if value == "correct":
+        raise ValueError("log or fail; a correction is algorithm.correction.weights: token")
+    return value
+
 
 class MismatchConfig(Section):
     """Handling of the difference between the rollout's and the actor's log-probs.
 
-    ``fail`` stops the run if a step's mean absolute difference exceeds ``threshold``; ``correct`` multiplies each
-    token's loss by min(exp(actor - rollout), ``truncation``); ``log`` only records it.
+    ``fail`` stops the run if a step's mean absolute difference exceeds ``threshold``; ``log`` only records it.
     """
 
-    action: Literal["log", "correct", "fail"] = "log"
-    threshold: Annotated[float, Field(gt=0)] = 0.1
+    action: Annotated[Literal["log", "fail"], BeforeValidator(_moved_action)] = "log"
+    threshold: PositiveFloat = 0.1
+
+
+class CorrectionConfig(Section):
+    """Corrections for that difference, by the ratio pi_actor / pi_rollout of each token: see ``algorithms.correction``.
+
+    ``weights`` multiplies the loss of a token by its ratio, or by the product of the ratios of its response, at most
+    ``truncation`` (TIS). Outside of ``token_bounds`` the weight is 0 (IcePop: ``weights: token``, ``truncation: 5``,
+    ``token_bounds: [0.5, 5]``). A response is left out of the loss if the geometric mean of its ratios is outside
+    ``geometric_mean_bounds``, its mean log-ratio above ``max_k1`` in size, or its k3 estimate above ``max_k3`` (nats).
+
+    ``opsm_delta`` gives tokens of a response with a negative advantage weight 0 once the trained policy has moved from
+    the old one by more than that, in nats per token (OPSM, DeepSeek-V3.2). ``bypass`` takes the rollout's log-probs for
+    the old policy's, which saves a pass over the responses.
+    """
+
+    weights: Literal["none", "token", "sequence"] = "none"
     truncation: Annotated[float, Field(ge=1.0)] = 2.0
+    token_bounds: Bounds | None = None
+    geometric_mean_bounds: Bounds | None = None
+    max_k1: PositiveFloat | None = None
+    max_k3: PositiveFloat | None = None
+    opsm_delta: PositiveFloat | None = None
+    bypass: bool = False
+
+    @property
+    def rejects(self) -> bool:
+        """Whether whole responses can be left out."""
+        return (self.geometric_mean_bounds, self.max_k1, self.max_k3) != (None, None, None)
+
+    @property
+    def compares(self) -> bool:
+        """Whether it needs the log-probs of the rollout and of the actor."""
+        return self.weights != "none" or self.token_bounds is not None or self.rejects
 
 
 class KlConfig(Section):
@@ -73,6 +122,7 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     entropy_coefficient: NonNegativeFloat = 0.0
     mismatch: MismatchConfig = MismatchConfig()
+    correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -348,6 +348,14 @@ def _algorithm(config: TltConfig) -> Iterator[str]:
     if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
         found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
         yield f"algorithm.dual_clip: found {found}; allowed: null"
+    if algorithm.correction.bypass:
+        if algorithm.correction.compares:
+            yield (
+                "algorithm.correction: found bypass with weights, bounds or rejections; these compare the rollout's "
+                "log-probs with the actor's, which bypass does not compute; allowed: one of both"
+            )
+        if algorithm.mismatch.action == "fail":
+            yield "algorithm.mismatch.action: found fail; correction.bypass measures no mismatch; allowed: log"
     summed = algorithm.loss_aggregation == "sequence_sum_norm"
     if summed and algorithm.sequence_norm_tokens is None:
         longest = config.rollout.max_response_tokens

@@ -69,10 +69,19 @@ def _keep_unrolled_drafts(values: dict[str, Any]) -> None:
         drafter["unroll_steps"] = 4
 
 
+def _move_correction(values: dict[str, Any]) -> None:
+    """``algorithm.mismatch.action: correct`` has a section of its own."""
+    mismatch = _section(values, "algorithm.mismatch")
+    if mismatch.get("action") == "correct":
+        mismatch["action"] = "log"
+        values["algorithm"].setdefault("correction", {})["weights"] = "token"
+
+
 RENAMED = {
     "spot.least_steps": "spot.min_steps",
     "drafter.taps": "drafter.aux_hidden_state_layer_ids",
     "algorithm.kl_coefficient": "algorithm.kl.coefficient",
+    "algorithm.mismatch.truncation": "algorithm.correction.truncation",
 }
 """Old key to new key. A launch config with an old key is refused with the new name; a resolved config is migrated."""
 
@@ -80,15 +89,15 @@ RENAMED = {
 def _renamed(old: str) -> Migration:
     """The migration that moves ``old`` to its new key; one per rename."""
     section, _, name = old.rpartition(".")
-    new = RENAMED[old].removeprefix(f"{section}.").split(".")
+    *sections, new = RENAMED[old].split(".")
 
     def rename(values: dict[str, Any]) -> None:
         found = _section(values, section)
         if name in found:
-            value = found.pop(name)
-            for inner in new[:-1]:
-                found = found.setdefault(inner, {})
-            found[new[-1]] = value
+            target = values
+            for part in sections:
+                target = target.setdefault(part, {})
+            target[new] = found.pop(name)
 
     return rename
 
@@ -102,6 +111,8 @@ MIGRATIONS: tuple[Migration, ...] = (
     _renamed("drafter.taps"),
     _keep_unrolled_drafts,
     _renamed("algorithm.kl_coefficient"),
+    _renamed("algorithm.mismatch.truncation"),
+    _move_correction,
 )
 
 

@@ -156,9 +156,10 @@ class RunRecord:
                 "draft_acceptance_rate": sum(column("speculation/accepted_tokens")) / drafts if drafts else None,
                 "tokens_per_s": sum(lengths) / sum(column("time/rollout")),
                 "logprob_mismatch": {
-                    "mean_abs": statistics.fmean(column("mismatch/mean_abs")),
-                    "max_abs": max(column("mismatch/max_abs")),
-                    "k3_kl": statistics.fmean(column("mismatch/k3_kl")),
+                    # absent with algorithm.correction.bypass
+                    "mean_abs": statistics.fmean(found) if (found := column("mismatch/mean_abs")) else None,
+                    "max_abs": max(column("mismatch/max_abs"), default=None),
+                    "k3_kl": statistics.fmean(found) if (found := column("mismatch/k3_kl")) else None,
                 },
             },
             "eval": {when: state.evaluations[evaluated[at]] for when, at in (("start", 0), ("end", -1)) if evaluated},

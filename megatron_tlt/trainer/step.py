@@ -13,8 +13,9 @@ import torch
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.actor.scores import PolicyScores, of_all_samples
 from megatron_tlt.algorithms.advantages import mixed_groups
+from megatron_tlt.algorithms.correction import correct, correction_metrics
 from megatron_tlt.algorithms.kl import kl_per_sample
-from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample, truncated_importance_weights
+from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.exchange import redistribute
@@ -222,26 +223,33 @@ class TrainingStep:
         began = time.perf_counter()
         self.switch_to_actor()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
-        temperature = self._temperature
+        temperature, algorithm = self._temperature, self._config.algorithm
         with self._timed("log_probs", result):
             batch = redistribute(batch, self._policy.share(batch.lengths))
+            old = None
             if self._drafter is None:
-                old = self._policy.log_probs(batch, temperature)
+                if not algorithm.correction.bypass:
+                    old = self._policy.log_probs(batch, temperature)
             else:
                 old, states = self._policy.log_probs_and_states(batch, temperature, aux_layers=self._drafter.aux_layers)
                 self._drafter.add(step, scored, batch, states)
-            batch = batch.with_columns(old_log_probs_G=old.log_probs_G)
+            if old is not None:
+                batch = self._compare_with_rollout(
+                    step, batch.with_columns(old_log_probs_G=old.log_probs_G), old, result
+                )
+            if algorithm.correction.bypass:
+                batch = batch.with_columns(old_log_probs_G=batch.rollout_log_probs_G)
             if self._reference:
                 self._reference.memory.reload()
                 reference = self._reference.log_probs(batch, temperature)
                 batch = batch.with_columns(reference_log_probs_G=reference.log_probs_G)
                 self._reference.memory.offload()
             rewards = [s.reward.value for s in scored]
-            if self._config.algorithm.kl.coefficient and self._config.algorithm.kl.placement == "reward":
+            if algorithm.kl.coefficient and algorithm.kl.placement == "reward":
                 rewards = self._penalized(rewards, batch, result)
             advantages = self._algorithm.assign_credit(rewards, [s.length for s in scored])
-            batch = batch.with_columns(advantages_N=torch.tensor(advantages, dtype=torch.float64))
-        return self._compare_with_rollout(step, batch, old, result)
+            columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
+        return batch.with_columns(**columns, rollout_log_probs_G=None)
 
     def _penalized(self, rewards: Sequence[float], batch: RolloutBatch, result: StepResult) -> list[float]:
         """Rewards minus the coefficient times the KL estimate, in nats, summed over each response."""
@@ -258,7 +266,6 @@ class TrainingStep:
         Raises:
             RunError: on every rank, if the difference exceeds the configured threshold.
         """
-        settings = self._config.algorithm.mismatch
         rows_HK = torch.cat([mismatch_per_sample(batch), old.entropy_sums_H[:, None]], dim=1)
         rows_NK = of_all_samples(rows_HK, batch.held, batch.num_samples)
         mismatch = Mismatch.of(rows_NK[:, :4])
@@ -266,12 +273,12 @@ class TrainingStep:
         result.metrics["mismatch/max_abs"] = mismatch.max_abs
         result.metrics["mismatch/k3_kl"] = mismatch.k3_kl
         result.metrics.update(entropy_metrics(result.tasks, rows_NK[:, 4].tolist(), result.lengths))
-        enforce(mismatch, settings, step)
-        if settings.action == "correct":
-            assert batch.rollout_log_probs_G is not None
-            weights_G = truncated_importance_weights(batch.rollout_log_probs_G, old.log_probs_G, settings.truncation)
-            batch = batch.with_columns(token_weights_G=weights_G)
-        return batch.with_columns(rollout_log_probs_G=None)
+        enforce(mismatch, self._config.algorithm.mismatch, step)
+        correction = self._config.algorithm.correction
+        if correction.compares:
+            batch, sums_H5 = correct(batch, correction)
+            result.metrics |= correction_metrics(of_all_samples(sums_H5, batch.held, batch.num_samples))
+        return batch
 
     @property
     def _temperature(self) -> float:

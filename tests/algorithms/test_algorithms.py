@@ -14,7 +14,7 @@ from megatron_tlt.algorithms.advantages import group_relative_advantages, mixed_
 from megatron_tlt.algorithms.clipped import ClippedPolicyLoss
 from megatron_tlt.algorithms.kl import k3_estimate, kl_per_sample
 from megatron_tlt.algorithms.losses import LossInputs, negative_log_likelihood
-from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample, truncated_importance_weights
+from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample
 from megatron_tlt.config.algorithm import AlgorithmConfig, KlConfig, MismatchConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
@@ -167,20 +167,6 @@ def test_mismatch_beyond_the_threshold_fails_only_when_asked() -> None:
         enforce(found, MismatchConfig(action="fail", threshold=0.1), 3)
     with pytest.raises(RunError):
         enforce(Mismatch(math.nan, 0, 0), MismatchConfig(action="fail"), 3)
-
-
-def weights_of(rollout: list[float], actor: list[float], truncation: float) -> list[float]:
-    return truncated_importance_weights(torch.tensor(rollout), torch.tensor(actor), truncation).tolist()
-
-
-def test_importance_weights_are_truncated_from_above_only() -> None:
-    assert weights_of([-1.0, -1.0], [-0.1, -2.0], 2.0) == pytest.approx((2.0, math.exp(-1.0)))
-
-
-@pytest.mark.filterwarnings("error")
-def test_importance_weights_of_huge_ratios_are_the_truncation() -> None:
-    assert weights_of([-math.inf, -2000.0, 0.0], [-1.0, 0.0, -math.inf], 1.0) == [1.0, 1.0, 0.0]
-    assert weights_of([], [], 1.0) == []
 
 
 def test_groups_of_equal_rewards_are_not_mixed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.trainer.conftest import Runs, rows_of
@@ -13,7 +15,7 @@ def test_a_penalty_on_the_reward_is_the_drift_from_the_initial_policy(runs: Runs
     log = runs.train(
         "kl-in-reward",
         "algorithm={name: reinforce++_baseline, group_size: 4, entropy_coefficient: 0.1, "
-        "kl: {coefficient: 0.5, placement: reward}}",
+        "kl: {coefficient: 0.5, placement: reward}, correction: {weights: sequence, max_k1: 5.0e-8, opsm_delta: 1}}",
         "trainer.steps=3",
         "actor.megatron.hidden_dropout=0",
     )
@@ -23,3 +25,24 @@ def test_a_penalty_on_the_reward_is_the_drift_from_the_initial_policy(runs: Runs
     assert found[0]["reward/kl"] == pytest.approx(0.0, abs=1e-4), "the first step samples from the reference itself"
     assert found[1]["reward/kl"] > 1e-3 and found[2]["reward/kl"] > 1e-3
     assert found[2]["actor/kl"] > 0, "logged, and not in the loss"
+    assert all(row["correction/weight_mean"] == pytest.approx(1.0, abs=1e-4) for row in found)
+    assert all(0 < row["correction/rejected_share"] < 1 for row in found), [
+        row["correction/rejected_share"] for row in found
+    ]
+    assert all(row["actor/opsm_fraction"] == 0 for row in found)
+
+
+def test_without_a_pass_for_old_log_probs_those_of_the_rollout_take_their_place(runs: Runs) -> None:
+    few = ("trainer.steps=2", "actor.megatron.hidden_dropout=0", "run.deterministic=false")
+    runs.train("scored", "algorithm={group_size: 4, loss: gspo, entropy_coefficient: 0.1}", *few)
+    runs.train(
+        "bypass", "algorithm={group_size: 4, loss: gspo, entropy_coefficient: 0.1, correction: {bypass: true}}", *few
+    )
+    scored, bypassed = rows_of(runs.folder / "scored"), rows_of(runs.folder / "bypass")
+    assert not any(name.startswith("mismatch/") for name in bypassed[0]) and "mismatch/k3_kl" in scored[0]
+    for one, other in zip(scored, bypassed, strict=True):
+        assert other["actor/loss"] == pytest.approx(one["actor/loss"], rel=1e-3)
+        assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
+    summary = json.loads((runs.folder / "bypass" / "summary.json").read_text())
+    assert summary["rollout"]["logprob_mismatch"] == {"mean_abs": None, "max_abs": None, "k3_kl": None}
+    assert (runs.folder / "bypass" / "report.html").is_file()

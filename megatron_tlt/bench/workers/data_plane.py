@@ -154,7 +154,7 @@ def make_step(responses: int, tokens: int) -> tuple[TrainingStep, _Engine]:
             "tasks": [{"name": "gcd"}],
             "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": tokens},
             "actor": {"max_tokens_per_micro_batch": PROMPT_TOKENS + tokens},
-            "algorithm": {"group_size": GROUP, "mismatch": {"action": "correct"}},
+            "algorithm": {"group_size": GROUP, "correction": {"weights": "token"}},
             "trainer": {"prompts_per_step": responses // GROUP, "steps": 1},
             "speculation": {"enabled": False},
         }
