@@ -83,7 +83,6 @@ _DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
     "persist_layer_norm": False,
     # Only the policy's gradient trains the router, unless load balancing is configured.
     "moe_router_load_balancing_type": "none",
@@ -116,6 +115,9 @@ def transformer_config(hf_config: PretrainedConfig, actor: ActorConfig) -> Trans
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": current_device().is_cuda and not interleaved,
         "moe_grouped_gemm": actor.transformer_impl == "transformer_engine",
+        # On a CPU the compiled activation rounds otherwise; unfused RoPE is that of ``megatron_rotary``.
+        "bias_activation_fusion": current_device().is_cuda,
+        "apply_rope_fusion": current_device().is_cuda and actor.transformer_impl == "transformer_engine",
         **given,
     }
     try:

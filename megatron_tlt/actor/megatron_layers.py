@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_tlt.actor import megatron_rotary
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.device import current_device
 
@@ -158,6 +159,7 @@ def block_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int |
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
+    megatron_rotary.install()
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,

@@ -1,0 +1,52 @@
+"""Compares packed rotary embeddings with Megatron-Core's own, and counts reads of tensors on the host."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_tlt.platform.device import initialize_distributed, prepare
+
+prepare()
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+
+from megatron_tlt.actor import megatron_rotary  # noqa: E402
+
+
+class NoReads(TorchDispatchMode):
+    """``item`` and ``tolist`` of a tensor are ``_local_scalar_dense`` in torch: on a GPU they wait for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a tensor"
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    initialize_distributed(60)
+    group = torch.distributed.group.WORLD
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    rotary = RotaryEmbedding(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=True)
+    for _ in range(20):
+        lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 6))]
+        ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        t = torch.randn(sum(lengths), 3, 16, generator=generator)
+        freqs = rotary(max(lengths), packed_seq=True, cp_group=group)
+        expected = megatron_rotary._library_function(t, ends, freqs, cp_group=group)
+        with NoReads():
+            found = megatron_rotary.apply_packed_rotary(t, ends, freqs, cp_group=group)
+        assert torch.equal(found, expected)
+    try:
+        with NoReads():
+            megatron_rotary._library_function(t, ends, freqs, cp_group=group)
+    except AssertionError as error:
+        assert "the host reads a tensor" in str(error)
+    else:
+        raise AssertionError("the library's function has no reads any more: megatron_rotary is not needed")
+    print("bits equal")
+
+
+if __name__ == "__main__":
+    main()
