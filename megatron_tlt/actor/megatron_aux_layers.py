@@ -19,14 +19,19 @@ from megatron_tlt.actor.hidden_states import AuxHiddenStates, Holder, part_of
 from megatron_tlt.actor.megatron_model import MegatronModel
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.host_copies import HostCopies
 
 
 class _Recorder:
-    """Copies a layer's states to the host at each call; a stage runs a chunk's micro-batches in order."""
+    """Copies a layer's states to the host at each call, beside the computation.
 
-    def __init__(self, sequence_parallel: bool, dtype: torch.dtype) -> None:
+    A stage runs a chunk's micro-batches in order.
+    """
+
+    def __init__(self, sequence_parallel: bool, dtype: torch.dtype, copies: HostCopies) -> None:
         self.calls: list[torch.Tensor | None] = []
         self._cut = not sequence_parallel
+        self._copies = copies
         self._dtype = dtype
 
     def _record(self, states_SRH: torch.Tensor) -> None:
@@ -37,9 +42,7 @@ class _Recorder:
                 parallel_state.get_tensor_model_parallel_world_size(),
             )
             states_SRH = states_SRH[part]
-        # Always a copy: the schedule frees and reuses a stage's output.
-        host = torch.empty(states_SRH.shape, dtype=self._dtype, device="cpu")
-        self.calls.append(host.copy_(states_SRH.detach().to(self._dtype)))
+        self.calls.append(self._copies.copy(states_SRH, self._dtype))
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._record(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
@@ -61,6 +64,8 @@ def record_hidden_states(
 ) -> Iterator[AuxHiddenStates]:
     """Records this rank's states by column while the ``with`` block runs, which must be one forward pass.
 
+    The states can be read after the block.
+
     Args:
         model: its layers may be on any ranks.
         aux_layers: layers whose input, the residual stream before any norm, is recorded: transformers'
@@ -75,17 +80,19 @@ def record_hidden_states(
     if wrong := [layer for layer in aux_layers if not 0 <= layer <= num_layers]:
         raise ConfigError(f"auxiliary layers {wrong}; allowed: 0 to {num_layers}")
     recorders: dict[int, _Recorder] = {}
+    copies = HostCopies()
     handles = []
     try:
         for chunk in model.chunks:
             for column, layer in enumerate(aux_layers):
                 if (module := _entered_module(chunk, layer, num_layers)) is not None:
-                    recorder = recorders[column] = _Recorder(model.config.sequence_parallel, dtype)
+                    recorder = recorders[column] = _Recorder(model.config.sequence_parallel, dtype, copies)
                     handles.append(module.register_forward_pre_hook(recorder.before, with_kwargs=True))
             if (module := chunk.decoder.final_layernorm) is not None:
-                recorder = recorders[len(aux_layers)] = _Recorder(model.config.sequence_parallel, dtype)
+                recorder = recorders[len(aux_layers)] = _Recorder(model.config.sequence_parallel, dtype, copies)
                 handles.append(module.register_forward_hook(recorder.after))
         yield {column: recorder.calls for column, recorder in recorders.items()}
+        copies.wait()
     finally:
         for handle in handles:
             handle.remove()

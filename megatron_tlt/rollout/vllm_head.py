@@ -51,6 +51,14 @@ def chunks(inputs: Iterable[HeadInput], limit: int) -> Iterable[list[HeadInput]]
         yield group
 
 
+def _on_device(device: torch.device, *arrays: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
+    """The arrays as int64 tensors on the device, by a single copy that the host does not wait for."""
+    whole = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    return whole.to(device, non_blocking=True).split([len(values) for values in arrays])
+
+
 class DrafterHead:
     """Runs vLLM's EAGLE proposer on inputs assembled here; fills its KV cache at their positions.
 
@@ -90,27 +98,34 @@ class DrafterHead:
         total = int(starts[-1])
         rows_of_tokens = np.repeat(rows, lengths)
         positions = np.arange(total) + np.repeat(firsts - starts[:-1], lengths)
-        device = metadata.block_table_tensor.device
-
-        def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
-            return torch.from_numpy(values).to(device)
-
-        position_tensor = on_device(positions)
-        blocks = metadata.block_table_tensor[on_device(rows_of_tokens), position_tensor // proposer.block_size]
+        row_of_token, position, tokens, row, next_tokens, query_starts, seq_lens = _on_device(
+            metadata.block_table_tensor.device,
+            rows_of_tokens,
+            positions,
+            batch.token_ids_cpu[rows_of_tokens, positions],
+            rows,
+            batch.token_ids_cpu[rows, ends],
+            starts,
+            ends,
+        )
+        blocks = metadata.block_table_tensor[row_of_token, position // proposer.block_size]
         with contextlib.suppress(DraftsEnded):
             proposer.propose(
                 num_speculative_tokens=num_tokens,
-                target_token_ids=on_device(batch.token_ids_cpu[rows_of_tokens, positions]),
-                target_positions=position_tensor,
+                target_token_ids=tokens.to(torch.int32),
+                target_positions=position,
                 target_hidden_states=torch.cat([part.states for part in inputs]),
-                next_token_ids=on_device(batch.token_ids_cpu[rows, ends]),
+                next_token_ids=next_tokens.to(torch.int32),
                 token_indices_to_sample=None,
                 common_attn_metadata=self._metadata(
                     metadata,
-                    rows=on_device(rows),
-                    query_starts=starts,
+                    rows=row,
+                    query_starts=query_starts.to(torch.int32),
+                    query_starts_cpu=starts,
+                    # the proposer increments these in place for each draft token
+                    seq_lens=seq_lens.to(torch.int32),
                     ends=ends.astype(np.int32),
-                    slots=blocks.long() * proposer.block_size + position_tensor % proposer.block_size,
+                    slots=blocks.long() * proposer.block_size + position % proposer.block_size,
                 ),
                 sampling_metadata=sampling,
             )
@@ -119,23 +134,22 @@ class DrafterHead:
     def _metadata(
         metadata: Any,
         rows: torch.Tensor,
-        query_starts: np.ndarray[Any, Any],
+        query_starts: torch.Tensor,
+        query_starts_cpu: np.ndarray[Any, Any],
+        seq_lens: torch.Tensor,
         ends: np.ndarray[Any, Any],
         slots: torch.Tensor,
     ) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        starts_cpu = torch.from_numpy(query_starts)
-        ends_cpu = torch.from_numpy(ends)
         return CommonAttentionMetadata(
-            query_start_loc=starts_cpu.to(slots.device),
-            query_start_loc_cpu=starts_cpu,
-            # the proposer increments these in place for each draft token
-            seq_lens=ends_cpu.to(slots.device, copy=True),
-            seq_lens_cpu_upper_bound=ends_cpu.clone(),
+            query_start_loc=query_starts,
+            query_start_loc_cpu=torch.from_numpy(query_starts_cpu),
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=torch.from_numpy(ends),
             num_reqs=len(ends),
-            num_actual_tokens=int(query_starts[-1]),
-            max_query_len=int(np.diff(query_starts).max()),
+            num_actual_tokens=int(query_starts_cpu[-1]),
+            max_query_len=int(np.diff(query_starts_cpu).max()),
             max_seq_len=int(ends.max()),
             block_table_tensor=metadata.block_table_tensor[rows],
             slot_mapping=slots,

@@ -21,6 +21,9 @@ from tests.helpers.samples import batch_of
 # isort: split
 from megatron.core import parallel_state
 
+from megatron_tlt.actor import megatron_aux_layers
+from megatron_tlt.platform.host_copies import HostCopies
+
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "one-padded": {}},
@@ -59,8 +62,26 @@ def policy_of(folder: Path, name: str, megatron: dict[str, Any]) -> Policy:
     return Policy(model_of(folder, name), actor, seed=0)
 
 
+class LateCopies(HostCopies):
+    """Like a device's stream at its slowest: a copy is NaN until it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        host = torch.full(tensor.shape, float("nan"), dtype=dtype)
+        self._late.append((host, super().copy(tensor, dtype)))
+        return host
+
+    def wait(self) -> None:
+        for host, arrived in self._late:
+            host.copy_(arrived)
+
+
 def main(folder: str, out: str) -> None:
     initialize_distributed(120)
+    megatron_aux_layers.HostCopies = LateCopies  # type: ignore[misc, attr-defined]
     states, same_scores = {}, {}
     for name, megatron in LAYOUTS[world_size()].items():
         policy = policy_of(Path(folder), name, megatron)
