@@ -3,6 +3,9 @@
 ``dist.new_group`` is a collective over the world, which a decoding rank cannot join. Also, a hanging collective blocks
 its thread: gloo's cannot be aborted. So members first check that all have arrived, and then poll their collectives
 instead of blocking in them.
+
+Connecting takes time, and with NCCL 0.15 GB of device memory. So a connection serves all later groups over the same
+ranks, until a collective over it fails or is abandoned.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from megatron_tlt.platform.rank_group import GroupFailed
 _POLL_S = 2e-4
 _MEETING_POLL_S = 2e-3  # each poll is a request to the store's process
 _GONE = 1 << 32
+_MOST_CONNECTIONS = 4
+_connections: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
+"""Ranks -> the group that connected them and the connection; the least recently used first."""
 _abandoned: list[object] = []
 """Groups and tensors that a hanging collective may still write to; kept until the process ends."""
 
@@ -57,6 +63,8 @@ class SubsetGroup:
     ) -> SubsetGroup:
         """Forms the group once all members have arrived; all pass the same name, which no earlier group used.
 
+        Members that all hold the connection of the same earlier group use it again.
+
         If any member aborts before all have arrived, formation fails everywhere. Members poll ``should_go`` until all
         have arrived, and ``should_abandon`` afterwards, in every collective.
 
@@ -65,8 +73,21 @@ class SubsetGroup:
             GroupFailed: all members arrived but could not be connected.
         """
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        own = dist.get_rank()
-        _meet(store, name, len(ranks), should_go, timeout_s)
+        own, members = dist.get_rank(), tuple(ranks)
+        earlier = _connections.pop(members, None)
+        if earlier is not None:
+            store.add(f"held: {earlier[0]}", 1)
+        try:
+            _meet(store, name, len(ranks), should_go, timeout_s)
+        except Abandoned:
+            if earlier is not None:
+                _connections[members] = earlier  # unused, so as good as before
+            raise
+        if earlier is not None:
+            if store.add(f"held: {earlier[0]}", 0) == len(ranks):
+                _connections[members] = earlier
+                return cls(members, own, earlier[1], should_abandon, timeout_s)
+            _disconnect(earlier[1])  # another member has lost it
         index, timeout = list(ranks).index(own), timedelta(seconds=timeout_s)
 
         def connect() -> dist.ProcessGroup:
@@ -86,7 +107,10 @@ class SubsetGroup:
             return gloo
 
         made = _beside(connect, name, should_abandon, timeout_s)
-        return cls(tuple(ranks), own, made, should_abandon, timeout_s)
+        _connections[members] = (name, made)
+        if len(_connections) > _MOST_CONNECTIONS:
+            _disconnect(_connections.pop(next(iter(_connections)))[1])
+        return cls(members, own, made, should_abandon, timeout_s)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sums each tensor over the members, in place.
@@ -119,13 +143,22 @@ class SubsetGroup:
         except Abandoned:
             raise
         except RuntimeError as error:
+            _connections.pop(self.ranks, None)
+            _disconnect(self.group)
             raise GroupFailed(f"a collective over ranks {list(self.ranks)} failed: {error}") from error
 
     def _abandon(self, *parts: object) -> None:
+        _connections.pop(self.ranks, None)
         if current_device().is_cuda:
-            self.group.abort()  # a waiting kernel would block the device for all other work
+            _disconnect(self.group)  # a waiting kernel would block the device for all other work
         else:
             _abandoned.append((self.group, parts))
+
+
+def _disconnect(group: dist.ProcessGroup) -> None:
+    """Frees an NCCL communicator now: garbage collection would do it whenever it runs, holding the interpreter."""
+    if current_device().is_cuda:
+        group.abort()
 
 
 def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool], timeout_s: float) -> None:

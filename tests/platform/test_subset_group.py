@@ -17,6 +17,8 @@ def test_groups_form_reduce_hang_and_break_without_the_other_ranks(tmp_path: Pat
     run_torchrun(WORKER, 3, [str(tmp_path)], timeout_s=90, expect_status=None)
     found = {rank: json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 2)}
     assert found[0]["pair"] == found[2]["pair"] == {"sum": [2.0, 4.0], "plain": {"from": 2}}
+    assert found[0]["again"] == found[2]["again"] == {"same": True, "sum": [4.0, 8.0]}, "the connection serves twice"
+    assert found[0]["mended"] == found[2]["mended"] == {"same": False, "sum": [2.0, 2.0, 2.0]}
     # who went before the last had come took the group along, for the one that came after it too
     assert found[0]["gone"].startswith("Abandoned: group gone was abandoned: its session is over")
     assert found[2]["gone"].startswith("Abandoned: group gone was abandoned: a member has left")

@@ -55,6 +55,10 @@ def main(out: str) -> None:
     plain = broadcast_plain(group, {"from": rank}, dict[str, int], 2, CPU)
     found["pair"] = {"sum": [float(x) for x in tensors], "plain": plain}
 
+    again = SubsetGroup.form("pair again", (2, 0), never, never, LIMIT_S)
+    again.all_reduce(tensors)
+    found["again"] = {"same": again.group is group.group, "sum": [float(x) for x in tensors]}
+
     def gone(stop: Callable[[], bool]) -> str:
         return raised(lambda: SubsetGroup.form("gone", (0, 2), stop, never, LIMIT_S))
 
@@ -77,6 +81,12 @@ def main(out: str) -> None:
         began = time.monotonic()
         found["hang"] = raised(lambda: group.all_reduce([torch.ones(1000)]))
         found["waited_s"] = time.monotonic() - began
+    # only one of both has abandoned the connection: both make another
+    mended = SubsetGroup.form("mended", (0, 2), never, never, LIMIT_S)
+    ones = [torch.ones(3)]
+    mended.all_reduce(ones)
+    found["mended"] = {"same": mended.group is group.group, "sum": ones[0].tolist()}
+    if rank == 0:
         with_the_dying = SubsetGroup.form("death", (0, 1), never, never, LIMIT_S)
         found["death"] = raised(lambda: with_the_dying.all_reduce([torch.ones(1000)]))
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(found))
