@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ALGORITHMS = {
     "grpo": "megatron_tlt.algorithms.grpo.Grpo",
     "dr_grpo": "megatron_tlt.algorithms.grpo.Grpo",
+    "dapo": "megatron_tlt.algorithms.grpo.Grpo",
     "gspo": "megatron_tlt.algorithms.grpo.Grpo",
     "cispo": "megatron_tlt.algorithms.grpo.Grpo",
     "rloo": "megatron_tlt.algorithms.rloo.Rloo",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from megatron_tlt.config.section import NonNegativeFloat, PositiveInt, Section
+from megatron_tlt.config.section import Fraction, NonNegativeFloat, PositiveInt, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"normalize_by_std": False},
@@ -14,13 +14,18 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce": {"normalize_by_std": False},
     "reinforce++": {"normalize_by_std": False},
     "reinforce++_baseline": {"normalize_by_std": False},
+    "dapo": {
+        "clip_high": 0.28,
+        "dynamic_sampling": {"enabled": True},
+        "overlong": {"penalty": 1.0},
+    },
     "gspo": {"loss": "gspo", "loss_aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "clip_low": 10.0, "clip_high": 0.2},
 }
 """``algorithm.name`` -> defaults of other keys of the section. Keys in the launch config take precedence.
 
-Sources: Dr. GRPO 2503.20783, section 3.2; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section 3.1 (a lower bound so
-wide that it never applies, as verl sets it).
+Sources: Dr. GRPO 2503.20783, section 3.2; DAPO 2503.14476; GSPO 2507.18071, section 5.1; CISPO 2506.13585, section 3.1
+(a lower bound so wide that it never applies, as verl sets it).
 """
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -97,6 +102,30 @@ class KlConfig(Section):
     placement: Literal["loss", "reward"] = "loss"
 
 
+class DynamicSamplingConfig(Section):
+    """Draws problems until ``trainer.prompts_per_step`` of them have responses with different rewards.
+
+    A step has at most ``max_generations`` rollouts, each of ``over_sample`` times the missing problems.
+    """
+
+    enabled: bool = False
+    max_generations: PositiveInt = 10
+    over_sample: Annotated[float, Field(ge=1.0)] = 1.0
+
+
+class OverlongConfig(Section):
+    """Handling of long responses.
+
+    ``penalty`` times a punishment that grows from 0 to 1 over the last ``buffer`` part of
+    ``rollout.max_response_tokens`` is subtracted from the reward. ``filter`` leaves truncated responses out of the
+    loss.
+    """
+
+    penalty: NonNegativeFloat = 0.0
+    buffer: Fraction = 0.2
+    filter: bool = False
+
+
 class AlgorithmConfig(Section):
     """Credit assignment and loss.
 
@@ -121,15 +150,24 @@ class AlgorithmConfig(Section):
     sequence_norm_tokens: PositiveInt | None = None
     kl: KlConfig = KlConfig()
     entropy_coefficient: NonNegativeFloat = 0.0
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    overlong: OverlongConfig = OverlongConfig()
     mismatch: MismatchConfig = MismatchConfig()
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _apply_recipe(cls, values: Any) -> Any:
-        return RECIPES.get(values.get("name", ""), {}) | values if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        found = RECIPES.get(values.get("name", ""), {}) | values
+        for key, value in RECIPES.get(values.get("name", ""), {}).items():
+            if isinstance(value, dict) and isinstance(found[key], dict):
+                found[key] = value | found[key]
+        return found
 
     @property
     def recipe_values(self) -> dict[str, Any]:
         """The keys that have their value from the recipe named by ``name``."""
-        return {key: value for key, value in RECIPES.get(self.name, {}).items() if getattr(self, key) == value}
+        given = self.model_dump(exclude_unset=True)
+        return {key: value for key, value in RECIPES.get(self.name, {}).items() if given.get(key) == value}

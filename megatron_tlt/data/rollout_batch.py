@@ -187,6 +187,25 @@ class RolloutBatch:
         per_sample = {name: getattr(self, name)[index_N] for name in _PER_SAMPLE}
         return RolloutBatch(held=held, **per_sample, **self.rows([chosen[at] for at in held]))
 
+    @staticmethod
+    def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The samples of all batches, one batch behind another, numbered anew.
+
+        Raises:
+            ValueError: batches with held samples differ in their columns.
+        """
+        first = list(accumulate((batch.num_samples for batch in batches), initial=0))
+        names = {name for batch in batches for name in batch.columns}
+        if any(batch.held and batch.columns.keys() != names for batch in batches):
+            raise ValueError(f"batches with the columns {[sorted(b.columns) for b in batches]}; allowed: all the same")
+        held = tuple(start + i for start, batch in zip(first, batches, strict=False) for i in batch.held)
+        columns = {}
+        for name in names:
+            empty = torch.empty(0, dtype=RESPONSE_COLUMNS[name])
+            columns[name] = torch.cat([batch.columns.get(name, empty) for batch in batches])
+        per_sample = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in _PER_SAMPLE}
+        return RolloutBatch(held=held, tokens_S=torch.cat([b.tokens_S for b in batches]), **per_sample, **columns)
+
     @cached_property
     def _places(self) -> dict[int, int]:
         return {sample: at for at, sample in enumerate(self.held)}

@@ -36,12 +36,15 @@ class TrainerState:
         evaluations: results, keyed by the step that they followed.
         evaluation_settings: the ``evaluation`` section that produced the results; empty if it was not recorded.
         tokens_seen: prompt and response tokens trained on; 0 in checkpoints of releases that did not count them.
+        problems_drawn: index of the next training problem; None in checkpoints of releases without dynamic sampling,
+            which drew the same number in each step.
     """
 
     step: int = 0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluation_settings: dict[str, Any] = field(default_factory=dict)
     tokens_seen: int = 0
+    problems_drawn: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -51,6 +51,10 @@ class ScoredResponse:
     finish_reason: str
     draft: DraftStats
     reward: Reward
+
+    def of_problem(self, problem: int) -> ScoredResponse:
+        """The same response as one to problem number ``problem``."""
+        return replace(self, problem=problem)
 
     @staticmethod
     def of(problem: int, sample: int, response: Response, reward: Reward) -> ScoredResponse:

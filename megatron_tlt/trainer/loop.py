@@ -285,7 +285,8 @@ class Run:
         while self._state.step < config.trainer.steps:
             step = self._state.step
             self._timeline.begin_step(step + 1)
-            result = self.step.run(step, progress.start, progress.advance, self._updated)
+            drawn = self._state.problems_drawn
+            result = self.step.run(step, progress.start, progress.advance, self._updated, drawn)
             record.step(self._state.step, result, progress)
             every = config.evaluation.every
             if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
@@ -298,6 +299,7 @@ class Run:
         """Counts a finished update, and saves a checkpoint if one is due."""
         self._state.step += 1
         self._state.tokens_seen += result.tokens
+        self._state.problems_drawn = result.next_problem
         result.metrics["tokens/seen"] = float(self._state.tokens_seen)
         every = self._config.trainer.save_every
         with self._phase("checkpoint", result):

@@ -16,6 +16,7 @@ from megatron_tlt.algorithms.advantages import mixed_groups
 from megatron_tlt.algorithms.correction import correct, correction_metrics
 from megatron_tlt.algorithms.kl import kl_per_sample
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample
+from megatron_tlt.algorithms.overlong import penalized, without_truncated
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.exchange import redistribute
@@ -28,9 +29,11 @@ from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import DraftStats, SamplingSpec
 from megatron_tlt.tasks.mixture import ProblemMixture
+from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.acceptance import acceptance_metrics
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
-from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
+from megatron_tlt.trainer.dynamic_sampling import collect_problems
+from megatron_tlt.trainer.experience import ExperienceCollector, PhaseTimes, ScoredResponse
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
@@ -47,6 +50,8 @@ class StepResult:
     acceptance: list[float] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     """The task of each response."""
+    next_problem: int = 0
+    """Index of the first training problem that has not been drawn."""
     tokens: int = 0
     """Prompt and response tokens of all samples; a prompt counts once per response."""
     memory: dict[str, int] = field(default_factory=dict)
@@ -109,8 +114,11 @@ class TrainingStep:
         on_phase: Callable[[str, int | None], None],
         on_response: Callable[[int], None],
         on_updated: Callable[[StepResult], None],
+        first_problem: int | None = None,
     ) -> StepResult:
-        """Runs step number ``step`` (from 0).
+        """Runs step number ``step`` (from 0); its problems are drawn from index ``first_problem`` on.
+
+        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``.
 
         ``on_updated`` is called after the policy's update, while it is still on the device, so that it can be saved.
 
@@ -119,7 +127,9 @@ class TrainingStep:
         """
         result = StepResult()
         began = time.perf_counter()
-        scored, batch = self._rollout(step, result, on_phase, on_response)
+        if first_problem is None:
+            first_problem = step * self._config.trainer.prompts_per_step
+        scored, batch = self._rollout(step, first_problem, result, on_phase, on_response)
         batch = self._log_probs(step, scored, batch, result, on_phase)
         self._update(step, batch, result, on_phase)
         self._train_drafter(step, result, on_phase)
@@ -143,6 +153,7 @@ class TrainingStep:
     def _rollout(
         self,
         step: int,
+        first_problem: int,
         result: StepResult,
         on_phase: Callable[[str, int | None], None],
         on_response: Callable[[int], None],
@@ -152,14 +163,22 @@ class TrainingStep:
         on_phase("rollout", None)
         if self._drafter is not None:
             self._drafter.check(self._engine)
-        problems = [self._problems.problem(step * count + i) for i in range(count)]
         drafter_version = self._engine.versions.get("drafter")  # a sleeping engine has none
         if self._speculation is not None:
             self._speculation.begin_step(drafter_version)
         while_idle = self._while_idle(step)
-        scored, batch, times = self._collector.collect(
-            problems, group, self._sampling, (config.run.seed, "train", step), on_response, while_idle
+
+        def collect(problems: list[Problem], generation: int) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
+            seed = (config.run.seed, "train", step, *([generation] if generation else []))
+            # a step has one session of the spot trainer
+            idle = while_idle if generation == 0 else None
+            return self._collector.collect(problems, group, self._sampling, seed, on_response, idle)
+
+        collected = collect_problems(
+            self._problems.problem, first_problem, count, group, config.algorithm.dynamic_sampling, collect
         )
+        problems, scored, batch, times = collected.problems, collected.scored, collected.batch, collected.times
+        result.next_problem = first_problem + collected.drawn
         self._note_memory("rollout", result)
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
         slowest = max(row[0] for row in ranks)
@@ -180,7 +199,7 @@ class TrainingStep:
                 "time/rollout": slowest,
                 "time/idle": float(np.mean([row[1] for row in ranks])),
                 "time/reward": max(row[2] for row in ranks),
-                "rollout/tokens_per_s": sum(lengths) / slowest,
+                "rollout/tokens_per_s": collected.tokens / slowest,
                 "reward/mean": float(np.mean(rewards)),
                 "reward/correct": float(np.mean([s.reward.correct for s in scored])),
                 "reward/mixed_groups": mixed_groups(rewards, group),
@@ -199,8 +218,15 @@ class TrainingStep:
                 **acceptance_metrics(lengths, accounts, drafter_version),
             }
         )
+        if config.algorithm.dynamic_sampling.enabled:
+            result.metrics |= {
+                "sampling/generations": float(collected.generations),
+                "sampling/problems_drawn": float(collected.drawn),
+            }
         if self._speculation is not None:
             result.metrics.update(self._speculation.metrics())
+        if config.algorithm.overlong.filter:
+            batch = without_truncated(batch, [s.finish_reason == "length" for s in scored])
         return scored, batch
 
     def _while_idle(self, step: int) -> Callable[[], None] | None:
@@ -245,6 +271,9 @@ class TrainingStep:
                 batch = batch.with_columns(reference_log_probs_G=reference.log_probs_G)
                 self._reference.memory.offload()
             rewards = [s.reward.value for s in scored]
+            if algorithm.overlong.penalty:
+                limit = self._config.rollout.max_response_tokens
+                rewards = penalized(rewards, [s.length for s in scored], limit, algorithm.overlong)
             if algorithm.kl.coefficient and algorithm.kl.placement == "reward":
                 rewards = self._penalized(rewards, batch, result)
             advantages = self._algorithm.assign_credit(rewards, [s.length for s in scored])

@@ -127,7 +127,7 @@ def test_a_users_class_takes_its_arguments() -> None:
         (
             "gpro",
             {},
-            "algorithm.name: found 'gpro'; allowed: cispo, dr_grpo, grpo, gspo, reinforce, reinforce++, "
+            "algorithm.name: found 'gpro'; allowed: cispo, dapo, dr_grpo, grpo, gspo, reinforce, reinforce++, "
             "reinforce++_baseline, rloo, or a class's import path such as mypackage",
         ),
         (

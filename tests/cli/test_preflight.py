@@ -147,7 +147,7 @@ def test_users_algorithms_are_imported_before_ranks_start(write: Callable[..., P
     path = write(GOOD)
     load_checked(path, ["algorithm.name=megatron_tlt.algorithms.rloo.Rloo"])
     expected = {
-        "algorithm.name=gpro": "algorithm.name: found 'gpro'; allowed: cispo, dr_grpo, grpo, gspo, reinforce, ",
+        "algorithm.name=gpro": "algorithm.name: found 'gpro'; allowed: cispo, dapo, dr_grpo, grpo, gspo, reinforce, ",
         "algorithm.loss=clip": "algorithm.loss: found 'clip'; allowed: cispo, clipped, gspo, or a class's import path",
         "algorithm.loss=torch.nn.Linear": "algorithm.loss: found 'torch.nn.Linear'; not a class that takes the algori",
         "algorithm.name=torch.nn.Linear": "algorithm.name: found 'torch.nn.Linear'; not a subclass of megatron_tlt.a",

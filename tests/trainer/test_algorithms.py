@@ -46,3 +46,18 @@ def test_without_a_pass_for_old_log_probs_those_of_the_rollout_take_their_place(
     summary = json.loads((runs.folder / "bypass" / "summary.json").read_text())
     assert summary["rollout"]["logprob_mismatch"] == {"mean_abs": None, "max_abs": None, "k3_kl": None}
     assert (runs.folder / "bypass" / "report.html").is_file()
+
+
+def test_dynamic_sampling_goes_on_from_the_problem_that_it_had_reached(runs: Runs) -> None:
+    dapo = "algorithm={name: dapo, group_size: 4, entropy_coefficient: 0.1, overlong: {filter: true}}"
+    few = (dapo, "algorithm.dynamic_sampling.max_generations=2", "trainer.save_every=1")
+    runs.train("dapo", "trainer.steps=3", *few)
+    runs.train("dapo-again", "trainer.steps=2", *few)
+    runs.train("dapo-again", "trainer.steps=3", *few)
+    whole, resumed = rows_of(runs.folder / "dapo"), rows_of(runs.folder / "dapo-again")
+    assert [row["sampling/problems_drawn"] for row in whole] == [row["sampling/problems_drawn"] for row in resumed]
+    assert max(row["sampling/generations"] for row in whole) == 2.0
+    state = json.loads((runs.folder / "dapo" / "checkpoints" / "step_000003" / "state.json").read_text())
+    assert state["problems_drawn"] == sum(row["sampling/problems_drawn"] for row in whole) > 3 * 4
+    weights = [(runs.folder / name / "hf" / "model.safetensors").read_bytes() for name in ("dapo", "dapo-again")]
+    assert weights[0] == weights[1]
