@@ -9,10 +9,22 @@ import traceback
 from collections.abc import Sequence
 
 from megatron_tlt import __version__
-from megatron_tlt.cli import bench, config, convert, doctor, evaluate, export_drafter, plan, report, simulate, train
+from megatron_tlt.cli import (
+    bench,
+    config,
+    convert,
+    doctor,
+    evaluate,
+    export_drafter,
+    plan,
+    report,
+    rollout,
+    simulate,
+    train,
+)
 from megatron_tlt.errors import TltError
 
-_COMMANDS = (train, evaluate, convert, export_drafter, plan, simulate, config, doctor, bench, report)
+_COMMANDS = (train, rollout, evaluate, convert, export_drafter, plan, simulate, config, doctor, bench, report)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             _check_writable(option, Path(file), config.run.dir)
     if arguments.samples is not None and config.observe.samples_per_task == 0:
         raise ConfigError("--samples: observe.samples_per_task is 0; allowed with --samples: 1 or more")
-    checkpoint = None if arguments.checkpoint is None else _checkpoint(arguments.checkpoint, config.run.dir)
+    checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
     request = EvaluationRequest(checkpoint, arguments.data, arguments.verifier, arguments.json, arguments.samples)
     verifiers_of(request.tasks)
     if request.data is not None:
@@ -66,7 +66,7 @@ def _check_writable(option: str, file: Path, run: Path) -> None:
         raise ConfigError(f"{option}: cannot write {file}; allowed: a file in an existing, writable folder")
 
 
-def _checkpoint(which: str, run: Path) -> str:
+def checkpoint_folder(which: str, run: Path) -> str:
     """The folder of a step of the run, or ``which`` itself; raises ConfigError if it is not a checkpoint."""
     from megatron_tlt.models.hf_folder import is_megatron_checkpoint
 

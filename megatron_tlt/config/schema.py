@@ -314,7 +314,8 @@ class ObserveConfig(Section):
     """Output in addition to metrics.jsonl, timeline.json, report.html and summary.json.
 
     At most ``samples_per_task`` responses per task, step and evaluation are written to samples.jsonl as text (0: none);
-    the middle of a text longer than ``sample_characters`` is cut out.
+    the middle of a text longer than ``sample_characters`` is cut out. ``recording`` writes all training responses, as
+    tokens with log-probs, into the run's folder ``recording``, from which ``rollout.engine: replay`` trains.
     """
 
     tensorboard: bool = True
@@ -322,6 +323,7 @@ class ObserveConfig(Section):
     progress: bool = True
     samples_per_task: NonNegativeInt = 3
     sample_characters: PositiveInt = 8000
+    recording: bool = False
 
 
 class TltConfig(Section):

@@ -1,6 +1,7 @@
 """``rollout.engine: replay``: responses from a recording, for training, debugging and tests without an engine.
 
-A recording is a JSON-lines file with one response per row:
+A recording is a JSON-lines file, or a folder of ``*.jsonl`` files, with one response per row. ``tlt rollout`` and, with
+``observe.recording``, every training run write one:
 
 - ``prompt_token_ids`` (list of P integers), ``sample`` (its number among the responses to a problem, from 0);
 - ``token_ids`` (list of T integers, at least 1), ``log_probs`` (T numbers, each at most 0: the natural logarithm of
@@ -129,24 +130,29 @@ def read_recording(path: Path, vocab_size: int) -> Recording:
     Raises:
         ConfigError: it cannot be read, is empty, or has malformed rows; one line for each of the first ten.
     """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = [
+            (f"{file}:{number}", line)
+            for file in files
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        ]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rollout.engine_arguments.path: {path} cannot be read: {error}") from error
     answers: Recording = {}
     problems: list[str] = []
-    for number, line in enumerate(lines, start=1):
+    for place, line in rows:
         try:
             row = _checked(json.loads(line), vocab_size)
         except ValueError as error:
-            problems.append(f"{path}:{number}: {error}")
+            problems.append(f"{place}: {error}")
             continue
         key = tuple(row["prompt_token_ids"]), row["sample"]
         answer = RecordedAnswer(
             tuple(row["token_ids"]), tuple(row["log_probs"]), row.get("finish_reason", "stop"), row.get("seed")
         )
         answers.setdefault(key, []).append(answer)
-    if not lines:
+    if not rows:
         problems.append(f"rollout.engine_arguments.path: {path} is empty; allowed: a row per response")
     if problems:
         raise ConfigError("\n".join(problems[:_MOST_PROBLEMS]))
@@ -188,7 +194,7 @@ def _checked(row: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def append_recording(path: Path, requests: Iterable[Request], responses: Iterable[Response]) -> None:
-    """Append rows that replay ``responses`` to their ``requests``, which are in the same order.
+    """Append rows that replay ``responses`` to their ``requests``, which are in the same order; creates the folder.
 
     Raises:
         RunError: the file cannot be written.
@@ -205,6 +211,7 @@ def append_recording(path: Path, requests: Iterable[Request], responses: Iterabl
         for request, response in zip(requests, responses, strict=True)
     ]
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.interface import RolloutEngine
+from megatron_tlt.rollout.replay import append_recording
 from megatron_tlt.rollout.stop import StopAgreement
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.speculation.strategy import StepRecord
@@ -178,10 +180,12 @@ class ExperienceCollector:
         seed_parts: Sequence[object],
         on_finished: Callable[[int], None] | None = None,
         while_idle: Callable[[], None] | None = None,
+        recording: Path | None = None,
     ) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
         """Generates ``samples`` responses to each problem.
 
-        ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has.
+        ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has. The first
+        rank of each engine appends its responses to a file of its own in the folder ``recording``, if any.
 
         Returns:
             All responses of all engines, ordered by problem and sample, the same on every rank; their batch, in which
@@ -237,6 +241,8 @@ class ExperienceCollector:
         waited = time.perf_counter()
         with self._timeline.span("reward"), failing_together():
             _check_lengths(responses)
+            if recording is not None and leads and not stopped:
+                append_recording(recording / f"rank_{rank():05d}.jsonl", requests, responses)
             rewards = self._pool.collect()
         if stopped:
             raise StopRequested

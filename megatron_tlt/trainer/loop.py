@@ -14,20 +14,18 @@ from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.samples import EVALUATION, GREEDY_EVALUATION, SampleRow
 from megatron_tlt.observe.timeline import Timeline
-from megatron_tlt.platform.collectives import failing_together
 from megatron_tlt.platform.device import (
     initialize_distributed,
     log_once,
     prepare,
     rank,
     seed_everything,
-    show,
     warn,
 )
 from megatron_tlt.platform.versions import check_versions
@@ -40,7 +38,7 @@ from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
 from megatron_tlt.trainer.drafter_manager import DrafterManager
-from megatron_tlt.trainer.evaluation import Evaluation, EvaluationReport, EvaluationRequest
+from megatron_tlt.trainer.evaluation import Evaluation
 from megatron_tlt.trainer.experience import (
     ExperienceCollector,
     StopRequested,
@@ -246,37 +244,6 @@ class Run:
                 self.bubble.attach(coordination.client, coordination.refused)
                 yield
 
-    def evaluate_checkpoint(self, request: EvaluationRequest) -> None:
-        """Evaluates the checkpoint that ``request`` names and prints the report.
-
-        Raises:
-            ConfigError: the engine cannot generate with a checkpoint's weights.
-            Interrupted: a signal requested a stop.
-        """
-        if not self.engine.capabilities.weights:
-            raise ConfigError(
-                f"rollout.engine: found {self._config.rollout.engine!r}, which takes no weights; allowed for an "
-                "evaluation: an engine that generates with the checkpoint's weights"
-            )
-        folder = self._checkpoints.find(None if request.checkpoint is None else Path(request.checkpoint))
-        state = TrainerState() if folder is None else self._checkpoints.load(self.policy, folder)
-        seed = self._config.run.seed
-        problems = request.problems(seed, self._limit) if request.data is not None else self.held_out()
-        with Progress(rank(), 1, enabled=self._config.observe.progress) as progress, self._pool:
-            self.step.reshard(state.step, StepResult(), progress.start)
-            try:
-                evaluation, samples = self.evaluate(progress, problems)
-            except StopRequested:
-                raise Interrupted(self._stop.signum or signal.SIGTERM, "while evaluating") from None
-            step = state.step if folder is None or state.step else None
-            report = EvaluationReport.of(self._config, request, model_folder(self._config), folder, step, evaluation)
-            with failing_together():
-                if rank() == 0:
-                    report.write(request.json)
-                    report.write_samples(request.samples_file, samples)
-            show(report.text)
-        self.engine.shutdown()
-
     def _loop(self, record: RunRecord, progress: Progress) -> None:
         config = self._config
         self._timeline.begin_step(self._state.step)
@@ -369,8 +336,3 @@ class Run:
 def train(config: TltConfig) -> None:
     """Entry point of a worker of ``tlt train``."""
     Run(config).train()
-
-
-def evaluate(config: TltConfig, request: EvaluationRequest) -> None:
-    """Entry point of a worker of ``tlt eval``."""
-    Run(config, verifiers=verifiers_of(request.tasks), read_only=True).evaluate_checkpoint(request)

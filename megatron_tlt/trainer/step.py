@@ -105,6 +105,8 @@ class TrainingStep:
         self._speculation = speculation
         self._spot_trainer = spot_trainer
         self._samples = samples
+        #: folder that training responses are recorded in, or None
+        self.recording = config.run.dir / "recording" if config.observe.recording else None
         self._algorithm = build_algorithm(config.algorithm)
         self._loss = self._algorithm.loss()
 
@@ -127,9 +129,7 @@ class TrainingStep:
         """
         result = StepResult()
         began = time.perf_counter()
-        if first_problem is None:
-            first_problem = step * self._config.trainer.prompts_per_step
-        scored, batch = self._rollout(step, first_problem, result, on_phase, on_response)
+        scored, batch = self.roll_out(step, first_problem, result, on_phase, on_response)
         batch = self._log_probs(step, scored, batch, result, on_phase)
         self._update(step, batch, result, on_phase)
         self._train_drafter(step, result, on_phase)
@@ -150,16 +150,19 @@ class TrainingStep:
         result.memory[phase] = current_device().memory_bytes()
         self._timeline.counter("memory (GiB)", result.memory[phase] / 2**30)
 
-    def _rollout(
+    def roll_out(
         self,
         step: int,
-        first_problem: int,
+        first_problem: int | None,
         result: StepResult,
         on_phase: Callable[[str, int | None], None],
         on_response: Callable[[int], None],
     ) -> tuple[list[ScoredResponse], RolloutBatch]:
+        """The first two phases: responses and rewards, with their metrics in ``result``; see :meth:`run`."""
         config = self._config
         count, group = config.trainer.prompts_per_step, config.algorithm.group_size
+        if first_problem is None:
+            first_problem = step * count
         on_phase("rollout", None)
         if self._drafter is not None:
             self._drafter.check(self._engine)
@@ -172,7 +175,7 @@ class TrainingStep:
             seed = (config.run.seed, "train", step, *([generation] if generation else []))
             # a step has one session of the spot trainer
             idle = while_idle if generation == 0 else None
-            return self._collector.collect(problems, group, self._sampling, seed, on_response, idle)
+            return self._collector.collect(problems, group, self._sampling, seed, on_response, idle, self.recording)
 
         collected = collect_problems(
             self._problems.problem, first_problem, count, group, config.algorithm.dynamic_sampling, collect

@@ -20,19 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_tlt.rollout.replay import ReplayEngine, append_recording
-from megatron_tlt.rollout.vllm_engine import VllmEngine
-
-
-class Recorder(VllmEngine):
-    def __init__(self, model_path, rollout, speculation, seed, *, folder):
-        super().__init__(model_path, rollout, speculation, seed)
-        self._file = Path(folder, f"rank{os.environ['RANK']}.jsonl")
-
-    def generate(self, requests, *others):
-        responses = super().generate(requests, *others)
-        append_recording(self._file, requests, responses)
-        return responses
+from megatron_tlt.rollout.replay import ReplayEngine
 
 
 class Replayed(ReplayEngine):
@@ -54,18 +42,14 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one_and_imports_no
     (code / f"{MODULE}.py").write_text(SOURCE)
     environment = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(code)])}
 
-    def train(name: str, engine: str, arguments: dict[str, str], *overrides: str) -> Path:
-        given = f"rollout.engine_arguments={json.dumps(arguments)}"
-        command = runs.command(name, f"rollout.engine={MODULE}.{engine}", given, *overrides)
-        run_logged(command, timeout_s=900, env=environment)
-        return runs.folder / name
-
-    recorded = train("recorded", "Recorder", {"folder": str(tmp_path)})
-    recording = tmp_path / "recording.jsonl"
-    recording.write_text("".join((tmp_path / f"rank{rank}.jsonl").read_text() for rank in range(2)))
+    runs.train("recorded", "observe.recording=true")
+    recorded = runs.folder / "recorded"
+    recording = recorded / "recording"
     without = ("rollout.vllm=null", "speculation.enabled=false", "reshard.method=none")
     arguments = {"path": str(recording), "imported": str(tmp_path)}
-    replayed = train("replayed", "Replayed", arguments, *without)
+    given = (f"rollout.engine={MODULE}.Replayed", f"rollout.engine_arguments={json.dumps(arguments)}", *without)
+    run_logged(runs.command("replayed", *given), timeout_s=900, env=environment)
+    replayed = runs.folder / "replayed"
 
     assert (replayed / "hf" / "model.safetensors").read_bytes() == (recorded / "hf" / "model.safetensors").read_bytes()
     ours, theirs = rows_of(replayed), rows_of(recorded)
@@ -78,19 +62,37 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one_and_imports_no
     assert summary["reshard"]["tensors"] == 0
     for rank in range(2):
         imported = json.loads((tmp_path / f"imported-by-{rank}.json").read_text())
-        # the module also imports the recorder's base class, whose own module imports vLLM only when an engine is built
         assert "vllm" not in imported and {"megatron", "torch"} <= set(imported)
 
     said = run_logged(
-        runs.command(
-            "replayed",
-            f"rollout.engine={MODULE}.Replayed",
-            f"rollout.engine_arguments={json.dumps(arguments)}",
-            *without,
-            command="eval",
-        ),
+        runs.command("replayed", *given, command="eval"),
         timeout_s=300,
         env=environment,
         expect_status=2,
     )
     assert "which takes no weights; allowed for an evaluation" in said
+
+
+def rows_by_request(folder: Path) -> dict[tuple[str, int], list[int]]:
+    rows = [json.loads(line) for file in sorted(folder.glob("rank_*.jsonl")) for line in file.read_text().splitlines()]
+    return {(str(row["prompt_token_ids"]), row["seed"]): row["token_ids"] for row in rows}
+
+
+def test_a_rollout_alone_records_what_the_first_steps_of_training_would_sample(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "recorded"
+    said = run_logged([*runs.command("alone", command="rollout"), "--out", str(out), "--steps", "2"], timeout_s=300)
+    assert "rollout of step 1: 16 responses, reward " in said and f"recorded: {out}" in said
+    assert not (runs.folder / "alone" / "metrics.jsonl").exists() and not (runs.folder / "alone" / "hf").exists()
+    found = rows_by_request(out)
+    assert len(found) == 2 * 16
+    runs.train("recorded-two", "observe.recording=true", "trainer.steps=1")
+    trained = rows_by_request(runs.folder / "recorded-two" / "recording")
+    assert len(trained) == 16 and trained.items() <= found.items()
+    again = [*runs.command("alone", command="rollout"), "--out", str(out)]
+    assert "is not an empty folder" in run_logged(again, timeout_s=60, expect_status=2)
+
+    arguments = json.dumps({"path": str(out)})
+    without = ("rollout.vllm=null", "speculation.enabled=false", "reshard.method=none", "trainer.steps=1")
+    runs.train("train-only", "rollout.engine=replay", f"rollout.engine_arguments={arguments}", *without)
+    weights = [(runs.folder / name / "hf/model.safetensors").read_bytes() for name in ("train-only", "recorded-two")]
+    assert weights[0] == weights[1]

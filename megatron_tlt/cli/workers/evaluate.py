@@ -10,7 +10,7 @@ def main(resolved: str, request: str) -> None:
     """Takes the path of a resolved config, and an ``EvaluationRequest`` as JSON."""
     from megatron_tlt.config.loader import load_resolved
     from megatron_tlt.trainer.evaluation import EvaluationRequest
-    from megatron_tlt.trainer.loop import evaluate
+    from megatron_tlt.trainer.offline import evaluate
 
     evaluate(load_resolved(resolved), EvaluationRequest(**json.loads(request)))
 

@@ -1,0 +1,41 @@
+"""``tlt rollout CONFIG --out FOLDER [key.path=value ...]``: records responses of training steps without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron_tlt.cli import preflight, runs
+from megatron_tlt.cli.evaluate import checkpoint_folder
+from megatron_tlt.config.loader import dump_resolved
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.nodes import node_index
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("rollout", help="record responses of training steps without training")
+    runs.add_config_arguments(parser)
+    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="a new or empty folder")
+    parser.add_argument("--steps", type=int, default=1, help="number of training steps to record (%(default)s)")
+    parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder or a step (default: newest)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out.resolve()
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps: found {arguments.steps}; allowed: 1 or more")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out: {out} is not an empty folder; allowed: a new or empty folder")
+    config = preflight.load_checked(arguments.config, arguments.overrides)
+    checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
+    request = {"out": str(out), "steps": arguments.steps, "checkpoint": checkpoint}
+    own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
+    resolved = config.run.dir / "logs" / f"config.rollout{own}.yaml"
+    runs.write_in_run(resolved, dump_resolved(config))
+    status = runs.ensure_model(config, resolved, show=arguments.traceback)
+    if status == 0:
+        worker = "megatron_tlt.cli.workers.rollout"
+        status = runs.start(worker, config, resolved, json.dumps(request), show=arguments.traceback)
+    return status
