@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "drafter.buffer",
     # time and memory limits, which change no result
     "launcher.collective_timeout_s",
+    "launcher.phase_timeout_s",
+    "launcher.phase_timeouts_s",
     "launcher.max_restarts",
     "rewards.workers",
     "rewards.timeout_s",

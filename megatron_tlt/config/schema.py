@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -39,12 +39,21 @@ def _processes(value: Any) -> Any:
     return gpus or 2
 
 
+Phase = Literal["start", "rollout", "log-probs", "update", "drafter", "reshard", "evaluate", "checkpoint", "export"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""What a rank does one after another, from its start to the export of the trained model."""
+
+
 class LauncherConfig(Section):
     """Number of processes, one per device. ``tlt train`` starts torchrun itself if it does not run under it.
 
     If a rank is killed by a signal other than a request to stop (SIGKILL, SIGSEGV, the kernel's OOM killer), ``tlt
     train`` restarts all ranks from the newest checkpoint, at most ``max_restarts`` times. It does not restart if the
     same step failed twice in a row, or after an error with a message, SIGTERM or Ctrl-C.
+
+    A phase of a step that takes longer than ``phase_timeout_s`` ends the run (null: never), with the ranks that stand
+    still and every thread's stack in ``logs/``. ``phase_timeouts_s`` has other limits by phase: start, rollout,
+    log-probs, update, drafter, reshard, evaluate, checkpoint, export.
 
     ``nproc_per_node: auto`` is one process for each GPU of this machine, and two on a machine without GPUs.
     """
@@ -53,11 +62,19 @@ class LauncherConfig(Section):
     nproc_per_node: Annotated[PositiveInt, BeforeValidator(_processes)] = 1
     threads_per_process: PositiveInt = 1
     collective_timeout_s: PositiveInt = 600
+    phase_timeout_s: PositiveInt | None = 4 * 3600
+    phase_timeouts_s: dict[Phase, PositiveInt] = Field(default_factory=dict)
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def phase_limits_s(self) -> dict[str, float]:
+        """Seconds by phase; a phase without a limit is not in it."""
+        limits = {phase: self.phase_timeouts_s.get(phase, self.phase_timeout_s) for phase in PHASES}
+        return {phase: float(limit) for phase, limit in limits.items() if limit is not None}
 
 
 class ArchitectureConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -42,11 +42,20 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress bars for the run and its current phase, on a terminal only; silent on all ranks except 0.
 
     ``done_steps`` are those of a resumed run; without ``enabled`` (``observe.progress``) nothing is printed.
+    ``on_phase`` is called on every rank with each phase's name as it starts.
     """
 
     def __init__(
-        self, rank: int, total_steps: int, *, done_steps: int = 0, enabled: bool = True, stream: TextIO | None = None
+        self,
+        rank: int,
+        total_steps: int,
+        *,
+        done_steps: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
+        self._on_phase = on_phase
         self._stream = stream if stream is not None else sys.stdout
         self._shown = enabled and rank == 0
         self._total_steps = total_steps
@@ -66,6 +75,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def start(self, phase: str, total: int | None = None) -> None:
         """Starts the bar of ``phase`` with ``total`` units (None: unknown); removes the previous one."""
+        self._on_phase(phase)
         if self._bars is None:
             return
         if self._phase is not None:

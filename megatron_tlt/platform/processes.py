@@ -89,6 +89,8 @@ def launch_environment(threads: int, nodes: Nodes | None = None) -> dict[str, st
         "TRITON_CACHE_DIR": f"{caches}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
         "VLLM_CACHE_ROOT": f"{caches}/vllm",
+        # NCCL's flight recorder: the newest collectives of each rank, written when a phase hangs
+        "TORCH_FR_BUFFER_SIZE": "2000",
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         # vLLM's n-gram drafter would start its own threads, which compete with all others

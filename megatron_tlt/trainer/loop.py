@@ -28,6 +28,7 @@ from megatron_tlt.platform.device import (
     seed_everything,
     warn,
 )
+from megatron_tlt.platform.phase_watch import PhaseWatch
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.rewards.verifiers import verifiers_of
@@ -100,6 +101,8 @@ class Run:
         prepare(int(config.actor.megatron.get("tensor_model_parallel_size", 1)))
         check_versions(libraries_not_needed(config.rollout))
         initialize_distributed(config.launcher.collective_timeout_s)
+        self._watch = PhaseWatch.of_this_rank(config.launcher.phase_limits_s, config.run.dir / "logs")
+        self._watch.begin("start")
         if not read_only:
             check_coordinator_host(config)
         seed_everything(config.run.seed, config.run.deterministic)
@@ -205,7 +208,11 @@ class Run:
         with (
             RunRecord(self._folder, config, self._state.step, self._timeline) as record,
             Progress(
-                rank(), config.trainer.steps, done_steps=self._state.step, enabled=config.observe.progress
+                rank(),
+                config.trainer.steps,
+                done_steps=self._state.step,
+                enabled=config.observe.progress,
+                on_phase=self._watch.begin,
             ) as progress,
             self.serving(),
         ):
@@ -218,11 +225,13 @@ class Run:
                 record.finish_partial()
                 where = f"after {self._state.step} steps, state saved; run again to continue"
                 raise Interrupted(self._stop.signum or signal.SIGTERM, where) from None
+            self._watch.begin("export")
             with self._timeline.span("export"):
                 save_hf_folder(self.policy, self._side_files, self._folder / "hf")
                 if self.drafting is not None:
                     self.drafting.write(self._folder / "drafter" / "newest")
             record.finish(self._state, self.policy.layout)
+        self._watch.close()
         self.engine.shutdown()
 
     def _check_evaluation_settings(self) -> None:
@@ -279,6 +288,7 @@ class Run:
     @contextlib.contextmanager
     def _phase(self, name: str, result: StepResult) -> Iterator[None]:
         began = time.perf_counter()
+        self._watch.begin(name)
         with self._timeline.span(name):
             yield
         result.metrics[f"time/{name}"] = time.perf_counter() - began

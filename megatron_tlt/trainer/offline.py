@@ -49,6 +49,9 @@ class OfflineRun(Run):
         folder = self._checkpoints.find(None if checkpoint is None else Path(checkpoint))
         return folder, TrainerState() if folder is None else self._checkpoints.load(self.policy, folder)
 
+    def _progress(self, steps: int) -> Progress:
+        return Progress(rank(), steps, enabled=self._config.observe.progress, on_phase=self._watch.begin)
+
     def roll_out(self, request: RolloutRequest) -> None:
         """Generates and records the responses of some training steps with the weights of one checkpoint.
 
@@ -59,7 +62,12 @@ class OfflineRun(Run):
             Interrupted: a signal requested a stop.
         """
         _, state = self._restored(request.checkpoint, "a rollout")
-        with Progress(rank(), request.steps, enabled=self._config.observe.progress) as progress, self._pool:
+        with (
+            Progress(
+                rank(), request.steps, enabled=self._config.observe.progress, on_phase=self._watch.begin
+            ) as progress,
+            self._pool,
+        ):
             self.step.recording = Path(request.out)
             self.step.reshard(state.step, StepResult(), progress.start)
             for step in range(state.step, state.step + request.steps):
@@ -77,6 +85,7 @@ class OfflineRun(Run):
                     f"{found['length/mean']:.0f} tokens on average, {found['time/rollout']:.1f} s"
                 )
         show(f"recorded: {request.out}")
+        self._watch.close()
         self.engine.shutdown()
 
     def evaluate_checkpoint(self, request: EvaluationRequest) -> None:
@@ -89,7 +98,10 @@ class OfflineRun(Run):
         folder, state = self._restored(request.checkpoint, "an evaluation")
         seed = self._config.run.seed
         problems = request.problems(seed, self._limit) if request.data is not None else self.held_out()
-        with Progress(rank(), 1, enabled=self._config.observe.progress) as progress, self._pool:
+        with (
+            self._progress(1) as progress,
+            self._pool,
+        ):
             self.step.reshard(state.step, StepResult(), progress.start)
             try:
                 evaluation, samples = self.evaluate(progress, problems)
@@ -102,6 +114,7 @@ class OfflineRun(Run):
                     report.write(request.json)
                     report.write_samples(request.samples_file, samples)
             show(report.text)
+        self._watch.close()
         self.engine.shutdown()
 
 
