@@ -29,7 +29,7 @@ def test_a_rank_that_stands_still_ends_the_run_with_its_name(runs: Runs) -> None
             assert time.monotonic() < deadline and process.poll() is None, runs.log("hang")
             time.sleep(0.05)
         os.kill(worker_of(mark, 1), signal.SIGSTOP)
-        log = runs.folder / "hang" / "logs" / "rank00000.log"
+        log = runs.folder / "hang" / "logs" / "workers.log"
         deadline = time.monotonic() + (LIMIT_S + 40) * slowness()
         while "error: rank 0 (" not in (said := log.read_text()):
             assert time.monotonic() < deadline, said[-5000:]
