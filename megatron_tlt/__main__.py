@@ -6,6 +6,8 @@ import signal
 import sys
 from types import FrameType
 
+from megatron_tlt import __version__
+
 
 def _leave(signum: int, frame: FrameType | None) -> None:
     print("error: interrupted", file=sys.stderr)
@@ -13,7 +15,13 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Runs one command; Ctrl-C ends it with one line, also while the commands are imported."""
+    """Runs one command; Ctrl-C ends it with one line, also while the commands are imported.
+
+    ``--version`` imports nothing, so that it answers in any environment.
+    """
+    if sys.argv[1:] == ["--version"]:
+        print(f"tlt {__version__}")
+        return 0
     before = signal.signal(signal.SIGINT, _leave)
     from megatron_tlt.cli import main as run
 

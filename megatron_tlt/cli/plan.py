@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reshard", action="store_true", help="plan the transfer of weights to the engines only")
     what.add_argument("--search", action="store_true", help="find the best layout for the config's devices")
-    what.add_argument("--cluster", metavar="FILE", type=Path, help="plan for unequal devices: launch/clusters/*.yaml")
+    what.add_argument("--cluster", metavar="FILE", type=Path, help="plan for unequal devices: a cluster file")
     what.add_argument(
         "--profile",
         metavar="FILE",

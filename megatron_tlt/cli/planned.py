@@ -14,6 +14,7 @@ import yaml
 
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.shipped import LAUNCH, find_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE
 from megatron_tlt.planning.job import Job
@@ -66,8 +67,11 @@ def mean_response(given: float | None, config: TltConfig) -> float:
 
 def parent_of(path: Path, base: Path) -> str:
     """The entry for ``base`` in ``defaults`` of a config at ``path``; raises ConfigError if they are the same file."""
+    base = find_config(base)
     if path.resolve() == base.resolve():
         raise ConfigError(f"--write: found {path}, which is the config itself; allowed: another file")
+    if (inside := base.resolve()).is_relative_to(LAUNCH):
+        return str(inside.relative_to(LAUNCH))  # found wherever the package is installed
     return os.path.relpath(base.resolve(), path.resolve().parent)
 
 

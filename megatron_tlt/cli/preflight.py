@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import megatron_tlt
@@ -19,6 +20,7 @@ from megatron_tlt.algorithms.registry import algorithm_problems
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.model import require_model_folder
+from megatron_tlt.config.passthrough import unchecked
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import RECIPE_FILE, recipe_folder
@@ -63,6 +65,8 @@ def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, l
 
 
 def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -> list[str]:
+    if lines := unchecked(config):
+        found += Findings(lines) if starts else Findings(notes=[line.replace("cannot be", "not") for line in lines])
     found.add(algorithm_problems(config.algorithm))
     if values := config.algorithm.recipe_values:
         said = ", ".join(f"{key}: {value}" for key, value in values.items())
@@ -99,13 +103,25 @@ def _tasks_and_model(config: TltConfig, starts: bool) -> Findings:
                 require_model_folder(config)
             except ConfigError as error:
                 found.add(error)
+    if there and not starts and find_spec("transformers") is None:
+        there, why = False, "transformers is not installed"
     if there:
         found += _with_model(config, folder, starts)
     else:
-        found += check_tasks(config)
+        found += _tasks_alone(config, starts)
         what = "prompts' lengths in tokens" if config.model.recipe else "weights, tokenizer, prompts' lengths in tokens"
         found.notes.append(f"not checked: {what}, because {why}")
     return found
+
+
+def _tasks_alone(config: TltConfig, starts: bool) -> Findings:
+    """Checks the tasks without a tokenizer. A plan needs none of their libraries: it only notes a missing one."""
+    try:
+        return check_tasks(config)
+    except ModuleNotFoundError as error:
+        if starts:
+            raise
+        return Findings(notes=[f"not checked: the tasks, because {error.name} is not installed"])
 
 
 def _with_model(config: TltConfig, folder: Path, starts: bool) -> Findings:

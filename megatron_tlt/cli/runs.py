@@ -41,7 +41,7 @@ _RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs", "slurm")
 def add_config_arguments(parser: ArgumentParser) -> None:
     """Adds CONFIG and overrides, common to every command that runs a config."""
     parser.add_argument(
-        "config", metavar="CONFIG", type=Path, help="a launch config, such as launch/quickstart-cpu.yaml"
+        "config", metavar="CONFIG", type=Path, help="a launch config: a file, or a name of `tlt models`"
     )
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="overrides of the config's values")
 

@@ -1,6 +1,6 @@
 """Loads config files and overrides into a validated ``TltConfig``, and writes it back as YAML.
 
-Paths in a config are relative to the working directory; only ``defaults:`` is relative to its own file.
+A file to read is looked up beside the config that names it, then in the working folder; outputs are in the latter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_tlt.config.identity import identifies_run, identifying
 from megatron_tlt.config.migrations import MIGRATIONS, VERSION_KEY, migrate
 from megatron_tlt.config.passthrough import check_passthrough
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.shipped import find_config
 from megatron_tlt.config.source import apply_overrides, read_inherited, read_yaml
 from megatron_tlt.errors import ConfigError
 
@@ -129,7 +130,7 @@ def load_config(
     """Loads a launch config.
 
     Args:
-        path: the YAML file; its ``defaults:`` are read first.
+        path: the YAML file, or the name of a shipped one; its ``defaults:`` are read first.
         overrides: ``key.path=value`` strings, applied in order; a list takes an index, ``tasks.0.weight=2``.
         check_libraries: check the pass-through dictionaries against the installed Megatron-Core and vLLM.
         further: additional checks; each line that it returns is a violation.
@@ -137,7 +138,7 @@ def load_config(
     Raises:
         ConfigError: with one line per violation, each naming file, key, what was found and what is allowed.
     """
-    path = Path(path)
+    path = find_config(Path(path))
     values = read_inherited(path)
     if VERSION_KEY in values:  # a resolved config, taken as a launch config
         values = migrate(values, str(path))

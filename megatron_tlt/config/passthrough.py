@@ -106,16 +106,18 @@ def check_values(target: PassThrough, values: dict[str, Any], fields: dict[str, 
 
 
 def check_passthrough(config: TltConfig) -> list[str]:
-    """The violations in all pass-through dictionaries that are not empty."""
+    """The violations in all pass-through dictionaries whose library is installed."""
     problems: list[str] = []
     for target in TARGETS:
-        values = _at(config, target.path)
-        if not values:
-            continue
-        fields = library_fields(target.module, target.class_name)
-        if not fields:
-            library = target.module.split(".")[0]
-            problems.append(f"{target.path}: cannot be checked: the library {library!r} is not installed")
-            continue
-        problems += check_values(target, values, fields)
+        if fields := library_fields(target.module, target.class_name):
+            problems += check_values(target, _at(config, target.path), fields)
     return problems
+
+
+def unchecked(config: TltConfig) -> list[str]:
+    """One line per library that is not installed, with the pass-through dictionaries that need it to be checked."""
+    paths: dict[str, list[str]] = {}
+    for target in TARGETS:
+        if _at(config, target.path) and not library_fields(target.module, target.class_name):
+            paths.setdefault(target.module.partition(".")[0], []).append(target.path)
+    return [f"{', '.join(found)}: cannot be checked, because {name} is not installed" for name, found in paths.items()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from megatron_tlt.config.shipped import LAUNCH, resolve_inputs
 from megatron_tlt.errors import ConfigError
 
 
@@ -66,7 +67,10 @@ def deep_merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_inherited(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads a config and merges it over the files of its ``defaults:`` list, whose paths are relative to the file."""
+    """Reads a config and merges it over the files of its ``defaults:`` list.
+
+    These are relative to the file, or else shipped ones. Paths to read are resolved by ``shipped.resolve_inputs``.
+    """
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
@@ -76,9 +80,13 @@ def read_inherited(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"{path}: 'defaults' is {parents!r}; allowed: a list of file names")
+    resolve_inputs(own, path.parent)
     merged: dict[str, Any] = {}
     for parent in parents:
-        merged = deep_merge(merged, read_inherited(path.parent / parent, (*chain, resolved)))
+        file = path.parent / parent
+        if not file.is_file() and (LAUNCH / parent).is_file():
+            file = LAUNCH / parent
+        merged = deep_merge(merged, read_inherited(file, (*chain, resolved)))
     return deep_merge(merged, own)
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from megatron_tlt.config import violations
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, PositiveInt, Section
+from megatron_tlt.config.shipped import find_config
 from megatron_tlt.config.source import read_yaml
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DeviceSpec, known_devices
@@ -132,12 +133,12 @@ class Cluster:
 
 
 def read_cluster(path: Path | str) -> Cluster:
-    """Reads a cluster file.
+    """Reads a cluster file, or the shipped one of this name.
 
     Raises:
         ConfigError: one line per violation, each with file, key, value found and values allowed.
     """
-    path = Path(path)
+    path = find_config(Path(path), "clusters")
     try:
         section = ClusterSection.model_validate(read_yaml(path))
     except ValidationError as error:
