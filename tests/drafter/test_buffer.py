@@ -76,6 +76,12 @@ operation = st.one_of(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(operations=[("add", 0, 3, 0), ("add", 0, 2, 0)], memory=6000, disk=0, max_age=0)  # too short for a draft
 @example(operations=[("add", 0, 3, 0), ("flush",), ("add", 0, 2, 3), ("reopen",)], memory=6000, disk=9000, max_age=0)
+@example(  # a checkpoint keeps the file of an entry that has expired since
+    operations=[("add", 1, 3, 0), ("flush",), ("rewind", 0), ("add", 0, 2, 3), ("reopen",)],
+    memory=6000,
+    disk=6000,
+    max_age=0,
+)
 @given(
     operations=st.lists(operation, max_size=40),
     memory=st.integers(6000, 40000),
@@ -93,6 +99,7 @@ def test_bounds_hold_counts_add_up_and_samples_were_stored(
     config = DrafterBufferConfig(memory_bytes=memory, disk_bytes=disk, max_age=max_age)
     buffer = DataBuffer(folder, config, seed=1)
     latest: dict[str, Entry] = {}
+    referred: set[str] = set()
     step = 0
     for name, *values in operations:
         if name == "add":
@@ -106,18 +113,23 @@ def test_bounds_hold_counts_add_up_and_samples_were_stored(
         elif name == "reopen" and disk:
             acknowledged = buffer.flush()
             buffer = DataBuffer(folder, config, seed=1)
+            found = {item.key for item in buffer.descriptions}
+            assert found >= {*acknowledged} and found - {*acknowledged} <= referred, "files that a checkpoint refers to"
+            if referred:
+                assert buffer.restore(step, acknowledged) == 0
             assert [item.key for item in buffer.descriptions] == acknowledged
         elif name == "rewind":
             step = min(step, int(str(values[0])))
+            referred |= {item.key for item in buffer.descriptions}
             assert buffer.restore(step) == 0
         elif name == "sample":
             count, draw = (int(str(value)) for value in values)
-            found = buffer.sample(count, step, draw)
-            assert len(found) == min(count, len(buffer)) == len({item.key for item in found})
-            assert all(same(item, latest[item.key]) for item in found)
+            drawn = buffer.sample(count, step, draw)
+            assert len(drawn) == min(count, len(buffer)) == len({item.key for item in drawn})
+            assert all(same(item, latest[item.key]) for item in drawn)
         assert balanced(buffer)
         assert buffer.nbytes <= buffer.capacity and buffer.memory_nbytes <= memory
-        assert disk_bytes(folder) <= disk
+        assert disk_bytes(folder) <= (3 * disk if referred else disk)
         assert all(step - max_age <= item.step <= step for item in buffer.descriptions)
 
 
