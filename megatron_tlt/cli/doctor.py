@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False) -> list[Check]:
-    """Runs all checks, in the order of the table; without a config only general requirements are checked.
+    """Runs all checks, in the order of the table; without a valid config only general requirements are checked.
 
     ``stop_early`` skips checks that need other nodes if a check failed on this one, so that the others need not wait.
     """
@@ -61,14 +61,18 @@ def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False
             config, notes = load_and_examine(path, overrides)
         except TltError as error:
             advice = "correct it; the model's folder must be visible on every node"
-            return [Check("config", "fail", line, advice) for line in str(error).splitlines()]
-        checks.append(Check("config", "ok", f"{path}, run.dir {config.run.dir}"))
-        checks += [Check("config", "warn", note) for note in notes]
+            checks += [Check("config", "fail", line, advice) for line in str(error).splitlines()]
+        else:
+            checks.append(Check("config", "ok", f"{path}, run.dir {config.run.dir}"))
+            checks += [Check("config", "warn", note) for note in notes]
     needs = _needs(config)
-    from megatron_tlt.platform import doctor_devices, doctor_nodes
+    from megatron_tlt.platform import doctor_devices, doctor_links, doctor_nodes
 
     checks += guarded("devices", lambda: doctor_devices.check_devices(needs))
     gpus = len(doctor_devices.read_gpus() or [])
+    checks += guarded("links", doctor_links.check_links)
+    if gpus > 1:  # on a CPU all processes share the memory
+        checks += guarded("pairs of devices", lambda: doctor_links.check_pairs(min(gpus, needs.processes)))
     checks += guarded("machine", lambda: check_machine(needs, gpus))
     checks += guarded("network", doctor_nodes.check_network)
     checks += guarded("run's folder", lambda: doctor_nodes.check_folder(needs.folder))

@@ -75,9 +75,11 @@ def test_a_config_of_several_nodes_without_any_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1 and "FAIL: nodes: launcher.nnodes: found 2" in done.stderr, done.stderr
 
 
-def test_a_wrong_config_is_a_row() -> None:
-    done = doctor(CONFIG, "trainer.steps=0", "--node")
+def test_a_wrong_config_is_a_row_among_all_others(tmp_path: Path) -> None:
+    done = doctor(CONFIG, "trainer.steps=0", "--node", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 1 and "here: FAIL: config: " in done.stderr and "trainer.steps" in done.stderr
+    names = {row["name"] for row in json.loads((tmp_path / "found.json").read_text())["checks"]}
+    assert {"config", "devices", "clocks", "NVLink", "InfiniBand", "memory", "disk", "network"} <= names
 
 
 def test_memory_and_disk_that_do_not_suffice_fail(tmp_path: Path) -> None:

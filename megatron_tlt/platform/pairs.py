@@ -1,0 +1,55 @@
+"""One rank of the messages between all pairs of local devices, for ``tlt doctor``.
+
+``pairs.json`` in the folder given has a row per pair: ranks, GB/s, whether the right bytes arrived. ``begun-RANK``
+names the pair that a rank is at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import current_device, initialize_distributed, rank, world_size
+
+_BYTES = 16 << 20
+_REPEATS = 4
+
+
+def main(folder: str) -> None:
+    initialize_distributed(60)
+    device, own = current_device(), rank()
+    sent = torch.full((_BYTES,), own, dtype=torch.uint8, device=device.torch_device)
+    rows: list[tuple[tuple[int, int], float, bool]] = []
+    for pair in itertools.combinations(range(world_size()), 2):
+        dist.barrier()
+        if own not in pair:
+            continue
+        Path(folder, f"begun-{own}").write_text(f"{pair[0]} and {pair[1]}", encoding="utf-8")
+        other = pair[0] + pair[1] - own
+        received = torch.empty_like(sent)
+        for repeat in range(_REPEATS + 1):
+            if repeat == 1:  # the first message connects
+                device.synchronize()
+                began = time.perf_counter()
+            operations = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        device.synchronize()
+        speed = _REPEATS * _BYTES / (time.perf_counter() - began) / 1e9
+        if own == pair[0]:
+            rows.append((pair, speed, bool((received == other).all())))
+    everyone = all_gather_data(rows, list[tuple[tuple[int, int], float, bool]])
+    if own == 0:
+        found = sorted(row for part in everyone for row in part)
+        Path(folder, "pairs.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
