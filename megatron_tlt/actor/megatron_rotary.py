@@ -32,24 +32,30 @@ def apply_packed_rotary(
     """Rotates the tokens of packed sequences by their positions; the same bits as Megatron-Core's function.
 
     Args:
-        t: (tokens, heads, d).
-        cu_seqlens: (sequences + 1), from 0 to the number of tokens.
+        t: (tokens of this rank, heads, d).
+        cu_seqlens: (sequences + 1), from 0 to the number of tokens of all context-parallel ranks.
         freqs: (at least the longest sequence, 1, 1, d).
         rotary_interleaved, multi_latent_attention, mscale: as in the library.
-        cp_group: with more than one rank the library's own function is called.
+        cp_group: the context-parallel ranks that share each sequence.
     """
     options = {
         "rotary_interleaved": rotary_interleaved,
         "multi_latent_attention": multi_latent_attention,
         "mscale": mscale,
     }
-    if cp_group is None or cp_group.size() > 1:
-        rotated: torch.Tensor = _library_function(t, cu_seqlens, freqs, cp_group=cp_group, **options)
-        return rotated
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=len(t))
+    assert cp_group is not None, "a packed row has a context-parallel group"
+    ranks, rank = cp_group.size(), cp_group.rank()
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]) // ranks
+    # of each token: the first of its sequence on this rank, and the sequence's length here
+    starts, counts = (
+        torch.repeat_interleave(values, lengths, output_size=len(t)) for values in (cu_seqlens[:-1] // ranks, lengths)
+    )
     positions = torch.arange(len(t), device=t.device) - starts
-    rotated = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options)
+    if ranks > 1:  # this rank has the parts ``rank`` and ``2 * ranks - 1 - rank`` of each sequence
+        half = counts // 2
+        second = positions + counts * ranks - (rank + 2) * half
+        positions = torch.where(positions < half, positions + rank * half, second)
+    rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **options)
     return rotated.squeeze(1)
 
 

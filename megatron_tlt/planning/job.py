@@ -163,7 +163,7 @@ def _actor(config: TltConfig, layout: Layout) -> ActorJob:
         chunk_tokens=actor.log_prob_chunk_tokens,
         state_bytes=_state_bytes(actor.optimizer, bf16),
         gradient_bytes=4 if not bf16 or ddp.get("grad_reduce_in_fp32", True) else 2,
-        fused_activation=megatron.get("bias_activation_fusion") is True,
+        fused_activation=megatron.get("bias_activation_fusion", actor.transformer_impl == "transformer_engine") is True,
         overlap=ddp.get("overlap_grad_reduce") is True,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,20 +25,29 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Ranks:
+    """What both functions ask of a group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = lambda: size, lambda: rank
+
+
 def main() -> None:
     initialize_distributed(60)
-    group = torch.distributed.group.WORLD
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     rotary = RotaryEmbedding(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=True)
-    for _ in range(20):
-        lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 6))]
+    whole = torch.distributed.group.WORLD
+    for case in range(40):
+        ranks = 1 + case % 2 * 2
+        group: Any = Ranks(ranks, rng.randrange(ranks))
+        lengths = [2 * ranks * rng.randint(1, 20) for _ in range(rng.randint(1, 6))]
         ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        t = torch.randn(sum(lengths), 3, 16, generator=generator)
-        freqs = rotary(max(lengths), packed_seq=True, cp_group=group)
+        t = torch.randn(sum(lengths) // ranks, 3, 16, generator=generator)
+        freqs = rotary(max(lengths), packed_seq=True, cp_group=whole)
         expected = megatron_rotary._library_function(t, ends, freqs, cp_group=group)
         with NoReads():
             found = megatron_rotary.apply_packed_rotary(t, ends, freqs, cp_group=group)
-        assert torch.equal(found, expected)
+        assert torch.equal(found, expected), (ranks, group.rank(), lengths)
     try:
         with NoReads():
             megatron_rotary._library_function(t, ends, freqs, cp_group=group)
