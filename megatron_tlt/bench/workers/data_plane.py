@@ -141,6 +141,9 @@ class _NoModel(Policy):
         return {"tokens": float(tokens)}
 
 
+CORRECTION: dict[str, Any] = {"correction": {"weights": "token"}} if SHARDED else {"mismatch": {"action": "correct"}}
+
+
 class _Problems:
     def problem(self, index: int) -> Problem:
         return Problem(f"p{index}", "bench", "?", "1", "math")
@@ -154,7 +157,7 @@ def make_step(responses: int, tokens: int) -> tuple[TrainingStep, _Engine]:
             "tasks": [{"name": "gcd"}],
             "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": tokens},
             "actor": {"max_tokens_per_micro_batch": PROMPT_TOKENS + tokens},
-            "algorithm": {"group_size": GROUP, "correction": {"weights": "token"}},
+            "algorithm": {"group_size": GROUP, **CORRECTION},
             "trainer": {"prompts_per_step": responses // GROUP, "steps": 1},
             "speculation": {"enabled": False},
         }
@@ -187,7 +190,7 @@ def measure(responses: int, tokens: int) -> dict[str, float]:
     with PeakSampler() as memory:
         began, cpu = time.perf_counter(), time.process_time()
         if SHARDED:
-            scored, batch = step._rollout(0, result, ignore, ignore)
+            scored, batch = step.roll_out(0, None, result, ignore, ignore)
             samples = step._log_probs(0, scored, batch, result, ignore)
             del scored, batch
         else:
