@@ -16,16 +16,34 @@ from megatron_tlt.cli import (
     doctor,
     evaluate,
     export_drafter,
+    init,
+    models,
     plan,
     report,
     rollout,
     simulate,
+    tasks,
     train,
 )
 from megatron_tlt.errors import TltError
 
 _INSTALL = "needed: a whole stack, by the package's extras cpu and gpu or `bash launch/quickstart.sh --setup-only`"
-_COMMANDS = (train, rollout, evaluate, convert, export_drafter, plan, simulate, config, doctor, bench, report)
+_COMMANDS = (
+    init,
+    models,
+    tasks,
+    plan,
+    simulate,
+    config,
+    doctor,
+    train,
+    rollout,
+    evaluate,
+    report,
+    convert,
+    export_drafter,
+    bench,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,12 +1,17 @@
-"""``tlt config CONFIG [key.path=value ...]``: prints a resolved config for users and for job scripts."""
+"""``tlt config CONFIG [key.path=value ...]``: prints a resolved config for users and for job scripts.
+
+``tlt config --docs KEY`` explains a key instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from typing import Any
 
 from megatron_tlt.cli import preflight, runs
+from megatron_tlt.config.docs import lookup
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
@@ -16,8 +21,9 @@ FINISHED = "finished"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("config", help="check a config and print it resolved, or some of its values")
-    runs.add_config_arguments(parser)
+    parser = commands.add_parser("config", help="check a config and print it resolved, or explain a key")
+    runs.add_config_arguments(parser, required=False)
+    parser.add_argument("--docs", metavar="KEY", help="type, default and meaning of a key, or of a section's keys")
     parser.add_argument(
         "--get",
         metavar="KEY",
@@ -30,6 +36,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if (arguments.config is None) == (arguments.docs is None):
+        raise ConfigError("CONFIG: allowed: either a config, or --docs with a key")
+    if arguments.docs is not None:
+        return _explain(arguments.docs)
     if arguments.get:  # job scripts read values; `tlt doctor` and `tlt train` check the config
         config = load_config(arguments.config, arguments.overrides, check_libraries=False)
     else:
@@ -38,6 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.keep:
         atomic_write_text(config.run.dir / arguments.keep, dump_resolved(config))
     sys.stdout.write("".join(f"{value}\n" for value in values) if arguments.get else dump_resolved(config))
+    return 0
+
+
+def _explain(key: str) -> int:
+    for found in lookup(key):
+        print(found.key)
+        for line in (found.meaning, f"type: {found.kind}", f"default: {found.default}"):
+            print(textwrap.fill(line, 78, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 

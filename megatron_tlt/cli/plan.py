@@ -15,11 +15,11 @@ from megatron_tlt.cli.plan_tables import print_reshard, print_search, print_step
 from megatron_tlt.cli.planned import (
     PROFILE,
     fitting_spot,
-    graphs_of,
     machine_of,
     mean_response,
     memory_of,
     parent_of,
+    search_layouts,
     write_config,
 )
 from megatron_tlt.config.schema import TltConfig
@@ -30,9 +30,8 @@ from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.cost import step_time
 from megatron_tlt.planning.devices import DEFAULT_DEVICE
 from megatron_tlt.planning.job import Job, job_of
-from megatron_tlt.planning.layout_search import SearchResult, overrides_of, search
+from megatron_tlt.planning.layout_search import SearchResult, overrides_of
 from megatron_tlt.planning.machine import CPU, Machine, read_profile
-from megatron_tlt.planning.memory import plan_memory
 from megatron_tlt.planning.remedies import remedies
 from megatron_tlt.planning.summary import summarize_search, summarize_step
 from megatron_tlt.platform.processes import run_processes
@@ -193,11 +192,9 @@ def _measure(config: TltConfig, path: Path) -> int:
 def _search(config: TltConfig, arguments: argparse.Namespace) -> int:
     """Searches, prints and writes; raises ConfigError if nothing fits, or a config file would overwrite its parent."""
     job, machine = job_of(config), machine_of(config, arguments.devices)
-    mean = mean_response(arguments.mean_response, config)
-    # choices differ neither in an engine's graphs nor in a device's memory
-    graphs, capacity = graphs_of(config, job, machine), memory_of(config, job, machine).capacity
-    result = search(job, machine, lambda own: plan_memory(own, capacity, graphs, on_gpu=not machine.is_cpu), mean)
+    result = search_layouts(config, machine, mean_response(arguments.mean_response, config))
     if not result.best:
+        capacity = memory_of(config, job, machine).capacity
         raise ConfigError(
             f"--search: none of {result.layouts} layouts of {job.world} devices of {capacity / 1e9:.0f} GB fits; "
             "allowed: more or larger devices, shorter responses, a smaller drafter"

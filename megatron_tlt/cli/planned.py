@@ -6,7 +6,9 @@ A written config inherits from the original and contains only the changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import LAUNCH, find_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE
-from megatron_tlt.planning.job import Job
+from megatron_tlt.planning.job import Job, job_of
+from megatron_tlt.planning.layout_search import SearchResult, search
 from megatron_tlt.planning.machine import CPU, Machine, constants, find_machine
 from megatron_tlt.planning.memory import MemoryPlan, plan_memory
 from megatron_tlt.platform.files import atomic_write_text
@@ -82,6 +85,33 @@ def fitting_spot(config: TltConfig, engines: int) -> dict[str, Any]:
     return {"spot": {"min_replicas": engines - 1} if engines > 1 else None}
 
 
+def search_layouts(config: TltConfig, machine: Machine, mean: float, reserve: float = 0.0) -> SearchResult:
+    """The fastest layouts for the config's devices that fit and leave the fraction ``reserve`` of a device's memory."""
+    job = job_of(config)
+    # choices differ neither in an engine's graphs nor in a device's memory
+    graphs, capacity = graphs_of(config, job, machine), memory_of(config, job, machine).capacity
+
+    def plan(own: Job) -> MemoryPlan:
+        return replace(plan_memory(own, capacity, graphs, on_gpu=not machine.is_cpu), reserve=reserve)
+
+    return search(job, machine, plan, mean)
+
+
+_load = partial(load_config, check_libraries=False)
+
+
+def load_text(path: Path, text: str, load: Callable[[Path], TltConfig] = _load) -> TltConfig:
+    """The config that a file at ``path`` with this text would be; raises ConfigError if it is not valid."""
+    draft = path.with_name(f".{path.name}.draft.yaml")
+    try:
+        atomic_write_text(draft, text)
+        return load(draft)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(draft), str(path))) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write_config(path: Path, comments: Sequence[str], values: Mapping[str, Any]) -> None:
     """Writes a launch config if it loads; an invalid one leaves nothing at ``path``.
 
@@ -89,10 +119,5 @@ def write_config(path: Path, comments: Sequence[str], values: Mapping[str, Any])
         ConfigError: it is not valid.
     """
     text = "\n".join([*(f"# {line}" for line in comments), yaml.safe_dump(dict(values), sort_keys=False, width=120)])
-    draft = path.with_name(f".{path.name}.draft.yaml")
-    try:
-        atomic_write_text(draft, text)
-        load_config(draft, check_libraries=False)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    load_text(path, text)
+    atomic_write_text(path, text)

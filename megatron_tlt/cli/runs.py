@@ -38,10 +38,14 @@ _RUN_FILES = (
 _RUN_FOLDERS = ("checkpoints", "drafter", "hf", "tensorboard", "logs", "slurm")
 
 
-def add_config_arguments(parser: ArgumentParser) -> None:
+def add_config_arguments(parser: ArgumentParser, *, required: bool = True) -> None:
     """Adds CONFIG and overrides, common to every command that runs a config."""
     parser.add_argument(
-        "config", metavar="CONFIG", type=Path, help="a launch config: a file, or a name of `tlt models`"
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        nargs=None if required else "?",
+        help="a launch config: a file, or a name of `tlt models`",
     )
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="overrides of the config's values")
 

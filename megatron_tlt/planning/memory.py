@@ -38,6 +38,8 @@ class MemoryPlan:
     """Tokens that an engine's KV cache holds."""
     longest: int
     """Tokens of the longest sequence."""
+    reserve: float = 0.0
+    """Fraction of the capacity that must be left."""
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -50,7 +52,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.margin >= 0 and self.cache_tokens >= self.longest
+        return self.margin >= self.reserve * self.capacity and self.cache_tokens >= self.longest
 
     def problems(self) -> list[str]:
         """Reasons why it does not fit, one line each."""

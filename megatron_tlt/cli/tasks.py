@@ -1,0 +1,51 @@
+"""``tlt tasks [NAME]``: the kinds and names of tasks, or one problem of a task."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.columns import Columns
+from rich.console import Console
+
+from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.rewards.verifiers import VERIFIERS
+from megatron_tlt.tasks import GENERATORS, build_sources
+
+_KINDS = (
+    ("file", "problems of a .jsonl or .parquet file in verl's or GSM8K's layout: {path: FILE, verifier: math}"),
+    ("python", "problems that a function or class of yours draws: {name: package.module.function}"),
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("tasks", help="list tasks and verifiers, or show a problem of one task")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a generator or a dataset of reasoning-gym")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.name is not None:
+        return _show(arguments.name)
+    console = Console(highlight=False)
+    console.print(f"kind: generated, small problems with worked solutions: {', '.join(sorted(GENERATORS))}")
+    for kind, text in _KINDS:
+        console.print(f"kind: {kind}, {text}")
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError:
+        console.print("kind: reasoning_gym, the datasets of reasoning-gym, which is not installed here")
+    else:
+        console.print(f"kind: reasoning_gym, {len(DATASETS)} datasets; needs answer_format: answer_tag")
+        console.print(Columns(sorted(DATASETS), padding=(0, 2), column_first=True))
+    console.print(f"verifiers: {', '.join(VERIFIERS)}, or a function's import path")
+    return 0
+
+
+def _show(name: str) -> int:
+    kind = "generated" if name in GENERATORS else "reasoning_gym"
+    task = TaskConfig(kind=kind, name=name, answer_format=None if kind == "generated" else "answer_tag")
+    problem = build_sources([task], "train", 0).sources[0].problem(0)
+    print(f"kind: {kind}\nprompt:\n{problem.prompt.rstrip()}\n\nanswer: {problem.answer}")
+    if problem.solution is not None:
+        print(f"worked solution:\n{problem.solution.rstrip()}")
+    return 0
