@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 from rich.columns import Columns
 from rich.console import Console
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(name: str) -> int:
-    kind = "generated" if name in GENERATORS else "reasoning_gym"
+    kind: Literal["generated", "reasoning_gym"] = "generated" if name in GENERATORS else "reasoning_gym"
     task = TaskConfig(kind=kind, name=name, answer_format=None if kind == "generated" else "answer_tag")
     problem = build_sources([task], "train", 0).sources[0].problem(0)
     print(f"kind: {kind}\nprompt:\n{problem.prompt.rstrip()}\n\nanswer: {problem.answer}")
