@@ -73,9 +73,13 @@ class PhaseWatch:
         """The current phase ends and ``phase`` begins."""
         self._current = (phase, time.monotonic())
 
-    def close(self) -> None:
-        """Ends the last phase."""
+    def pause(self) -> None:
+        """The current phase ends; none begins yet."""
         self._current = None
+
+    def close(self) -> None:
+        """The last phase ends."""
+        self.pause()
         self._closed.set()
 
     def _watch(self) -> None:

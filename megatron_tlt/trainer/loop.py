@@ -192,6 +192,7 @@ class Run:
         self._state = TrainerState()
         self._saved_step: int | None = None
         self.step.switch_to_actor()  # a checkpoint is loaded, or the first weights sent, from the device
+        self._watch.pause()
 
     def train(self) -> None:
         """Trains from the newest checkpoint (or from the start) to the last step.
@@ -200,6 +201,7 @@ class Run:
             Interrupted: a signal requested a stop; the state after the last complete step is saved.
         """
         config = self._config
+        self._watch.begin("start")
         self._state = self._checkpoints.resume(self.policy, sweep=True)
         self._saved_step = self._state.step or None
         self._check_evaluation_settings()

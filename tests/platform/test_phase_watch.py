@@ -68,6 +68,8 @@ def test_phases_that_end_in_time_end_nothing(tmp_path: Path, ended: list[RanksLo
     for phase in ("rollout", "update") * 4:
         watch.begin(phase)
         time.sleep(0.2)
+    watch.pause()
+    time.sleep(0.8)
     watch.close()
     time.sleep(0.8)
     assert not ended and not PhaseWatch({}, dist.HashStore(), 0, 1, tmp_path)._thread.is_alive()
