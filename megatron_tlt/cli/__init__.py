@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from megatron_tlt import __version__
 from megatron_tlt.cli import (
     bench,
+    completion,
     config,
     convert,
     doctor,
@@ -43,6 +45,7 @@ _COMMANDS = (
     convert,
     export_drafter,
     bench,
+    completion,
 )
 
 
@@ -86,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: this command needs {error.name}, which is not installed; {_INSTALL}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `tlt ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -38,7 +38,7 @@ BENCHMARKS = {name: f"megatron_tlt.bench.{name.replace('-', '_')}" for name in _
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help=f"run a benchmark: {', '.join(BENCHMARKS)}")
+    parser = commands.add_parser("bench", help="run a benchmark; `tlt bench --help` lists them")
     parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS), help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here")
     # arguments that this parser does not know go to the benchmark's parser

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_tlt.cli.launch import launch, under_torchrun
 from megatron_tlt.config.schema import LauncherConfig
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, TltError
 
 _WORKER = "megatron_tlt.cli.workers.convert"
 
@@ -41,9 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
         descriptor, name = tempfile.mkstemp(prefix="tlt-convert-", suffix=".log")
         os.close(descriptor)
         log = Path(name)
-    status = launch(_WORKER, values, launcher, log=log)
-    if log is not None and status != 1:  # with status 1 a message may refer to it
-        log.unlink(missing_ok=True)
+    try:
+        status = launch(_WORKER, values, launcher, log=log, keep_log=False)
+    except TltError:
+        if log is not None:
+            log.unlink()
+        raise
     if status == 0:
         print(f"written: {arguments.target}")
     return status

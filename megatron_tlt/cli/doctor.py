@@ -75,8 +75,9 @@ def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False
         checks += guarded("pairs of devices", lambda: doctor_links.check_pairs(min(gpus, needs.processes)))
     checks += guarded("machine", lambda: check_machine(needs, gpus))
     checks += guarded("network", doctor_nodes.check_network)
-    checks += guarded("run's folder", lambda: doctor_nodes.check_folder(needs.folder))
-    if config is None or config.launcher.nnodes == 1:
+    alone = config is None or config.launcher.nnodes == 1
+    checks += guarded("run's folder", lambda: doctor_nodes.check_folder(needs.folder, leave=not alone))
+    if config is None or alone:
         return checks
     try:
         nodes = _nodes(config.launcher.nnodes)

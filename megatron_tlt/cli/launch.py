@@ -123,6 +123,11 @@ class _Ended:
     error: WorkerError | None
 
 
+def _needs_log(child: _Child, ended: _Ended) -> bool:
+    """Whether the message of :func:`_status` refers to the log."""
+    return ended.death is not None or (ended.error is None and ended.code != 0 and child.signal is None)
+
+
 def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None) -> int:
     where = f"; its output is in {log}" if log else ""
     error = ended.error
@@ -219,6 +224,7 @@ def launch(
     launcher: LauncherConfig,
     *,
     log: Path | None = None,
+    keep_log: bool = True,
     progress: Progress | None = None,
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
@@ -228,6 +234,7 @@ def launch(
         args: its arguments.
         launcher: processes and threads.
         log: stderr of torchrun and the workers is appended here; None leaves it on the terminal.
+        keep_log: if False, it is removed at the end unless an error refers to it.
         progress: returns the steps done and the newest checkpoint's step, for a worker that can resume. If given, all
             processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
 
@@ -254,6 +261,8 @@ def launch(
         while True:
             ended = _run_once(child, module, args, launcher, nodes, stderr)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
+                if log is not None and not keep_log and not _needs_log(child, ended):
+                    log.unlink()
                 return _status(child, ended, log, nodes)
             child.end_all()
             if child.signal is not None:  # a stop was requested between the two launches

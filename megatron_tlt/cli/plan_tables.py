@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -45,7 +46,7 @@ def print_step(summary: dict[str, Any]) -> None:
     verdict = "fits" if memory["fits"] else "does not fit"
     console.print(
         f"{verdict}: margin {memory['margin'] / 1e9:.1f} GB of {memory['capacity'] / 1e9:.1f} GB; an engine's KV cache "
-        f"holds {memory['cache_tokens']} tokens, {memory['cache_tokens'] / memory['longest']:.1f} of the longest",
+        f"holds {memory['cache_tokens']:,} tokens, {memory['cache_tokens'] / memory['longest']:.1f} of the longest",
         highlight=False,
     )
 
@@ -58,12 +59,13 @@ def print_search(summary: dict[str, Any]) -> None:
         f"{summary['machine_source']}), {summary['choices']} choices evaluated",
         highlight=False,
     )
-    columns = ("recompute", "micro-batch", "engines", "rollout s", "log-probs s", "update s", "step s", "margin")
-    table = table_of("the fastest that fit (computed; rollout without speculation)", "actor", *columns)
+    title = "the fastest that fit (seconds, computed; rollout without speculation)"
+    actor = "actor, recompute,\ntokens per micro-batch"
+    table = table_of(title, actor, "engines", "rollout", "log-probs", "update", "step", "margin")
     for row in summary["best"]:
         seconds = (f"{row['seconds'][name]:.1f}" for name in ("rollout", "log_probs", "update", "total"))
-        tokens, margin = str(row["max_tokens_per_micro_batch"]), _bytes(row["margin"])
-        table.add_row(row["actor"], row["recompute"], tokens, row["engines"], *seconds, margin)
+        table.add_row(row["actor"], row["engines"], *seconds, _bytes(row["margin"]))
+        table.add_row(f"  {row['recompute']}, {row['max_tokens_per_micro_batch']}")
     console.print(table)
 
 
@@ -119,10 +121,10 @@ def _times(summary: dict[str, Any]) -> Table:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """An empty table, its first column to the left and the others to the right."""
-    table = Table(title=title, title_justify="left")
+    """An empty table, its first column to the left and whole (a layout's name), the others to the right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index, overflow="fold")
     return table
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.cli import preflight, runs
 from megatron_tlt.cli.plan_tables import table_of
+from megatron_tlt.cli.planned import memory_of
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
+from megatron_tlt.planning.job import job_of
+from megatron_tlt.planning.machine import find_machine
 from megatron_tlt.planning.simulation.acceptance import DraftShape, chain
 from megatron_tlt.planning.simulation.constants import Constants, documented, of_kind, shipped
 from megatron_tlt.planning.simulation.from_config import scenario_of
@@ -29,6 +34,8 @@ _MANY = 50_000
 _MOST_DRAFTS = 7
 """Length of the simulated chain if the config has no learned drafter."""
 _DEFAULT_POLICIES = [name for name in POLICIES if name != "tail+spot"]
+_QUANTILES, _UNSEEN_CUT, _MOST_CUT = 1000, 0.01, 0.5
+"""Quantiles that are looked at, and the shares of cut lengths that need no note, and that are refused."""
 _PLOTS = (".svg", ".png", ".pdf")
 
 
@@ -62,7 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)
     arms, note = _arms(config)
+    notes = [note, _cut(lengths, config.rollout.max_response_tokens)]
     scenario = scenario_of(config, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
+    machine = find_machine(arguments.device)  # the KV cache as `tlt plan` has it
+    scenario = replace(scenario, kv_tokens=memory_of(config, job_of(config), machine).cache_tokens)
     seeds = range(arguments.first_seed, arguments.first_seed + _seeds(arguments, scenario))
     for count in nodes:
         scenario.on(count).check()
@@ -71,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         for count in nodes
     }
     runs.write_json(arguments.json, _figures(scenario, by_nodes))
-    _print(scenario, by_nodes, note, len(seeds), arguments.steps)
+    _print(scenario, by_nodes, [one for one in notes if one], len(seeds), arguments.steps)
     if arguments.plot is not None:
         from megatron_tlt.planning.simulation.plots import plot
 
@@ -128,6 +138,23 @@ def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Consta
         return LongTail(constants.length_median, constants.length_sigma)
     recorded = read_lengths(arguments.lengths)
     return fit_long_tail(recorded.tokens, config.rollout.max_response_tokens) if arguments.fit else recorded
+
+
+def _cut(lengths: LengthDistribution, longest: int) -> str | None:
+    """A note if the config's limit cuts some of the lengths.
+
+    Raises:
+        ConfigError: it cuts more than half of them, so the simulated lengths would be the limit's, not the given ones.
+    """
+    drawn = lengths.at(np.array([NormalDist().inv_cdf((i + 0.5) / _QUANTILES) for i in range(_QUANTILES)]), np.inf)
+    share = float(np.mean(drawn > longest))
+    found = f"{longest} cuts {share:.1%} of the lengths, which go up to {drawn.max():.0f}"
+    if share > _MOST_CUT:
+        raise ConfigError(
+            f"rollout.max_response_tokens: {found}; allowed: at most {_MOST_CUT:.0%} (a larger limit, other --lengths, "
+            "or --constant length_median=TOKENS)"
+        )
+    return f"rollout.max_response_tokens: {found}" if share > _UNSEEN_CUT else None
 
 
 def _arms(config: TltConfig) -> tuple[list[DraftShape], str | None]:
@@ -189,7 +216,7 @@ def _figures(scenario: Scenario, by_nodes: dict[int, dict[str, Outcome]]) -> dic
 
 
 def _print(
-    scenario: Scenario, by_nodes: dict[int, dict[str, Outcome]], note: str | None, seeds: int, steps: int
+    scenario: Scenario, by_nodes: dict[int, dict[str, Outcome]], notes: list[str], seeds: int, steps: int
 ) -> None:
     console, law = Console(), scenario.lengths
     said = (
@@ -199,19 +226,21 @@ def _print(
         if isinstance(law, LongTail)
         else "lengths given"
     )
-    cache = f"{scenario.limits().kv_tokens:,.0f}"
+    cache = f"{int(scenario.limits().kv_tokens):,}"
     console.print(
         f"{scenario.prompts} prompts x {scenario.group} responses of up to {scenario.max_response_tokens} tokens "
         f"({said}); engines of {scenario.engine_devices} x {scenario.device.name}, KV cache {cache} tokens; "
         f"{seeds} seed(s) of {steps} step(s)",
         highlight=False,
     )
-    if note:
+    for note in notes:
         console.print(f"note: {note}", highlight=False)
     for count, outcomes in by_nodes.items():
         devices, engines = scenario.on(count).devices, scenario.on(count).engines
         rows = summarize(outcomes)
         console.print(_times(rows, f"{count} node(s), {devices:,} devices, {engines:,} engines: seconds of a step"))
+        if seeds > 1:
+            console.print(_ranges(rows), highlight=False)
         console.print(_rollouts(rows))
     fitted = ", ".join(f"{name} {getattr(scenario.constants, name):.4g}" for name in of_kind("fitted"))
     console.print(
@@ -222,17 +251,21 @@ def _print(
 
 
 def _times(rows: list[dict[str, Any]], title: str) -> Table:
-    table = table_of(title, "policy", "speed-up", "step", *(name.replace("_", "-") for name in PHASES))
+    table = table_of(title, "policy", "speed-up", "step", *(name.replace("_", " ") for name in PHASES))
     for row in rows:
-        ratio, seconds = row["speedup"], (row[f"{name}_s"] for name in ("step", *PHASES))
-        said = f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-        table.add_row(row["policy"], said, *(f"{value:.1f}" for value in seconds))
+        seconds = (row[f"{name}_s"] for name in ("step", *PHASES))
+        table.add_row(row["policy"], f"{row['speedup']['ratio']:.2f}", *(f"{value:.1f}" for value in seconds))
     return table
+
+
+def _ranges(rows: list[dict[str, Any]]) -> str:
+    ranges = (f"{row['policy']} {row['speedup']['low']:.2f} to {row['speedup']['high']:.2f}" for row in rows[1:])
+    return f"speed-ups by seed: {', '.join(ranges)}"
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> Table:
     table = table_of(
-        "the rollout", "policy", "idle", "speculating", "tokens/round", "drafter steps", "kept length (full)"
+        "the rollout", "policy", "idle", "speculating", "tokens/round", "drafter steps", "kept length (all)"
     )
     for row in rows:
         table.add_row(

@@ -43,6 +43,8 @@ def _launch(config: TltConfig, arguments: argparse.Namespace) -> int:
         print(f"finished already: {config.run.dir} (--fresh starts anew)")
         return 0
     check_prompt_files(config)
+    if node_index() == 0:
+        print(_first_line(config), flush=True)
     status = runs.ensure_model(config, resolved, show=arguments.traceback)
     if status == 0:
         status = runs.start("megatron_tlt.cli.workers.train", config, resolved, show=arguments.traceback, resumes=True)
@@ -54,6 +56,14 @@ def _launch(config: TltConfig, arguments: argparse.Namespace) -> int:
         if summary.is_file() and (line := RunGain.line(read_summary(summary))):
             print(line)
     return status
+
+
+def _first_line(config: TltConfig) -> str:
+    """Run, processes, folder, and where it starts."""
+    launcher, (done, saved) = config.launcher, runs.progress(config.run.dir)
+    nodes = f" on {launcher.nnodes} nodes" if launcher.nnodes > 1 else ""
+    start = f"resumes after step {saved}" if saved else "starts" if not done else "starts again, nothing was saved"
+    return f"run {config.run.name}: {launcher.world_size} processes{nodes}, folder {config.run.dir}, {start}"
 
 
 def _as_rank(config: TltConfig, arguments: argparse.Namespace) -> int:

@@ -52,7 +52,7 @@ def summarize_search(job: Job, machine: Machine, result: SearchResult) -> dict[s
                 "actor": str(found.job.actor.layout),
                 "recompute": found.job.actor.recompute.described(),
                 "max_tokens_per_micro_batch": found.job.actor.max_tokens,
-                "engines": f"{found.job.engines} of TP{found.job.engine.tp}",
+                "engines": f"{found.job.engines}xTP{found.job.engine.tp}",
                 "seconds": {**asdict(found.seconds), "total": found.total},
                 "margin": found.margin,
                 "config": overrides_of(found.job),

@@ -59,8 +59,12 @@ def check_network() -> Iterator[Check]:
         yield Check("host name", "fail", f"{name} is {address}, which no interface of this node has", advice)
 
 
-def check_folder(folder: Path) -> Iterator[Check]:
-    """Writes, flushes, reads, renames and locks files in ``folder``, and measures each."""
+def check_folder(folder: Path, *, leave: bool = False) -> Iterator[Check]:
+    """Writes, flushes, reads, renames and locks files in ``folder``, and measures each.
+
+    Unless ``leave``, as where other nodes check it too, folders that it had to make are removed again.
+    """
+    made = [] if leave else [one for one in (folder, *folder.parents) if not one.exists()]
     own = folder / f".doctor-{node_name()}-{os.getpid()}"
     seconds: dict[str, float] = {}
 
@@ -89,6 +93,9 @@ def check_folder(folder: Path) -> Iterator[Check]:
         return
     finally:
         shutil.rmtree(own, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it may be in use by now
+            for one in made:
+                one.rmdir()
     found = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
     if not same:
         yield Check("run's folder", "fail", f"{folder}: 1 MiB is read back with other bytes", "another file system")

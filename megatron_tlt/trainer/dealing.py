@@ -10,3 +10,8 @@ def engine_of(position: int, engines: int) -> int:
     another position then, and in general another engine.
     """
     return position % engines
+
+
+def num_dealt(problems: int, engines: int, engine: int) -> int:
+    """How many of a step's ``problems`` this engine decodes; see :func:`engine_of`."""
+    return len(range(engine, problems, engines))

@@ -30,7 +30,7 @@ from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSp
 from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.dealing import engine_of
+from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.engine_track import EngineTrack
 
 
@@ -255,6 +255,10 @@ class ExperienceCollector:
         if self._on_collected is not None:
             self._on_collected(problems, scored, batch)
         return scored, batch, PhaseTimes(decoded - start, waited - decoded, judged - waited)
+
+    def num_own(self, problems: int, samples: int) -> int:
+        """Responses of this rank's engine, of ``samples`` to each of ``problems``."""
+        return num_dealt(problems, world_size() // self._tp, rank() // self._tp) * samples
 
     def _requests(
         self, problems: Sequence[Problem], samples: int, sampling: SamplingSpec, seed_parts: Sequence[object]

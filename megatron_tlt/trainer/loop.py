@@ -326,7 +326,8 @@ class Run:
         """Accuracy on the problems, with the same seeds in every evaluation; on rank 0 also some of the responses."""
         settings = self._config.evaluation
         seeds = (self._config.run.seed, "held-out")
-        progress.start("evaluate", None)
+        responses = settings.samples + settings.greedy
+        progress.start("evaluate", self._collector.num_own(len(problems), responses))
         with self._timeline.span("evaluate"):
             sampled, batch, _ = self._collector.collect(
                 problems, settings.samples, evaluation_sampling(self._config, self.tokenizer), seeds, progress.advance

@@ -163,7 +163,8 @@ class TrainingStep:
         count, group = config.trainer.prompts_per_step, config.algorithm.group_size
         if first_problem is None:
             first_problem = step * count
-        on_phase("rollout", None)
+        generations_vary = config.algorithm.dynamic_sampling.enabled
+        on_phase("rollout", None if generations_vary else self._collector.num_own(count, group))
         if self._drafter is not None:
             self._drafter.check(self._engine)
         drafter_version = self._engine.versions.get("drafter")  # a sleeping engine has none

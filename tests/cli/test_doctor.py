@@ -132,6 +132,14 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path) -> None:
     assert check.status == "fail" and str(tmp_path / "file" / "run") in check.found
 
 
+def test_a_folder_that_it_made_is_removed_again(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert [check.status for check in check_folder(tmp_path / "runs" / "new" / "run")] == ["ok"]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+    assert [check.status for check in check_folder(tmp_path / "runs" / "run", leave=True)] == ["ok"]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "run"]
+
+
 def test_a_full_disk_fails(tiny_disk: Path) -> None:
     (check,) = check_folder(tiny_disk)
     assert check.status == "fail" and "No space left" in check.found

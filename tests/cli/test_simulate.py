@@ -79,6 +79,30 @@ def test_recorded_lengths_and_the_law_fitted_to_them(tmp_path: Path) -> None:
     assert other["nodes"]["2"][0]["update_s"] > 2 * simulated(tmp_path)["nodes"]["2"][0]["update_s"]
 
 
+def test_lengths_that_the_configs_limit_cuts_are_said_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps([1000] * 90 + [40_000] * 10))
+    simulated(tmp_path, "--policies", "off", "--lengths", str(trace))
+    note = "note: rollout.max_response_tokens: 32768 cuts 10.0% of the lengths, which go up to 40000"
+    assert note in capsys.readouterr().out
+    trace.write_text(json.dumps([1000] * 40 + [40_000] * 60))
+    assert main(["simulate", LARGE, *SMALL_STEP, "--lengths", str(trace)]) == 2
+    assert "32768 cuts 60.0% of the lengths" in capsys.readouterr().err
+    trace.write_text(json.dumps([1000] * 100))
+    simulated(tmp_path, "--policies", "off", "--lengths", str(trace))
+    assert "cuts" not in capsys.readouterr().out
+
+
+def test_the_kv_cache_is_the_plans(tmp_path: Path) -> None:
+    found = simulated(tmp_path, "--policies", "off")
+    planned = tmp_path / "plan.json"
+    assert main(["plan", LARGE, *SMALL_STEP, "--json", str(planned)]) == 0
+    assert int(found["kv_tokens"]) == json.loads(planned.read_text())["memory"]["cache_tokens"]
+
+
 def test_a_learned_drafter_of_the_config_is_the_one_that_is_simulated(tmp_path: Path) -> None:
     drafts = ["speculation.drafter=eagle", "speculation.num_speculative_tokens=5", "drafter.kind=eagle"]
     drafts += ["drafter.max_tokens_per_micro_batch=34816", "drafter.draft_vocab_size=null"]
@@ -101,6 +125,7 @@ def test_a_learned_drafter_of_the_config_is_the_one_that_is_simulated(tmp_path: 
         (["--fit"], "--fit: found no --lengths"),
         (["--plot", "plot.txt"], "--plot: found plot.txt; allowed: one of the extensions .svg"),
         (["--steps", "0"], "--steps: found 0; allowed: at least 1"),
+        (["--constant", "length_median=90000"], "rollout.max_response_tokens: 32768 cuts "),
         (["--device", "L4-24GB"], "rollout.max_response_tokens: found 32768"),
     ],
 )

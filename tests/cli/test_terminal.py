@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -82,3 +83,66 @@ def test_ctrl_c_at_the_start_is_one_line_and_status_130(after_s: float, tmp_path
     _, error = process.communicate(timeout=120)
     lines = [line for line in error.splitlines() if not line.startswith("note: ")]
     assert process.returncode == 130 and len(lines) == 1 and lines[0].startswith("error: "), error
+
+
+TABLES = (
+    "plan llama-3.3-70b-16n8g",
+    "plan llama-3.3-70b-16n8g --search",
+    "plan qwen3-30b-a3b-4n8g --search",
+    "plan qwen2.5-32b-8n8g --reshard",
+    "simulate qwen2.5-7b-1n8g --steps 1 --seeds 2",
+)
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_tables_fit_80_columns_and_cut_nothing(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    figures = tmp_path / "figures.json"
+    assert main([*command.split(), "--json", str(figures)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    words = {word for line in lines for word in line.split()}
+    for row in json.loads(figures.read_text()).get("best", ()):
+        assert row["actor"] in words and row["engines"] in words and f"{row['seconds']['total']:.1f}" in words
+    if command.startswith("simulate"):
+        assert {"rollout", "probs", "adaptive"} <= words
+
+
+def test_a_shell_completes_commands_options_configs_and_files(tmp_path: Path) -> None:
+    script = tlt("completion", "bash", cwd=tmp_path)
+    assert script.returncode == 0, script.stderr
+    (tmp_path / "complete.sh").write_text(script.stdout)
+    (tmp_path / "own.yaml").touch()
+    for words, expected in (
+        ("pl", "plan"),
+        ("plan qwen2.5-32b", "qwen2.5-32b-4n8g qwen2.5-32b-8n8g"),
+        ("plan ow", "own.yaml"),
+        ("plan own.yaml --sea", "--search"),
+    ):
+        typed = f"COMP_WORDS=(tlt {words}); COMP_CWORD={len(words.split())}"
+        done = subprocess.run(
+            ["bash", "-c", f'source complete.sh; {typed}; _shtab_tlt; echo "${{COMPREPLY[@]}}"'],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == expected, done.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m megatron_tlt config --docs algorithm | true"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert not done.stderr
+
+
+def test_the_version_needs_no_library(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-S", "-m", "megatron_tlt", "--version"]  # without site-packages
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("tlt "), done.stderr

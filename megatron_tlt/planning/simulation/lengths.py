@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_tlt.errors import ConfigError
 
 Array = NDArray[np.float64]
+_erf = np.frompyfunc(math.erf, 1, 1)  # scipy's would be a large dependency for one function
 _LENGTHS_FILE = "lengths.jsonl"
 _FORMS = (
     "a JSON list of numbers, JSON lines of numbers, of {lengths: [...]} or of {length: n} or {token_ids: [...]}, "
@@ -48,9 +50,8 @@ class Recorded:
     tokens: tuple[float, ...]
 
     def at(self, normal: Array, longest: float) -> Array:
-        from scipy.special import ndtr
-
-        at = np.minimum((ndtr(normal) * len(self.tokens)).astype(np.intp), len(self.tokens) - 1)
+        below = 0.5 + 0.5 * np.asarray(_erf(normal / math.sqrt(2.0)), dtype=np.float64)
+        at = np.minimum((below * len(self.tokens)).astype(np.intp), len(self.tokens) - 1)
         return np.clip(np.asarray(self.tokens)[at], 1.0, longest)
 
 

@@ -90,6 +90,8 @@ class Scenario:
     """Number of hidden states that an EAGLE-3 head reads; 0 for an EAGLE head."""
     drafted: int | None = None
     """Tokens that an EAGLE-3 head can draft; None for all."""
+    kv_tokens: float | None = None
+    """Tokens of an engine's KV cache; None: what fits beside the weights."""
     explore_cost: float = 0.01
     """Fraction of the time that the tuner may spend on exploration; default as in ``speculation.tuner_beg_mab``."""
 
@@ -110,7 +112,8 @@ class Scenario:
         return EngineModel(self.model, self.device, self.engine_devices, self.constants, head)
 
     def limits(self) -> Limits:
-        return Limits(self.max_seqs, self.engine().kv_tokens(self.memory_fraction))
+        room = self.engine().kv_tokens(self.memory_fraction) if self.kv_tokens is None else self.kv_tokens
+        return Limits(self.max_seqs, room)
 
     def on(self, nodes: int) -> Scenario:
         """The same step on another number of nodes."""
