@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.config.shipped import shipped
 
@@ -28,11 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     }
     parser = build_parser()
     _complete_files(parser, shtab.FILE)
-    print(shtab.complete(parser, arguments.shell, preamble=preamble))
+    print(shtab.complete(parser, arguments.shell, preamble=preamble[arguments.shell]))
     return 0
 
 
-def _complete_files(parser: argparse.ArgumentParser, file: dict[str, str]) -> None:
+def _complete_files(parser: argparse.ArgumentParser, file: Any) -> None:
     """Tells shtab, through its attribute ``complete``, which arguments are configs and files."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

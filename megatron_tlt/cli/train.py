@@ -59,11 +59,10 @@ def _launch(config: TltConfig, arguments: argparse.Namespace) -> int:
 
 
 def _first_line(config: TltConfig) -> str:
-    """Run, processes, folder, and where it starts."""
-    launcher, (done, saved) = config.launcher, runs.progress(config.run.dir)
-    nodes = f" on {launcher.nnodes} nodes" if launcher.nnodes > 1 else ""
-    start = f"resumes after step {saved}" if saved else "starts" if not done else "starts again, nothing was saved"
-    return f"run {config.run.name}: {launcher.world_size} processes{nodes}, folder {config.run.dir}, {start}"
+    launcher, (_, saved) = config.launcher, runs.progress(config.run.dir)
+    processes = f"{launcher.world_size} process(es)" + (f" on {launcher.nnodes} nodes" if launcher.nnodes > 1 else "")
+    start = f"the checkpoint of step {saved}" if saved else "step 0"
+    return f"run {config.run.name}: {processes}, folder {config.run.dir}, from {start}"
 
 
 def _as_rank(config: TltConfig, arguments: argparse.Namespace) -> int:

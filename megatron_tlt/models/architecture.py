@@ -40,7 +40,7 @@ def read_sizes(file: Path, where: str) -> Any:
         from megatron_tlt.models.hf_folder import read_architecture
 
         return read_architecture(file, where)
-    sizes = SimpleNamespace(**values)
+    sizes = SimpleNamespace(**{"rope_parameters": values.get("rope_scaling"), **values})
     if family.experts:
         sizes.num_local_experts = values.get("num_experts") or values["num_local_experts"]
     family_of(sizes, where)
@@ -52,7 +52,9 @@ def _says_all(values: dict[str, Any], family: Family) -> bool:
     if family.model_type != "qwen2":  # its head size is always hidden size over heads
         needed.append("head_dim")
     experts = not family.experts or values.get("num_experts") or values.get("num_local_experts")
-    return all(values.get(key) is not None for key in needed) and bool(experts) and not values.get("rope_scaling")
+    scaling = values.get("rope_scaling")
+    known = not scaling or (isinstance(scaling, dict) and "rope_type" in scaling)
+    return all(values.get(key) is not None for key in needed) and bool(experts) and known
 
 
 def sizes_of(config: TltConfig) -> tuple[Any, str]:

@@ -108,8 +108,12 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_damaged_or_unverifiable_weights_are_neither_converted_nor_loaded(tmp_path: Path) -> None:
+def test_damaged_or_unverifiable_weights_are_neither_converted_nor_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_tiny_model("qwen2-tied", tmp_path / "hf")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     assert f"note: {source} has no manifest.json" in convert(source, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
     assert verify_manifest(tmp_path / "back") == []
@@ -128,3 +132,4 @@ def test_damaged_or_unverifiable_weights_are_neither_converted_nor_loaded(tmp_pa
     (tmp_path / "megatron" / "manifest.json").unlink()
     log = convert(tmp_path / "megatron", tmp_path / "out", expect_status=1)
     assert "manifest.json: missing" in log and "not used unless verification is switched off" in log
+    assert not list((tmp_path / "tmp").glob("tlt-convert-*"))  # no log of a conversion or of a wrong try is left

@@ -65,8 +65,14 @@ def test_the_environment_has_none_of_the_stacks_libraries(tlt: Path, tmp_path: P
         ("config quickstart-cpu", "group_size: 8"),
         ("plan qwen2.5-7b-1n8g", "fits: margin"),
         ("plan qwen2.5-32b-8n8g --reshard", "projection"),
+        ("plan llama-3.3-70b-16n8g", "fits: margin"),
         ("plan qwen2.5-0.5b-1n8g --search --write mine.yaml", "the fastest that fit"),
         ("plan qwen2.5-7b-2n8g --cluster a100-l40s-l4 --evaluations 200", "best plan found"),
+        ("init --model qwen2.5-7b --gpus 8 --data gsm_symbolic", "fits: margin"),
+        ("models", "qwen2.5-32b-8n8g"),
+        ("tasks", "reasoning-gym, which is not installed"),
+        ("config --docs algorithm.clip_low", "default: 0.2"),
+        ("completion bash", "complete -o"),
         ("simulate qwen2.5-7b-1n8g --steps 1 --seeds 1 --plot gain.svg", "speed-up"),
     ],
 )
@@ -81,6 +87,12 @@ def test_a_recorded_run_gets_its_report(tlt: Path, tmp_path: Path) -> None:
     (tmp_path / "run/report.html").unlink(missing_ok=True)
     done = call(tlt, "report", "run", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "run/report.html").stat().st_size > 10_000, done.stderr
+
+
+def test_a_run_is_simulated_with_its_lengths(tlt: Path, tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[100, 2000, 30000]")
+    done = call(tlt, "simulate", "qwen2.5-7b-1n8g", "--lengths", "lengths.json", "--steps", "1", cwd=tmp_path)
+    assert done.returncode == 0 and "3 recorded lengths" in " ".join(done.stdout.split()), done.stderr
 
 
 def test_what_needs_a_stack_says_so_in_one_line(tlt: Path, tmp_path: Path) -> None:

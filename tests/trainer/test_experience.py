@@ -17,6 +17,7 @@ from megatron_tlt.rollout.types import Response, SamplingSpec
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer import experience
+from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.experience import ExperienceCollector, evaluation_sampling, prompt_limit
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, write_letters_tokenizer
@@ -101,3 +102,9 @@ def test_a_pool_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all("Too many open files" in rank["raised"] for rank in ranks)
     assert max(rank["seconds"] for rank in ranks) < 60  # and not the collectives' time-out of ten minutes
+
+
+@pytest.mark.parametrize(("problems", "engines"), [(10, 4), (3, 4), (8, 2)])
+def test_an_engines_progress_ends_at_its_own_responses(problems: int, engines: int) -> None:
+    dealt = [engine_of(position, engines) for position in range(problems)]
+    assert [num_dealt(problems, engines, engine) for engine in range(engines)] == [*map(dealt.count, range(engines))]

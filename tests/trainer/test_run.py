@@ -159,6 +159,8 @@ def test_killed_three_times_with_a_checkpoint_damaged_it_still_ends_with_the_sam
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
     shown = runs.train("killed")
+    first = next(line for line in shown.splitlines() if not line.startswith("note: "))
+    assert first == f"run tiny: 2 process(es), folder {run}, from the checkpoint of step {int(newest.name[-6:])}"
     (warning,) = (line for line in shown.splitlines() if line.startswith("warning: "))
     assert f"checkpoint {newest} is not complete" in warning, "on the terminal, once"
     assert warning in (run / "logs" / "workers.log").read_text()
