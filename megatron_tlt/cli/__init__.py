@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if the run failed; 2 if the request is invalid; 128 + signal if a signal stopped it.
     """
     parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "rest"):
         arguments.rest, rest = rest, []
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and (not hasattr(arguments, "overrides") or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         return int(arguments.run(arguments))
     except TltError as error:

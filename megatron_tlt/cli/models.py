@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from megatron_tlt.cli.plan_tables import table_of
+from megatron_tlt.cli.plan_tables import size_of, table_of
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.shipped import shipped
 from megatron_tlt.errors import ConfigError
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in shipped():
         try:
             config = load_config(name, check_libraries=False)
-            parameters = f"{ModelSize.of(sizes_of(config)[0]).parameters / 1e9:.3g} B"
+            parameters = size_of(ModelSize.of(sizes_of(config)[0]).parameters)
         except ConfigError as error:
             table.add_row(name, "-", "-", "-")
             missing.append(f"{name}: {str(error).partition(': ')[2]}")

@@ -36,7 +36,7 @@ def print_step(summary: dict[str, Any]) -> None:
     """Prints the figures of ``planning.summary.summarize_step``."""
     console = Console()
     console.print(
-        f"{summary['parameters'] / 1e9:.2f} B parameters, actor {summary['actor']}, {summary['engines']} on "
+        f"{size_of(summary['parameters'])} parameters, actor {summary['actor']}, {summary['engines']} on "
         f"{summary['processes']} devices ({summary['machine']}: {summary['machine_source']})",
         highlight=False,
     )
@@ -126,6 +126,11 @@ def table_of(title: str, *columns: str) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=not index, overflow="fold")
     return table
+
+
+def size_of(parameters: float) -> str:
+    """Parameters in billions, or in millions below 100 million."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.1f} M"
 
 
 def _words(column: str) -> str:

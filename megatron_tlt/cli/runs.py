@@ -47,7 +47,9 @@ def add_config_arguments(parser: ArgumentParser, *, required: bool = True) -> No
         nargs=None if required else "?",
         help="a launch config: a file, or a name of `tlt models`",
     )
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="overrides of the config's values")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", default=[], help="overrides of the config's values"
+    )
 
 
 def clear_run(folder: Path) -> None:

@@ -146,3 +146,12 @@ def test_the_version_needs_no_library(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-m", "megatron_tlt", "--version"]  # without site-packages
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("tlt "), done.stderr
+
+
+def test_a_missing_argument_is_named_alone_and_no_command_shows_the_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+    assert main([]) == 2 and "write a launch config" in capsys.readouterr().err
