@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"written: {choice.out} ({choice.title}, responses of up to {tokens} tokens)")
     print(f"fits: {fits} (computed)")
     other = f" --devices {choice.machine.name}" if choice.per_node and choice.machine.name != DEFAULT_DEVICE else ""
+    if (folder := config.model.path) is not None and not folder.is_dir():
+        print(f"before training: put the model's Hugging Face folder at {folder} (hf download), or change model.path")
     print(f"next: tlt plan {choice.out}{other}\n      tlt train {choice.out}")
     return 0
 
@@ -170,7 +172,7 @@ def _longest_sequence(choice: _Choice) -> int:
 
 def _values(choice: _Choice, prompt: int, tokens: int) -> dict[str, Any]:
     """A config without a layout, as a parent with this choice's own keys."""
-    values = {
+    values: dict[str, Any] = {
         "defaults": ["shared/gpu-80gb.yaml" if choice.per_node else "quickstart-cpu.yaml"],
         "run": {"name": choice.out.stem},
         "model": _model(choice.model, choice.out.parent) | ({} if choice.per_node else {"recipe": None}),
@@ -182,6 +184,7 @@ def _values(choice: _Choice, prompt: int, tokens: int) -> dict[str, Any]:
         return values | {"trainer": {"steps": 30, "prompts_per_step": 8}}
     world = choice.nodes * choice.per_node
     unroll = next((steps for most, steps in _UNROLLED if prompt + tokens <= most), 1)
+    values["actor"] = {"transformer_impl": "transformer_engine", "max_tokens_per_micro_batch": prompt + tokens}
     return values | {
         "launcher": {"nnodes": choice.nodes, "nproc_per_node": choice.per_node},
         "drafter": {

@@ -42,6 +42,7 @@ def test_a_written_config_fits_according_to_plan(
     given = ["--model", model, "--gpus", gpus, "--device", device, "--data", data]
     assert main(["init", *given, "--out", "mine.yaml"]) == 0
     said = capsys.readouterr().out
+    assert f"put the model's Hugging Face folder at models/{model}" in said
     margin = said.partition("fits: margin ")[2].split()[0]
     assert main(["plan", "mine.yaml", "--devices", device]) == 0
     assert f"fits: margin {margin} GB" in capsys.readouterr().out  # the same figure, so the same memory plan
