@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from megatron_tlt.config.algorithm import RECIPES
+from megatron_tlt.config.algorithm_checks import algorithm_violations
 from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE
 from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.layouts import (
@@ -334,42 +334,6 @@ def _temperatures(config: TltConfig) -> Iterator[str]:
             yield f"{section}.temperature: found {found:g}; allowed: {allowed} (vLLM's minimum)"
 
 
-def _algorithm(config: TltConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.normalize_by_std and RECIPES.get(algorithm.name, {}).get("normalize_by_std") is False:
-        yield (
-            f"algorithm.normalize_by_std: found true; {algorithm.name} never divides by it; allowed: false, or absent"
-        )
-    if algorithm.name == "dr_grpo" and algorithm.loss_aggregation == "sequence_mean":
-        yield (
-            "algorithm.loss_aggregation: found sequence_mean; dr_grpo weights tokens equally; "
-            "allowed: token_mean, sequence_sum_norm"
-        )
-    if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
-        found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
-        yield f"algorithm.dual_clip: found {found}; allowed: null"
-    if algorithm.correction.bypass:
-        if algorithm.correction.compares:
-            yield (
-                "algorithm.correction: found bypass with weights, bounds or rejections; these compare the rollout's "
-                "log-probs with the actor's, which bypass does not compute; allowed: one of both"
-            )
-        if algorithm.mismatch.action == "fail":
-            yield "algorithm.mismatch.action: found fail; correction.bypass measures no mismatch; allowed: log"
-    summed = algorithm.loss_aggregation == "sequence_sum_norm"
-    if summed and algorithm.sequence_norm_tokens is None:
-        longest = config.rollout.max_response_tokens
-        yield (
-            "algorithm.sequence_norm_tokens: absent; loss_aggregation sequence_sum_norm divides by it; "
-            f"allowed: a number of tokens, such as rollout.max_response_tokens, {longest}"
-        )
-    if not summed and algorithm.sequence_norm_tokens is not None:
-        yield (
-            f"algorithm.sequence_norm_tokens: found {algorithm.sequence_norm_tokens}; loss_aggregation "
-            f"{algorithm.loss_aggregation} does not read it; allowed: null"
-        )
-
-
 def _router(config: TltConfig) -> Iterator[str]:
     """Auxiliary losses of a mixture of experts that Megatron-Core would compute over the wrong batches."""
     where, given = "actor.megatron.moe_router_load_balancing_type", config.actor.megatron
@@ -408,7 +372,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         _spot,
         _adaptive,
         _temperatures,
-        _algorithm,
+        algorithm_violations,
         _router,
         _optimizer,
         _adam_only,

@@ -104,7 +104,7 @@ def _read(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Pair:
+class DevicePair:
     """A message in both directions between two local devices."""
 
     ranks: tuple[int, int]
@@ -121,7 +121,7 @@ def check_pairs(processes: int, timeout_s: float = _PAIRS_S) -> Iterator[Check]:
         advice = "NCCL_DEBUG=INFO tlt doctor CONFIG shows why; NCCL_P2P_DISABLE=1 avoids direct access between GPUs"
         try:
             run_processes("messages between devices", "megatron_tlt.platform.pairs", [folder], processes, timeout_s)
-            pairs = [Pair(tuple(row[0]), *row[1:]) for row in json.loads(Path(folder, "pairs.json").read_text())]
+            pairs = [DevicePair(tuple(row[0]), *row[1:]) for row in json.loads(Path(folder, "pairs.json").read_text())]
         except RunError as error:
             begun = sorted(path.read_text(encoding="utf-8") for path in Path(folder).glob("begun-*"))
             print(error, file=sys.stderr)
@@ -131,7 +131,7 @@ def check_pairs(processes: int, timeout_s: float = _PAIRS_S) -> Iterator[Check]:
         yield from judge_pairs(pairs)
 
 
-def judge_pairs(pairs: list[Pair]) -> Iterator[Check]:
+def judge_pairs(pairs: list[DevicePair]) -> Iterator[Check]:
     """Names pairs whose messages arrive changed, and those that are much slower than the others."""
     speeds = sorted(pair.gb_per_s for pair in pairs)
     median = speeds[len(speeds) // 2]

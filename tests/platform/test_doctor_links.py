@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tlt.platform import doctor_links
 from megatron_tlt.platform.doctor_links import (
-    Pair,
+    DevicePair,
     check_infiniband,
     check_links,
     check_pairs,
@@ -75,7 +75,12 @@ def test_without_gpus_every_row_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_pairs_with_wrong_bytes_or_slow_links_are_named() -> None:
-    pairs = [Pair((0, 1), 100.0, True), Pair((0, 2), 90.0, True), Pair((1, 2), 20.0, True), Pair((1, 3), 95.0, False)]
+    pairs = [
+        DevicePair((0, 1), 100.0, True),
+        DevicePair((0, 2), 90.0, True),
+        DevicePair((1, 2), 20.0, True),
+        DevicePair((1, 3), 95.0, False),
+    ]
     found = [(check.status, check.found.split(":")[0]) for check in judge_pairs(pairs)]
     assert found == [("warn", "1 and 2"), ("fail", "1 and 3")]
 

@@ -23,7 +23,7 @@ from megatron_tlt.actor.megatron_config import _LAYOUT_KEYS, transformer_config
 from megatron_tlt.actor.megatron_layers import RMSNorm, packed_seq_params
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.models.architecture import sizes_of
+from megatron_tlt.models.hf_folder import read_architecture
 
 # isort: split
 from megatron.core import parallel_state
@@ -90,7 +90,8 @@ def kept_bytes(chunk: Any, tokens: int, ranks: int) -> int:
 def rows_of(path: Path) -> list[dict[str, Any]]:
     config = load_config(path, check_libraries=False)
     actor = config.actor.model_copy(update={"transformer_impl": "local"})
-    hf_config, _ = sizes_of(config)
+    assert config.model.architecture is not None
+    hf_config = read_architecture(config.model.architecture, str(path))
     stages = actor.megatron.get("pipeline_model_parallel_size", 1)
     rows = []
     for stage in range(stages):
