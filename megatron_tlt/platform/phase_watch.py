@@ -115,7 +115,10 @@ class PhaseWatch:
     def _others(self, connected: dist.Store) -> str:
         ranks = [rank for rank in range(self._world) if rank != self._rank]
         before = [connected.add(f"watch/{rank}", 0) for rank in ranks]
-        time.sleep(_LISTEN_S)
+        end = time.monotonic() + _LISTEN_S
+        while time.monotonic() < end:
+            connected.add(f"watch/{self._rank}", 1)  # others listen too
+            time.sleep(_LISTEN_S / 20)
         silent = [r for r, was in zip(ranks, before, strict=True) if connected.add(f"watch/{r}", 0) == was]
         where = {r: connected.get(f"phase/{r}").decode() if connected.check([f"phase/{r}"]) else "start" for r in ranks}
         if silent:

@@ -52,6 +52,16 @@ def test_a_rank_that_stands_still_is_named_with_its_phase(tmp_path: Path, ended:
     assert f"stacks: {tmp_path}" in said and "wait_for" in stacks, "the main thread's stack"
 
 
+def test_ranks_that_wait_for_the_same_one_do_not_name_each_other(tmp_path: Path, ended: list[RanksLost]) -> None:
+    store = dist.HashStore()
+    store.set("phase/2", "update")
+    for rank in (0, 1):
+        PhaseWatch({"update": 0.3}, store, rank, 3, tmp_path).begin("update")
+    wait_for(ended)
+    time.sleep(0.5)
+    assert len(ended) == 2 and all("standing still: rank 2 in 'update';" in str(error) for error in ended), ended
+
+
 def test_without_a_silent_rank_all_phases_are_said(tmp_path: Path, ended: list[RanksLost]) -> None:
     store = dist.HashStore()
     living = PhaseWatch({"export": 99.0}, store, 1, 2, tmp_path)
