@@ -23,5 +23,9 @@ class RunError(TltError):
     exit_status = 1
 
 
+class RanksOverdue(RunError):
+    """Ranks that were still running when their time was over, and were killed."""
+
+
 class RanksLost(RunError):
     """Nothing is wrong here, but ranks of other nodes do not answer any more: a new start may find them again."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import put_back
+
 # before any test module imports torch or vLLM; subprocesses inherit it
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="take the patch of vLLM's CPU rejection sampler out, run only the tests that need it, expect them to fail",
     )
+    parser.addoption(
+        "--put-back",
+        metavar="BUG",
+        choices=sorted(put_back.BUGS),
+        help="put a mended bug of the GPU path back: tests that find it must fail (tests/helpers/put_back.py)",
+    )
 
 
 _LEFT_OUT = pytest.StashKey[int]()
@@ -43,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     if config.getoption("--without-cpu-patch"):
         os.environ["TLT_WITHOUT_CPU_PATCH"] = "1"
+    if bug := config.getoption("--put-back"):
+        os.environ[put_back.ENVIRONMENT] = bug
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
@@ -57,6 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = patched
     for item in items:
         item.add_marker(pytest.mark.xfail(reason="the CPU patch was taken out", raises=AssertionError, strict=True))
+
+
+def pytest_sessionstart() -> None:  # before test modules import what it replaces
+    put_back.install_from_environment()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

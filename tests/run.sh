@@ -29,6 +29,11 @@ if ((${#arguments[@]})); then tier=arguments; fi
 
 setup_env dev || exit $?
 system_packages
+# vLLM's second model runner runs on a CPU by Triton's interpreter; a folder of its own, as other tests must not see it
+if [[ $tier == all && ! -d "$root/.venv/triton/triton" ]]; then
+    "$root/.venv/bin/python" -m pip install --quiet --no-deps --target "$root/.venv/triton" -r "$root/requirements/triton.txt" ||
+        echo "[set-up] pip could not install triton; tests of the second model runner are skipped"
+fi
 if $setup_only; then exit 0; fi
 
 cd "$root" || exit 2
@@ -52,7 +57,7 @@ check() { # name, command ...
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "codespell" codespell
-check "proselint" proselint check --config .proselintrc.json README.md CONTRIBUTING.md CHANGELOG.md tests/README.md docs/*.md
+check "proselint" proselint check --config .proselintrc.json README.md CONTRIBUTING.md CHANGELOG.md tests/README.md docs/*.md docs/*/*.md
 check "mypy" mypy
 check "shellcheck" shellcheck -x launch/*.sh slurm/*.sh slurm/*.sbatch tests/*.sh tools/*.sh tools/bench/*.sh .ci/run
 # Two tests at a time where a test is one process. A test that starts several processes runs alone.

@@ -116,7 +116,7 @@ setup_env() (
         # An environment with the tools for tests serves the quickstart too.
         for have in "$groups" dev; do
             if [[ "$found" == "$(_stamp "$stack" "$version" "$have")" ]]; then
-                _say "ready: $stack stack, Python $version (.venv)"
+                _say "ready: $stack stack, Python $version; for the commands: source .venv/bin/activate"
                 return 0
             fi
         done
@@ -144,5 +144,5 @@ setup_env() (
         _fail "pip could not install the $stack stack; its message stands above, and the same command tries again" || return 1
     fi
     _stamp "$stack" "$version" "$groups" >.venv/.stamp.new && mv .venv/.stamp.new .venv/.stamp && rm -f .venv/.installing
-    _say "done in $((SECONDS - started)) s"
+    _say "done in $((SECONDS - started)) s; for the commands: source .venv/bin/activate"
 )

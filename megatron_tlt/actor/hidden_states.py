@@ -20,6 +20,7 @@ from megatron_tlt.actor.context import context_positions
 from megatron_tlt.data.packing import balance
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device
+from megatron_tlt.platform.host_copies import HostCopies
 
 AuxHiddenStates = dict[int, list[torch.Tensor | None]]
 """Column -> this rank's states of each micro-batch, (S, R, H) on the host."""
@@ -50,13 +51,9 @@ def part_of(count: int, rank: int, size: int) -> slice:
     return slice(rank * count // size, (rank + 1) * count // size)
 
 
-def assign_owners(batches: MicroBatches, ranks: int) -> dict[int, int]:
-    """Assigns each sample's states to one of ``ranks`` ranks, balanced by tokens; sample index -> owner."""
-    rows = {
-        index: stop for batch in batches for index, (_, stop) in zip(batch.indices, batch.response_spans, strict=True)
-    }
-    samples = sorted(rows)
-    shares = balance([rows[sample] for sample in samples], ranks)
+def assign_owners(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> dict[int, int]:
+    """Assigns the states of ``samples`` to ``ranks`` ranks, balanced by tokens; sample index -> owner."""
+    shares = balance([lengths[sample] - 1 for sample in samples], ranks)
     return {samples[i]: owner for owner, share in enumerate(shares) for i in share}
 
 
@@ -74,6 +71,7 @@ class StateExchange:
 
     Args:
         batches: of this data-parallel rank.
+        lengths: numbers of tokens of all samples.
         aux_states: the states that this rank recorded; emptied during the exchange.
         holders: the ranks that processed ``batches``, including this one.
         num_columns: k.
@@ -87,6 +85,7 @@ class StateExchange:
     def __init__(
         self,
         batches: MicroBatches,
+        lengths: Sequence[int],
         aux_states: AuxHiddenStates,
         holders: Sequence[Holder],
         *,
@@ -100,9 +99,11 @@ class StateExchange:
         self._batches, self._aux_states, self._holders = batches, aux_states, holders
         self._features, self._hidden_size, self._dtype = num_columns * hidden_size, hidden_size, dtype
         self._sizes = (1 + max(holder.context for holder in holders), 1 + max(holder.tensor for holder in holders))
-        self._owners = assign_owners(batches, len(holders))
+        samples = sorted(sample for group in batches.groups for sample in group)
+        self._owners = assign_owners(samples, lengths, len(holders))
         self._own = [holder.rank for holder in holders].index(dist.get_rank())
         self._device = current_device().torch_device
+        self._copies = HostCopies()
         self._whole: dict[int, torch.Tensor] = {}
 
     def run(self) -> dict[int, torch.Tensor]:
@@ -124,7 +125,7 @@ class StateExchange:
             if at == self._own:
                 continue
             if outgoing := self._pieces(batch, self._own, kept[self._own], owner=at):
-                data = self._packed(number, outgoing).to(self._device)
+                data = self._sent(self._packed(number, outgoing))
                 operations.append(dist.P2POp(dist.isend, data, holder.rank))
             if incoming := self._pieces(batch, at, kept[at], owner=self._own):
                 rows = sum(len(piece.kept_N) for piece in incoming) * len(holder.columns)
@@ -136,8 +137,14 @@ class StateExchange:
             self._unpack(self._holders[self._own], staying, self._packed(number, staying))
         for work in works:
             work.wait()
-        for holder, incoming, data in arriving:
-            self._unpack(holder, incoming, data.cpu())
+        received = [self._copies.copy(data, self._dtype) for _, _, data in arriving]
+        self._copies.wait()
+        for (holder, incoming, _), data in zip(arriving, received, strict=True):
+            self._unpack(holder, incoming, data)
+
+    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows on the device; copied from pinned memory, for which the host does not wait."""
+        return (rows.pin_memory() if self._device.type == "cuda" else rows).to(self._device, non_blocking=True)
 
     def _pieces(self, batch: MicroBatch, at: int, kept_S: torch.Tensor, owner: int) -> list[_Piece]:
         """The pieces that holder ``at`` sends to holder ``owner``."""

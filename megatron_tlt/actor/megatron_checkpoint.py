@@ -114,9 +114,26 @@ def begin_save(policy: Policy, folder: Path) -> BackgroundWrite:
     return BackgroundWrite(_state_to_save(policy), folder)
 
 
+def save_weights(policy: Policy, folder: Path) -> None:
+    """Writes the weights alone, for ``load_checkpoint_weights``; a collective over the world.
+
+    Raises:
+        RunError: a file operation fails.
+    """
+    chunks = policy.model.chunks
+    state = {
+        "model" if len(chunks) == 1 else f"model{i}": chunk.sharded_state_dict(metadata=_metadata())
+        for i, chunk in enumerate(chunks)
+    }
+    _finish(BackgroundWrite(state, folder))
+
+
 def save_policy(policy: Policy, folder: Path) -> None:
     """As ``begin_save``, but returns after the write."""
-    write = begin_save(policy, folder)
+    _finish(begin_save(policy, folder))
+
+
+def _finish(write: BackgroundWrite) -> None:
     while not write.done():
         time.sleep(POLL_S)
 

@@ -89,6 +89,8 @@ class Policy:
             )
         self.memory = PhaseOffload(self.model, self.optimizer)
         """Offloads this policy between its phases."""
+        self.on_forward: Callable[[int], None] = lambda responses: None
+        """Called with the number of responses of each micro-batch that passes through this rank."""
 
     @property
     def layout(self) -> dict[str, int]:
@@ -166,6 +168,8 @@ class Policy:
             batch = next(iterator)
             held = on_this_context_rank(batch)
             packed = packed_seq_params(batch.cu_seqlens) if batch.packed else None
+            if chunk is chunks[0]:
+                self.on_forward(len(batch.indices))
             output = chunk(held.tokens_RT, held.positions_RT, None, packed_seq_params=packed, **as_computed)
             return output, partial(after_forward, batch)
 
@@ -226,6 +230,7 @@ class Policy:
             scores = self._score(batch, batches, temperature)
         exchange = StateExchange(
             batches,
+            batch.lengths,
             aux_states,
             holders(aux_states),
             num_columns=len(aux_layers) + 1,

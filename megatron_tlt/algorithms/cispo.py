@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_tlt.algorithms.losses import LossInputs, Metrics
-from megatron_tlt.algorithms.policy_loss import PolicyLoss
+from megatron_tlt.algorithms.policy_loss import PolicyLoss, clip_metrics
 
 
 class CispoLoss(PolicyLoss):
@@ -15,5 +15,5 @@ class CispoLoss(PolicyLoss):
         config = self.config
         ratio = torch.exp(log_probs_BT.detach() - inputs.old_log_probs_BT)
         clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-        metrics: Metrics = {"clip_fraction": ((clipped != ratio) & inputs.inside_BT).float().sum()}
+        metrics = clip_metrics((clipped != ratio) & inputs.inside_BT, ratio)
         return -clipped * inputs.advantages_BT * log_probs_BT, metrics

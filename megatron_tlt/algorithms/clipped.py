@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_tlt.algorithms.losses import LossInputs, Metrics
-from megatron_tlt.algorithms.policy_loss import PolicyLoss
+from megatron_tlt.algorithms.policy_loss import PolicyLoss, clip_metrics
 
 
 class ClippedPolicyLoss(PolicyLoss):
@@ -20,7 +20,7 @@ class ClippedPolicyLoss(PolicyLoss):
         clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
         unclipped_gain, clipped_gain = ratio * advantages_BT, clipped * advantages_BT
         gain = torch.minimum(unclipped_gain, clipped_gain)
-        metrics: Metrics = {"clip_fraction": (clipped_gain < unclipped_gain).float().sum()}
+        metrics = clip_metrics(clipped_gain < unclipped_gain, ratio)
         if config.dual_clip is not None:
             lowest = torch.where(advantages_BT < 0, config.dual_clip * advantages_BT, gain)
             metrics["dual_clip_fraction"] = (lowest > gain).float().sum()

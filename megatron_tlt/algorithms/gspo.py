@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_tlt.algorithms.losses import LossInputs, Metrics
-from megatron_tlt.algorithms.policy_loss import PolicyLoss
+from megatron_tlt.algorithms.policy_loss import PolicyLoss, clip_metrics
 
 
 class GspoLoss(PolicyLoss):
@@ -24,5 +24,4 @@ class GspoLoss(PolicyLoss):
         ratio = torch.exp(log_ratio_B1.detach() + own_gradient) * inputs.mask_BT
         clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * inputs.mask_BT
         unclipped_gain, clipped_gain = ratio * inputs.advantages_BT, clipped * inputs.advantages_BT
-        metrics: Metrics = {"clip_fraction": (clipped_gain < unclipped_gain).float().sum()}
-        return -torch.minimum(unclipped_gain, clipped_gain), metrics
+        return -torch.minimum(unclipped_gain, clipped_gain), clip_metrics(clipped_gain < unclipped_gain, ratio)

@@ -55,6 +55,7 @@ class PolicyLoss(ABC):
             stale_BT = (drift_B > config.correction.opsm_delta)[:, None] & (inputs.advantages_BT < 0)
             token_loss = torch.where(stale_BT, 0.0, token_loss)
             metrics["opsm_fraction"] = stale_BT.float().sum()
+        metrics["policy_kl"] = (inputs.old_log_probs_BT - log_probs_BT.detach()).sum()
         metrics["kl"] = token_loss.new_zeros(())
         if config.kl.coefficient:
             kl = ESTIMATORS[config.kl.estimator](log_probs_BT, inputs.reference_log_probs_BT)
@@ -68,3 +69,13 @@ class PolicyLoss(ABC):
         if config.loss_aggregation == "sequence_mean":
             loss = (token_loss.sum(dim=1) / inputs.mask_BT.sum(dim=1).clamp(min=1)).sum()
         return loss, metrics
+
+
+def clip_metrics(clipped_BT: torch.Tensor, ratio_BT: torch.Tensor) -> Metrics:
+    """Counts of the tokens that a clip acts on, and of those below and above its range."""
+    above_BT = clipped_BT & (ratio_BT.detach() > 1.0)
+    return {
+        "clip_fraction": clipped_BT.float().sum(),
+        "clip_fraction_low": (clipped_BT & ~above_BT).float().sum(),
+        "clip_fraction_high": above_BT.float().sum(),
+    }

@@ -23,6 +23,7 @@ ALGORITHMS = {
     "rloo": "megatron_tlt.algorithms.rloo.Rloo",
     "reinforce": "megatron_tlt.algorithms.reinforce.Reinforce",
     "reinforce++": "megatron_tlt.algorithms.reinforce.ReinforcePlusPlus",
+    "distillation": "megatron_tlt.algorithms.distillation.Distillation",
     "reinforce++_baseline": "megatron_tlt.algorithms.reinforce.ReinforcePlusPlusBaseline",
 }
 """``algorithm.name`` -> import path of the class; ``config.algorithm.RECIPES`` has what else a name sets."""

@@ -6,22 +6,14 @@ The runs use ``tlt train``, which resumes an earlier run.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.config.loader import compare_resolved, load_config
-from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs, write_curves
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.observe.report_data import CONFIG_FILE, RunData, load_run
-from megatron_tlt.observe.summary import SUMMARY_FILE
-from megatron_tlt.platform.files import atomic_write_bytes
+from megatron_tlt.observe.report_data import RunData
 
 ARMS: dict[str, list[str]] = {
     "with": [],
@@ -33,11 +25,7 @@ LEVEL = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-cpu.yaml"), help="launch config")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds, one run per arm each")
-    parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="folder of the runs")
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no later run; run again for the rest")
+    add_run_arguments(parser, "runs/learning")
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
@@ -47,41 +35,9 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         ConfigError: the config is unreadable, or an existing run has other settings.
         RunError: a run failed.
     """
-    steps = load_config(arguments.config, arguments.set).trainer.steps
-    began, found = time.monotonic(), {}
-    for seed in arguments.seeds:
-        for arm, overrides in ARMS.items():
-            folder = arguments.folder / f"{arm}-{seed}"
-            own = [f"run.name={arm}-{seed}", f"run.dir={folder}", f"run.seed={seed}"]
-            chosen = [*arguments.set, *overrides, *own]
-            if _is_done(folder, steps):
-                if changed := compare_resolved(folder / CONFIG_FILE, load_config(arguments.config, chosen)):
-                    raise ConfigError(
-                        f"{folder}: a run with other settings: {'; '.join(changed)}; allowed: the same, or another "
-                        "--folder"
-                    )
-            elif time.monotonic() - began > 60 * arguments.minutes:
-                continue
-            else:
-                _train(arguments.config, chosen)
-            found[arm, seed] = load_run(folder)
-    result = judge(found, arguments.seeds)
-    if arguments.json is not None and found:
-        atomic_write_bytes(arguments.json.with_suffix(".svg"), plot(found))
-    return result
-
-
-def _is_done(folder: Path, steps: int) -> bool:
-    try:
-        return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["steps"] == steps
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _train(config: Path, overrides: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "megatron_tlt", "train", str(config), *overrides]
-    if subprocess.run(command, check=False).returncode:
-        raise RunError(f"learning: a run failed; to see its output, run: {' '.join(command[1:])}")
+    found = finished_runs(arguments, ARMS)
+    write_curves(arguments.json, found, {arm: f"{arm} speculation" for arm in ARMS})
+    return judge(found, arguments.seeds)
 
 
 def late_reward(run: RunData) -> float:
@@ -102,7 +58,7 @@ def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     return {"p": float(found.pvalue), "difference": float(np.mean(a) - np.mean(b)), "half_interval": float(half)}
 
 
-def judge(found: Mapping[tuple[str, int], RunData], seeds: Sequence[int]) -> BenchmarkResult:
+def judge(found: Runs, seeds: Sequence[int]) -> BenchmarkResult:
     """Rows of the existing runs, and the tests if all exist."""
     result = BenchmarkResult(environment=describe_environment(), name="learning")
     values: dict[str, dict[str, list[float]]] = {"training reward": {}, "held-out pass@1": {}}
@@ -123,31 +79,3 @@ def judge(found: Mapping[tuple[str, int], RunData], seeds: Sequence[int]) -> Ben
         result.rows.append({"arm": "with less without", "seed": name, **test})
         result.target(target, test["p"], ">=", LEVEL)
     return result
-
-
-def plot(found: Mapping[tuple[str, int], RunData]) -> bytes:
-    """The SVG of the runs' curves: each arm's mean over seeds, between its minimum and maximum."""
-    import io
-
-    import matplotlib
-
-    from megatron_tlt.observe.report_style import BLUE, ORANGE, STANDALONE, legend, new_figure, steps_axis
-
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({**STANDALONE, "svg.hashsalt": "learning"}):
-        figure = new_figure(height=3.0, width=9.0)
-        panels = zip(figure.subplots(1, 2), ("reward/mean", "eval/pass_at_1"), strict=True)
-        for axes, metric in panels:
-            for arm, color in zip(ARMS, (BLUE, ORANGE), strict=True):
-                curves = [data.series(metric) for (of, _), data in sorted(found.items()) if of == arm]
-                if not curves:
-                    continue
-                shortest = min(len(steps) for steps, _ in curves)
-                steps, rewards = curves[0][0][:shortest], np.array([values[:shortest] for _, values in curves])
-                axes.plot(steps, rewards.mean(0), color=color, lw=1.8, label=f"{arm} speculation")
-                axes.fill_between(steps, rewards.min(0), rewards.max(0), color=color, alpha=0.2, lw=0)
-            axes.set_ylabel({"reward/mean": "reward (train)", "eval/pass_at_1": "held-out pass@1"}[metric])
-            steps_axis(axes)
-            legend(axes, 2)
-        figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.tokenizer import Tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megatron_tlt import __version__
 from megatron_tlt.cli import (
     bench,
+    compare,
     completion,
     config,
     convert,
@@ -21,11 +22,13 @@ from megatron_tlt.cli import (
     init,
     models,
     plan,
+    replay,
     report,
     rollout,
     simulate,
     tasks,
     train,
+    watch,
 )
 from megatron_tlt.errors import TltError
 
@@ -40,8 +43,11 @@ _COMMANDS = (
     doctor,
     train,
     rollout,
+    replay,
     evaluate,
+    watch,
     report,
+    compare,
     convert,
     export_drafter,
     bench,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 # Name to module; a module has ``add_arguments(parser)`` (optional) and ``run(arguments) -> BenchmarkResult``.
 _NAMES = (
+    "algorithms",
     "checkpoint",
     "conversion",
     "coordinator",

@@ -22,7 +22,13 @@ from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, re
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
 from megatron_tlt.platform.nodes import Nodes
-from megatron_tlt.platform.processes import END_TORCHRUN, end_with_parent, launch_environment, torchrun_command
+from megatron_tlt.platform.processes import (
+    END_TORCHRUN,
+    end_with_parent,
+    kill_with_children,
+    launch_environment,
+    torchrun_command,
+)
 
 Progress = Callable[[], tuple[int, int]]
 
@@ -103,15 +109,8 @@ class _Child:
 
     def end_all(self) -> None:
         """Ends all remaining processes, on every exit path."""
-        family: list[psutil.Process] = []
         if self._process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                root = psutil.Process(self._process.pid)
-                family = [root, *root.children(recursive=True)]
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=10)
+            kill_with_children(self._process.pid)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_tlt.planning.layout_search import SearchResult, search
 from megatron_tlt.planning.machine import CPU, Machine, constants, find_machine
 from megatron_tlt.planning.memory import MemoryPlan, plan_memory
 from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.rollout.vllm_graphs import pool_of
+from megatron_tlt.rollout.adaptive import engine_graphs
 from megatron_tlt.speculation.graph_pool import GraphPlan
 
 PROFILE = Path("runs/profile.json")
@@ -49,9 +49,9 @@ def memory_of(config: TltConfig, job: Job, machine: Machine) -> MemoryPlan:
 
 def graphs_of(config: TltConfig, job: Job, machine: Machine) -> GraphPlan | None:
     """The CUDA graphs that an engine captures."""
-    if machine.is_cpu or config.rollout.vllm.get("enforce_eager") is True:
+    if machine.is_cpu:
         return None
-    return pool_of(config.speculation, job.engine.max_sequences, job.engine.batched_tokens)
+    return engine_graphs(config.rollout, config.speculation, job.engine.max_sequences, job.engine.batched_tokens)
 
 
 def mean_response(given: float | None, config: TltConfig) -> float:

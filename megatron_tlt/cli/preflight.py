@@ -98,7 +98,7 @@ def _tasks_and_model(config: TltConfig, starts: bool) -> Findings:
         folder = config.model.path or Path()
         there = config.model.path is not None and folder.is_dir()
         why = f"model.path: no folder {folder}" if config.model.path is not None else "there is no model.path"
-        if starts and not there:
+        if starts and not there and config.model.architecture is not None:  # without it, the config's check says so
             try:
                 require_model_folder(config)
             except ConfigError as error:

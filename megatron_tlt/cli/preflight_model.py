@@ -45,6 +45,10 @@ def check_with_model(config: TltConfig, folder: Path, *, whole: bool = True) -> 
             found.add(error)
     else:
         found.notes.append(f"not checked: weights, because there is no *.safetensors in {folder}")
+    try:
+        check_teacher(config.algorithm.kl.reference, side_files)
+    except ConfigError as error:
+        found.add(error)
     why = "the tokenizer cannot be read"
     tokenizer = None
     if whole or any((side_files / name).is_file() for name in _TOKENIZER_FILES):
@@ -82,6 +86,38 @@ def check_weights(folder: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"model.path: no config.json in {folder}; allowed: a Hugging Face model folder")
     SafetensorsFolder(folder, "np").check(WeightMap(read_sizes(file, str(file)), str(file)))
+
+
+def check_teacher(teacher: Path | None, side_files: Path) -> None:
+    """Checks a reference policy of its own against the model whose ``config.json`` is in ``side_files``.
+
+    Raises:
+        ConfigError: it lacks weights, or its vocabulary has another size.
+    """
+    if teacher is None:
+        return
+    key = "algorithm.kl.reference"
+    try:
+        check_weights(teacher)
+        same = _vocabulary(teacher) in (None, _vocabulary(side_files))
+        sizes = [read_sizes(folder / "config.json", str(folder)) for folder in (teacher, side_files)]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ')}") from error
+    if not same:
+        raise ConfigError(f"{key}: {teacher}'s tokenizer.json has other tokens than the policy's; allowed: the same")
+    if sizes[0].vocab_size != sizes[1].vocab_size:
+        raise ConfigError(
+            f"{key}: {teacher} has a vocabulary of {sizes[0].vocab_size} tokens; allowed: the policy's, "
+            f"{sizes[1].vocab_size}, as it scores the policy's tokens"
+        )
+
+
+def _vocabulary(folder: Path) -> object:
+    """The tokens and ids in a folder's tokenizer.json; None if there is none."""
+    try:
+        return json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def main() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_tlt.config.schema import TaskConfig, TltConfig
+from megatron_tlt.config.evaluation import EvaluationSetConfig
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.task import TaskConfig
+from megatron_tlt.data.conversations import read_conversations
+from megatron_tlt.data.tokenizer import has_chat_template
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.verifiers import answer_problem, verifier_problems
 from megatron_tlt.tasks.files import FileParams, read_rows
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
-from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.tasks.mixture import build_sources, evaluation_problems
 from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.tasks.types import Problem
 
@@ -62,13 +66,49 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
                     found += _longest_generated(key, source, limit)
             except ConfigError as error:
                 found.add(error)
-    if limit is not None:
-        found.notes += limit.notes
     found.add(verifier_problems(config.tasks))
     for position, task in enumerate(config.tasks):
         if task.kind == "file":
             found.add(list(_rows(config, f"tasks[{position}]", task, has_tokenizer=lengths is not None)))
+    for number, settings in enumerate(config.evaluation.sets):
+        where = f"evaluation.sets[{number}]."
+        lines = _set_violations(config, settings, limit)
+        found.add([f"{where}{line}" if line.startswith("tasks[") else line for line in lines])  # others name a file
+    found.add(list(_conversation_violations(config)))
+    if limit is not None:
+        found.notes += limit.notes
     return found
+
+
+def _conversation_violations(config: TltConfig) -> Iterator[str]:
+    """What is wrong with the files of conversations, or missing for them in the recipe's base."""
+    recipe = config.model.recipe
+    if recipe is None or not recipe.supervised.data:
+        return
+    for path in recipe.supervised.data:
+        try:
+            read_conversations([path])
+        except ConfigError as error:
+            yield f"model.recipe.supervised.data: {error}"
+    assert recipe.base is not None  # refused by the section
+    if recipe.base.is_dir() and not has_chat_template(recipe.base):
+        yield (
+            f"model.recipe.base: {recipe.base} has no chat template, which model.recipe.supervised.data needs; "
+            "allowed: a folder with chat_template.jinja, or chat_template in its tokenizer_config.json"
+        )
+
+
+def _set_violations(config: TltConfig, settings: EvaluationSetConfig, limit: PromptLimit | None) -> list[str]:
+    """What is wrong with a data set of the evaluation, by keys from its tasks on."""
+    lines = verifier_problems(settings.tasks)
+    try:
+        evaluation_problems(settings.tasks, settings.problems, config.run.seed, limit)
+    except ConfigError as error:
+        lines += str(error).splitlines()
+    for position, task in enumerate(settings.tasks):
+        if task.kind == "file":
+            lines += _rows(config, f"tasks[{position}]", task, has_tokenizer=limit is not None, trained=False)
+    return lines
 
 
 def _longest_generated(key: str, source: GeneratedSource, limit: PromptLimit) -> Findings:
@@ -98,14 +138,14 @@ def _drawn(config: TltConfig, key: str, task: TaskConfig, source: GeneratedSourc
     reasons = [reason for problem in problems if (reason := answer_problem(task.verifier, problem.answer))]
     if reasons:
         yield f"{key}.name: '{task.name}', {len(reasons)} of {len(problems)} draws: {reasons[0]}"
-    if config.model.recipe is not None and any(problem.solution is None for problem in problems):
+    if _learns_from_tasks(config) and any(problem.solution is None for problem in problems):
         yield (
             f"{key}.name: '{task.name}' drew a problem without 'solution', which the supervised warm-up of "
             "model.recipe learns from; allowed: a task whose problems all have one"
         )
 
 
-def _rows(config: TltConfig, key: str, task: TaskConfig, *, has_tokenizer: bool) -> Iterator[str]:
+def _rows(config: TltConfig, key: str, task: TaskConfig, *, has_tokenizer: bool, trained: bool = True) -> Iterator[str]:
     """What the rows of a file lack for the task's verifier and for the model's recipe."""
     try:
         params = FileParams.model_validate(task.params)
@@ -116,12 +156,17 @@ def _rows(config: TltConfig, key: str, task: TaskConfig, *, has_tokenizer: bool)
         yield from _first_of(f"{path}", [(row.number, answer_problem(task.verifier, row.answer)) for row in rows])
         if config.model.recipe is None:
             continue
-        if path == task.path:
+        if _learns_from_tasks(config) and trained and path == task.path:
             why = "no worked solution, which the supervised warm-up of model.recipe learns from"
             yield from _first_of(f"{path}", [(row.number, why if row.solution is None else None) for row in rows])
         if not has_tokenizer and config.model.recipe.base is None:
             why = f"chat messages ({key}), but the tokenizer of model.recipe has no chat template"
             yield from _first_of(f"{path}", [(row.number, why if task.chat or row.messages else None) for row in rows])
+
+
+def _learns_from_tasks(config: TltConfig) -> bool:
+    """Whether a supervised warm-up needs the tasks' worked solutions."""
+    return config.model.recipe is not None and not config.model.recipe.supervised.data
 
 
 def _first_of(where: str, reasons: Sequence[tuple[int, str | None]]) -> Iterator[str]:

@@ -1,25 +1,46 @@
-"""``tlt report RUN_DIR``: renders report.html again from a run's folder."""
+"""``tlt report RUN_DIR``: renders report.html again from a run's folder, once or whenever the run has gone on."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.cli.runs import check_run_folder
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("report", help="render report.html from a run's folder")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=_seconds,
+        nargs="?",
+        const=10,
+        help="render again after every so many seconds in which the run has gone on (10); the page reloads",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from megatron_tlt.observe.report import write_report
-    from megatron_tlt.observe.report_data import RUN_FILES
+    from megatron_tlt.observe.report_data import METRICS_FILE
 
-    folder = arguments.run_dir
-    if folder.is_dir() and not any((folder / name).is_file() for name in RUN_FILES):
-        raise ConfigError(f"RUN_DIR: {folder} holds no run; allowed: a folder with one of {', '.join(RUN_FILES)}")
-    print(f"report.html: {write_report(arguments.run_dir)}")
+    folder: Path = arguments.run_dir
+    check_run_folder(folder)
+    print(f"report.html: {write_report(folder, arguments.watch)}")
+    metrics, seen = folder / METRICS_FILE, None
+    while arguments.watch is not None:
+        now = metrics.stat().st_mtime_ns if metrics.is_file() else None
+        if now != seen:
+            write_report(folder, arguments.watch)
+            seen = now
+        time.sleep(arguments.watch)
     return 0
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds from 1 on")
+    return int(text)

@@ -152,3 +152,11 @@ def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:
     if node_index() == 0:
         print("Building the model of model.recipe (once; it is cached).", flush=True)
     return start("megatron_tlt.cli.workers.supervised", config, resolved, show=show)
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raises ConfigError if ``folder`` exists and holds no run; a folder that is absent is a RunError of its reader."""
+    from megatron_tlt.observe.report_data import RUN_FILES
+
+    if folder.is_dir() and not any((folder / name).is_file() for name in RUN_FILES):
+        raise ConfigError(f"RUN_DIR: {folder} holds no run; allowed: a folder with one of {', '.join(RUN_FILES)}")

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.columns import Columns
 from rich.console import Console
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.rewards.verifiers import VERIFIERS
 from megatron_tlt.tasks import GENERATORS, build_sources
 

@@ -98,6 +98,10 @@ def run_guarded(main: Callable[[], None]) -> int:
     try:
         _log_to_own_file()
         main()
+        if "torch.distributed" in sys.modules:  # a worker without torch has no process group
+            from megatron_tlt.platform.device import leave_distributed
+
+            leave_distributed()
     except TltError as error:
         _after_broken_line(error)
         write_error(error, error.exit_status)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from megatron_tlt.config.section import Fraction, NonNegativeFloat, PositiveInt, Section
+from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"normalize_by_std": False},
@@ -21,6 +22,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "gspo": {"loss": "gspo", "loss_aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "clip_low": 10.0, "clip_high": 0.2},
+    "distillation": {"kl": {"coefficient": 1.0, "estimator": "k2"}},
 }
 """``algorithm.name`` -> defaults of other keys of the section. Keys in the launch config take precedence.
 
@@ -91,7 +93,10 @@ class CorrectionConfig(Section):
 
 
 class KlConfig(Section):
-    """The penalty for leaving the reference policy, which is the initial policy; ``coefficient`` 0: none.
+    """The penalty for leaving the reference policy; ``coefficient`` 0: none.
+
+    The reference is the initial policy, or the policy as it was after the last multiple of ``update_every`` steps, or
+    the Hugging Face model in the folder ``reference`` (a teacher of the same vocabulary).
 
     ``loss`` adds the estimate of each token to its loss; ``reward`` subtracts the sum over a response from its reward,
     before advantages. Estimators: see ``algorithms.kl``.
@@ -100,6 +105,18 @@ class KlConfig(Section):
     coefficient: NonNegativeFloat = 0.0
     estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
     placement: Literal["loss", "reward"] = "loss"
+    reference: Path | None = None
+    update_every: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _one_reference(self) -> KlConfig:
+        if self.reference is not None and self.update_every:
+            raise ValueError(
+                "found reference and update_every; allowed: one of them, as an update replaces the reference"
+            )
+        if not self.coefficient and (self.reference is not None or self.update_every):
+            raise ValueError("coefficient is 0, so there is no reference; allowed: a coefficient above 0")
+        return self
 
 
 class DynamicSamplingConfig(Section):
@@ -168,6 +185,11 @@ class AlgorithmConfig(Section):
 
     @property
     def recipe_values(self) -> dict[str, Any]:
-        """The keys that have their value from the recipe named by ``name``."""
-        given = self.model_dump(exclude_unset=True)
-        return {key: value for key, value in RECIPES.get(self.name, {}).items() if given.get(key) == value}
+        """The keys, such as ``kl.coefficient``, that have the value of the recipe named by ``name``."""
+        found = {}
+        for key, value in RECIPES.get(self.name, {}).items():
+            own = getattr(self, key)
+            for name, each in value.items() if isinstance(value, dict) else (("", value),):
+                if (getattr(own, name) if name else own) == each:
+                    found[f"{key}.{name}".rstrip(".")] = each
+        return found

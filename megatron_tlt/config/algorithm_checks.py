@@ -20,6 +20,8 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
             "algorithm.loss_aggregation: found sequence_mean; dr_grpo weights tokens equally; "
             "allowed: token_mean, sequence_sum_norm"
         )
+    if algorithm.name == "distillation" and algorithm.kl.reference is None:
+        yield "algorithm.kl.reference: absent; distillation learns from it; allowed: a teacher's Hugging Face folder"
     if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
         found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
         yield f"algorithm.dual_clip: found {found}; allowed: null"

@@ -42,9 +42,13 @@ def meanings() -> dict[str, str]:
 
 
 def keys(section: type[BaseModel] = TltConfig, prefix: str = "") -> Iterator[KeyDocs]:
-    """All keys of a section, in the schema's order; a list's rows without an index."""
+    """All keys of a section, in the schema's order; a list's rows without an index.
+
+    A list inside a section, whose rows have keys that are explained elsewhere, is one key.
+    """
     for name, field in section.model_fields.items():
-        if inner := _sections(field.annotation):
+        nested = bool(prefix) and typing.get_origin(field.annotation) is list
+        if not nested and (inner := _sections(field.annotation)):
             yield from keys(inner[0], f"{prefix}{name}.")
         else:
             key = f"{prefix}{name}"
@@ -99,7 +103,7 @@ def _words(annotation: Any) -> list[str]:
     if origin in (typing.Union, UnionType):
         return [word for part in parts for word in _words(part)]
     if origin is list:
-        return ["list of " + " or ".join(_words(parts[0]))]
+        return ["list of " + ("sections" if _sections(parts[0]) else " or ".join(_words(parts[0])))]
     return ["mapping" if origin is dict else _WORDS.get(annotation, str(annotation))]
 
 

@@ -83,7 +83,8 @@ def require_model_folder(config: TltConfig) -> None:
 
 def _folder_file(path: Path, key: str) -> Path:
     if not path.is_dir():
-        raise ConfigError(f"{key}: no folder {path}; allowed: a Hugging Face model folder")
+        other = " or a Megatron checkpoint" if key == "model.path" else ""
+        raise ConfigError(f"{key}: no folder {path}; allowed: a Hugging Face model folder{other}")
     file = path / "config.json"
     if not file.is_file() and key == "model.path" and (path / "hf" / "config.json").is_file():  # a Megatron checkpoint
         file = path / "hf" / "config.json"

@@ -15,9 +15,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.evaluation import EvaluationConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.config.task import CurriculumConfig, TaskConfig
 
 
 class RunConfig(Section):
@@ -100,12 +102,16 @@ class TokenizerRecipe(Section):
 
 
 class SupervisedRecipe(Section):
-    """Supervised warm-up on worked solutions.
+    """Supervised warm-up on the conversations in the files ``data`` or, without them, on the tasks' worked solutions.
+
+    A row of ``data`` (JSONL, parquet) has chat ``messages``, or ``prompt`` and ``completion``. All messages of the
+    assistant are trained on, as the chat template of the recipe's ``base`` formats them. Each epoch has another order.
 
     A fraction ``careless_fraction`` of the problems has a careless guess instead of a solution. This imitates training
     text of mixed quality; reinforcement learning then discovers which kind is rewarded.
     """
 
+    data: tuple[Path, ...] = ()
     num_steps: PositiveInt = 400
     problems_per_step: PositiveInt = 64
     max_sequence_tokens: PositiveInt = 512
@@ -119,8 +125,9 @@ class SupervisedRecipe(Section):
 class RecipeConfig(Section):
     """How to build the initial model of a run; the result is cached under a hash of this section.
 
-    ``supervised`` trains on the tasks' worked solutions. It starts from the Hugging Face folder ``base`` with its own
-    tokenizer or, without ``base``, from a new model of ``architecture`` with a ``tokenizer`` trained on the tasks.
+    ``supervised`` trains on the tasks' worked solutions or on conversations. It starts from the Hugging Face folder
+    ``base`` with its own tokenizer or, without ``base``, from a new model of ``architecture`` with a ``tokenizer``
+    trained on the tasks.
     """
 
     cache_dir: Path = Path("runs/models")
@@ -136,6 +143,16 @@ class RecipeConfig(Section):
         for name in ("architecture", "tokenizer"):
             if self.base is not None and getattr(self, name) != default[name].default:
                 raise ValueError(f"{name} is given, but base has its own; allowed: one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_have_a_template(self) -> RecipeConfig:
+        if self.supervised.data and self.base is None:
+            raise ValueError(
+                "supervised.data is given without base; allowed: with a base, whose chat template formats conversations"
+            )
+        if self.supervised.data and self.supervised.careless_fraction:
+            raise ValueError("supervised.careless_fraction concerns worked solutions; allowed: 0 with supervised.data")
         return self
 
 
@@ -155,55 +172,6 @@ class ModelConfig(Section):
     def _exactly_one(self) -> ModelConfig:
         if (self.path is None and self.architecture is None) == (self.recipe is None):
             raise ValueError("give exactly one of model.path (or model.architecture, for plans) and model.recipe")
-        return self
-
-
-_OWN_VERIFIER = {"file": "math", "python": "math"}
-"""Default verifier of tasks whose problems do not come from reasoning-gym."""
-
-
-class TaskConfig(Section):
-    """One source of problems: a generator, a dataset of reasoning-gym, a prompt file, or a function by import path.
-
-    ``verifier`` is a name of ``rewards.VERIFIERS`` or the import path of a function (``rewards/functions.py``); its
-    default is the generator's or dataset's own, and ``math`` for other kinds.
-
-    ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator: short prompts with
-    worked solutions; ``kind: reasoning_gym`` takes the ``name`` of any dataset of that library and ``params`` for its
-    config, and rewards with its score; ``kind: file`` takes ``path`` (JSONL or parquet);
-    ``kind: python`` takes as ``name`` the import path of a function or class that draws problems, and its ``params``
-    (``tasks/python_task.py``).
-
-    ``chat`` applies the model's chat template to plain prompts, after ``system_prompt``. ``answer_format`` selects the
-    place of the answer for the verifier (the last ``<answer>`` tag, the last box, the last line) and adds a sentence
-    that requests this format; ``instruction`` replaces that sentence.
-    """
-
-    kind: Literal["generated", "reasoning_gym", "file", "python"] = "generated"
-    name: str
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    params: dict[str, Any] = Field(default_factory=dict)
-    path: Path | None = None
-    held_out_path: Path | None = None
-    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    verifier: str = Field(default_factory=lambda known: _OWN_VERIFIER.get(known.get("kind"), "reasoning_gym"))
-    chat: bool = False
-    system_prompt: str | None = None
-    instruction: str | None = None
-    answer_format: Literal["answer_tag", "boxed", "last_line"] | None = None
-
-    @model_validator(mode="after")
-    def _kind_has_options(self) -> TaskConfig:
-        if self.kind == "file" and self.path is None:
-            raise ValueError("a task of kind 'file' needs 'path'")
-        if self.kind != "file" and self.path is not None:
-            raise ValueError(f"a task of kind '{self.kind}' takes no 'path'")
-        if self.kind == "reasoning_gym" and self.answer_format is None:
-            raise ValueError("a task of kind 'reasoning_gym' needs 'answer_format': answer_tag, boxed or last_line")
-        if self.kind == "generated" and (self.answer_format or self.instruction):
-            raise ValueError("a task of kind 'generated' has its own answer format; no answer_format or instruction")
-        if self.kind != "file" and self.system_prompt is not None and not self.chat:
-            raise ValueError("system_prompt is a chat message; it needs 'chat: true'")
         return self
 
 
@@ -231,6 +199,11 @@ class ActorConfig(Section):
     packing: bool = True
     log_prob_chunk_tokens: PositiveInt = 4096
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that share each layer's weights."""
+        return int(self.megatron.get("tensor_model_parallel_size", 1))
+
 
 class SamplingConfig(Section):
     """Sampling parameters of training rollouts."""
@@ -240,12 +213,25 @@ class SamplingConfig(Section):
     top_k: int = Field(default=-1, ge=-1)
 
 
+GRAPH_ARGS = frozenset({"enforce_eager", "compilation_config", "cudagraph_capture_sizes"})
+"""Keys of ``rollout.vllm`` that replace this package's choice of CUDA graphs."""
+
+
 class RolloutConfig(Section):
     """The rollout engines; ``vllm`` is passed to vLLM's EngineArgs unchanged.
 
     ``engine`` is one of ``rollout.engines.ENGINES`` or the import path of a subclass of ``rollout.interface``'s
     ``RolloutEngine``, which takes ``engine_arguments``. A prompt longer than ``max_prompt_tokens`` is an error; with
     ``filter_overlong_prompts`` it is skipped and counted instead.
+
+    ``random_numbers`` makes a request's tokens reproducible from its seed. ``generator`` is vLLM's way, a generator for
+    each request, which costs a GPU one to three kernels per request and step. ``counter`` computes a number per token
+    from seed and position, for all requests at once. ``auto`` is ``counter`` on GPUs and ``generator`` on CPUs.
+
+    ``cuda_graphs`` is the kind of the engine's graphs. ``auto`` captures full graphs, which serve every strategy, where
+    the attention backend allows it for any batch (FlashAttention 3), and piecewise graphs elsewhere.
+
+    ``model_runner`` is the generation of vLLM's model runner. ``v2``, vLLM's own default, drafts without a model only.
     """
 
     engine: str = "vllm"
@@ -255,10 +241,19 @@ class RolloutConfig(Section):
     filter_overlong_prompts: bool = False
     max_response_tokens: PositiveInt = 4096
     sampling: SamplingConfig = SamplingConfig()
+    random_numbers: Literal["auto", "generator", "counter"] = "auto"
+    cuda_graphs: Literal["auto", "full", "piecewise"] = "auto"
+    model_runner: Literal["v1", "v2"] = "v1"
     # null resets the value of a parent file
     vllm: Annotated[dict[str, Any], BeforeValidator(lambda found: {} if found is None else found)] = Field(
         default_factory=dict
     )
+
+    @model_validator(mode="after")
+    def _one_says_the_graphs(self) -> RolloutConfig:
+        if self.cuda_graphs != "auto" and (own := sorted(GRAPH_ARGS & set(self.vllm))):
+            raise ValueError(f"cuda_graphs is {self.cuda_graphs}, but vllm has {', '.join(own)}; allowed: one of them")
+        return self
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -278,25 +273,11 @@ class RolloutConfig(Section):
         return bool(self.vllm.get("enable_expert_parallel"))
 
 
-class EvaluationConfig(Section):
-    """Held-out evaluation: one greedy response and ``samples`` sampled responses per problem.
-
-    ``top_p`` and ``top_k`` of the sampled responses default to those of ``rollout.sampling``.
-    """
-
-    problems: PositiveInt = 200
-    samples: PositiveInt = 4
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Fraction | None = None
-    top_k: int | None = Field(default=None, ge=-1)
-    every: NonNegativeInt = 0
-    greedy: bool = True
-
-
 class TrainerConfig(Section):
     """Number of steps, step size and checkpoint interval. ``save_every`` 0 saves only at the end and when stopped.
 
-    ``async_save`` writes checkpoints in the background while training continues.
+    ``async_save`` writes checkpoints in the background while training continues. ``curriculum`` draws tasks of medium
+    difficulty most.
     """
 
     steps: PositiveInt = 100
@@ -305,6 +286,7 @@ class TrainerConfig(Section):
     save_every: NonNegativeInt = 10
     async_save: bool = True
     keep_checkpoints: PositiveInt = 2
+    curriculum: CurriculumConfig | None = None
 
 
 class ReshardConfig(Section):
@@ -333,6 +315,7 @@ class ObserveConfig(Section):
     At most ``samples_per_task`` responses per task, step and evaluation are written to samples.jsonl as text (0: none);
     the middle of a text longer than ``sample_characters`` is cut out. ``recording`` writes all training responses, as
     tokens with log-probs, into the run's folder ``recording``, from which ``rollout.engine: replay`` trains.
+    ``aliases`` writes metrics also under the names of other libraries (``observe/metric_table.py``).
     """
 
     tensorboard: bool = True
@@ -341,6 +324,7 @@ class ObserveConfig(Section):
     samples_per_task: NonNegativeInt = 3
     sample_characters: PositiveInt = 8000
     recording: bool = False
+    aliases: list[Literal["verl", "slime", "trl"]] = Field(default_factory=list)
 
 
 class TltConfig(Section):
@@ -361,3 +345,8 @@ class TltConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     reshard: ReshardConfig = ReshardConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def all_tasks(self) -> list[TaskConfig]:
+        """The tasks of training, then those of the evaluation's data sets."""
+        return [*self.tasks, *(task for each in self.evaluation.sets for task in each.tasks)]

@@ -19,9 +19,13 @@ INPUT_PATHS = (
     "model.path",
     "model.architecture",
     "model.recipe.base",
+    "model.recipe.supervised.data",
     "tasks.path",
     "tasks.held_out_path",
+    "evaluation.sets.tasks.path",
+    "evaluation.sets.tasks.held_out_path",
     "speculation.path",
+    "algorithm.kl.reference",
     "drafter.path",
 )
 """Keys that name a file or folder to read. The other paths are written, below the working folder."""

@@ -17,11 +17,15 @@ _PATTERN = rf"^(off|ngram{_NUMBER}|(suffix|(suffix\+)?({_MODEL})){_NUMBER}(-p[1-
 StrategyName = Annotated[str, BeforeValidator(lambda name: "off" if name is False else name), Field(pattern=_PATTERN)]
 
 
+MIN_EPOCH_WEIGHT = 2.0**-12
+"""Minimum weight of the window's oldest step relative to its newest: then sums of weights are exact in float64."""
+
+
 class NgramConfig(Section):
     """The n-gram drafter: minimum and maximum length of matched n-grams."""
 
     prompt_lookup_min: PositiveInt = 2
-    prompt_lookup_max: PositiveInt = 4
+    prompt_lookup_max: Annotated[int, Field(gt=0, le=64)] = 4
 
 
 class SuffixConfig(Section):
@@ -50,6 +54,15 @@ class SuffixConfig(Section):
             raise ValueError(
                 f"factor is {self.factor} and offset {self.offset}; allowed: a sum of at least 1, as otherwise a match "
                 "of one token gives no draft"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _oldest_step_counts(self) -> SuffixConfig:
+        if self.epoch_decay**self.window < MIN_EPOCH_WEIGHT:
+            raise ValueError(
+                f"epoch_decay is {self.epoch_decay} and window {self.window}; allowed: a decay with which the window's "
+                f"oldest step has at least 1/{1 / MIN_EPOCH_WEIGHT:.0f} of the newest one's weight"
             )
         return self
 

@@ -1,8 +1,8 @@
-"""Worked solutions as supervised training data."""
+"""Supervised training data: examples, and those of worked solutions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,15 +60,12 @@ def encode_example(tokenizer: Tokenizer, problem: Problem, careless_fraction: fl
     return Example((*prompt, *target), (0,) * len(prompt) + (1,) * len(target))
 
 
-def encode_examples(
-    tokenizer: Tokenizer, problems: Iterable[Problem], max_tokens: int, careless_fraction: float = 0.0
-) -> list[Example]:
+def fitting_examples(examples: Sequence[Example], max_tokens: int) -> list[Example]:
     """The examples of at most ``max_tokens`` tokens; longer ones are dropped, as truncation would cut their answers.
 
     Raises:
         ConfigError: every example is longer.
     """
-    examples = [encode_example(tokenizer, problem, careless_fraction) for problem in problems]
     fitting = [example for example in examples if len(example) <= max_tokens]
     if not fitting:
         shortest = min((len(example) for example in examples), default=0)

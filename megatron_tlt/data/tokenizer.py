@@ -50,8 +50,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """The text of ids; special tokens (end of sequence, padding) are dropped, or shown by name on request."""
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str:
+    def chat_text(self, messages: list[dict[str, str]], *, answered: bool = False) -> str:
         """Formats chat messages with the chat template, up to the start of the answer.
+
+        With ``answered`` the last message is the answer, up to what the template adds after it.
 
         Raises:
             ConfigError: there is no chat template, or the template rejects the messages.
@@ -106,7 +108,7 @@ class SentencePieceTokenizer:
             for special, run in runs
         )
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str:
+    def chat_text(self, messages: list[dict[str, str]], *, answered: bool = False) -> str:
         raise ConfigError(_NO_TEMPLATE.format(self._folder))
 
     def save(self, folder: Path) -> None:
@@ -160,11 +162,11 @@ class HuggingFaceTokenizer:
         ids = [int(i) for i in ids]
         return str(self._hf.decode(ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False))
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str:
+    def chat_text(self, messages: list[dict[str, str]], *, answered: bool = False) -> str:
         if not self.has_chat_template:
             raise ConfigError(_NO_TEMPLATE.format(self._folder))
         try:
-            return str(self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            return str(self._hf.apply_chat_template(messages, add_generation_prompt=not answered, tokenize=False))
         except Exception as error:  # a template is a program and may raise any error
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"the chat template of {self._folder} refuses the messages: {reason[0]}") from error
@@ -188,6 +190,15 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if found != META_FORMAT:
         raise ConfigError(f"{meta}: format is {found!r}; allowed is {META_FORMAT!r}")
     return SentencePieceTokenizer(folder)
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a Hugging Face folder has one, by its files alone."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    return (folder / "chat_template.jinja").is_file() or bool(settings.get("chat_template"))
 
 
 def stop_token_ids(folder: Path, eos_id: int) -> tuple[int, ...]:

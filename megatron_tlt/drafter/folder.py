@@ -28,6 +28,9 @@ from megatron_tlt.models.families import ROPE_TYPES, family_of, head_dim, rope_p
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_hf_config
 from megatron_tlt.platform.files import atomic_write_bytes
 
+NEWEST_DRAFTER = Path("drafter", "newest")
+"""The newest drafter's folder in a run's folder."""
+
 WEIGHTS = "model.safetensors"
 #: config.json key: the import path of a user-defined kind, whose architecture may equal that of another kind.
 KIND_KEY = "drafter_kind"

@@ -1,9 +1,12 @@
-"""Models built by a recipe: from scratch or from a pretrained model, by supervised training on worked solutions."""
+"""Models built by a recipe: from scratch or from a pretrained model, by supervised training."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,9 @@ def recipe_description(config: TltConfig) -> str:
     # solutions of such tasks ended differently in earlier releases
     formatted = any(task.answer_format is not None for task in config.tasks)
     parts = {
-        "recipe": recipe.model_dump(mode="json", exclude={"cache_dir", "base"}),
+        "recipe": recipe.model_dump(mode="json", exclude={"cache_dir": True, "base": True, "supervised": {"data"}}),
         **({} if recipe.base is None else {"base": _contents(recipe.base)}),
+        **({"conversations": data} if (data := _digests(recipe.supervised.data)) else {}),
         # solutions are not verified: use the verifier that earlier releases wrote here
         "tasks": [{**task.model_dump(mode="json"), "verifier": "math"} for task in config.tasks],
         "world_size": config.launcher.world_size,
@@ -60,6 +64,22 @@ def _contents(folder: Path) -> dict[str, list[int | str]]:
             digest = hashlib.blake2b(opened.read(_DIGESTED_BYTES), digest_size=8).hexdigest()
         found[file.name] = [file.stat().st_size, digest]
     return found
+
+
+def _digests(files: Sequence[Path]) -> list[str]:
+    """SHA-256 sums; a file that cannot be read has none, and is reported by the checks before a run."""
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            found.append(_digest(file, stat.st_mtime_ns, stat.st_size))
+    return found
+
+
+@functools.cache  # a command asks for the recipe's folder several times
+def _digest(file: Path, mtime_ns: int, size: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def model_folder(config: TltConfig) -> Path:

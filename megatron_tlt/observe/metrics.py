@@ -7,13 +7,14 @@ import importlib
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.schema import WandbConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
+from megatron_tlt.observe.metric_table import aliases_of
 from megatron_tlt.platform.files import atomic_write_text
 
 METRICS_FILE = "metrics.jsonl"
@@ -34,12 +35,20 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Writes a run's metrics into its folder; used on rank 0 only.
 
     With ``wandb`` a resumed run continues its run there; raises ConfigError if that package is not installed.
+    ``aliases``: libraries under whose names metrics are written too (``metric_table``).
     """
 
-    def __init__(self, folder: Path | str, tensorboard: bool = True, wandb: WandbConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        tensorboard: bool = True,
+        wandb: WandbConfig | None = None,
+        aliases: Sequence[str] = (),
+    ) -> None:
         self.folder = Path(folder)
         self._file = JsonLinesFile(self.folder / METRICS_FILE)
         self._tensorboard = tensorboard
+        self._aliases = aliases
         self._purge_step: int | None = None
         self._board: Any = None
         self._wandb = self._open_wandb(wandb) if wandb is not None else None
@@ -74,7 +83,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one row; raises RunError if the disk is full; no partial row remains."""
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = self._numbers(values)
         self._file.append([{"step": int(step), "wall_time": round(time.time(), 3), **numbers}])
         self._log_elsewhere(step, numbers)
 
@@ -84,7 +93,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         Raises:
             RunError: the disk is full; the file is unchanged.
         """
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = self._numbers(values)
         rows = read_jsonl(self._file.path)
         own = [row for row in rows if row.get("step") == step]
         if not own:
@@ -93,6 +102,10 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         own[-1].update(numbers)
         self._file.replace(rows)
         self._log_elsewhere(step, numbers)
+
+    def _numbers(self, values: Mapping[str, float]) -> dict[str, float]:
+        numbers = {name: _number(value) for name, value in values.items()}
+        return numbers | aliases_of(numbers, self._aliases)
 
     def _log_elsewhere(self, step: int, numbers: Mapping[str, float]) -> None:
         known = {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -38,6 +38,10 @@ def session_line(metrics: Mapping[str, float]) -> str | None:
     )
 
 
+OnPhase = Callable[[str, int | None], None]
+"""Called with a phase's name and its number of units (None: unknown) as it starts."""
+
+
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress bars for the run and its current phase, on a terminal only; silent on all ranks except 0.
 

@@ -1,25 +1,24 @@
-"""``report.html``: one self-contained page about a run, without scripts or network access."""
+"""``report.html``: one self-contained page about a run, without network access."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from megatron_tlt.observe import report_plots as plots
 from megatron_tlt.observe import report_speculation as speculation
 from megatron_tlt.observe.drafter_check import DrafterCheck
 from megatron_tlt.observe.learning_check import LearningCheck
+from megatron_tlt.observe.page import cell, page_environment, render_page
 from megatron_tlt.observe.report_data import RunData, is_number, last_rollout, last_step_timeline, load_run, section
 from megatron_tlt.observe.report_samples import render_samples
 from megatron_tlt.observe.speculation_gain import RunGain
-from megatron_tlt.observe.summary import describe_lengths, flatten, time_totals
+from megatron_tlt.observe.summary import describe_lengths, flatten, time_totals, tokens_per_s
 from megatron_tlt.platform.files import atomic_write_text
 
 REPORT_FILE = "report.html"
@@ -44,8 +43,10 @@ class Card:
     wide: bool = False
 
 
-def write_report(run_folder: Path | str) -> Path:
+def write_report(run_folder: Path | str, refresh_s: int | None = None) -> Path:
     """Renders ``report.html`` from the run's folder; missing parts are left out with a note.
+
+    With ``refresh_s`` the page loads itself again after so many seconds, until its button is pressed.
 
     Returns:
         The report's path.
@@ -55,17 +56,18 @@ def write_report(run_folder: Path | str) -> Path:
     """
     folder = Path(run_folder)
     run = load_run(folder)
-    template = resources.files("megatron_tlt.observe").joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["cell"] = cell
+    environment = page_environment()
     cards = make_cards(run)
     missing = [card.title.lower() for card in cards if card.svg is None]
     notes = run.notes + LearningCheck().of_run(run.metrics) + DrafterCheck().of_run(run.metrics)
+    if constant := plots.constant_metrics(run):
+        notes.append(f"The same in every step: {', '.join(f'{title} {cell(v)}' for title, v in constant.items())}.")
     if missing:
         notes.append(f"Not measured in this run: {', '.join(missing)}.")
-    page = environment.from_string(template).render(
+    page = render_page(
+        "report",
+        environment,
+        refresh_s=refresh_s,
         name=run.name,
         subtitle=make_subtitle(run),
         tiles=make_tiles(run),
@@ -79,19 +81,6 @@ def write_report(run_folder: Path | str) -> Path:
     path = folder / REPORT_FILE
     atomic_write_text(path, page)
     return path
-
-
-def cell(value: Any) -> str:
-    """A value formatted for a table."""
-    if value is None:
-        return "–"  # noqa: RUF001
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(cell(v) for v in value)
-    return str(value)
 
 
 def make_subtitle(run: RunData) -> str:
@@ -158,11 +147,11 @@ def _reward_tile(run: RunData) -> Tile | None:
 
 
 def _speed_tile(run: RunData) -> Tile | None:
-    rates, seconds = run.series("rollout/tokens_per_s")[1], run.series("time/total")[1]
-    if not rates:
+    rate, seconds = tokens_per_s(run.metrics), run.series("time/total")[1]
+    if rate is None:
         return None
     detail = f"{sum(seconds) / len(seconds):.1f} s per step" if seconds else ""
-    return Tile("Rollout tokens per second", f"{sum(rates) / len(rates):,.0f}", detail)
+    return Tile("Rollout tokens per second", f"{rate:,.0f}", detail)
 
 
 def _acceptance_tile(run: RunData) -> Tile | None:

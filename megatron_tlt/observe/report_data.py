@@ -72,8 +72,8 @@ def section(nested: Mapping[str, Any], *path: str) -> Any:
     return found
 
 
-def load_run(folder: Path | str) -> RunData:
-    """Reads a run's folder; raises RunError if the folder does not exist."""
+def load_run(folder: Path | str, *, traced: bool = True) -> RunData:
+    """Reads a run's folder, its timeline only if ``traced``; raises RunError if the folder does not exist."""
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"cannot report on {folder}: no such folder")
@@ -96,7 +96,8 @@ def load_run(folder: Path | str) -> RunData:
     run.lengths = [row for row in piece(LENGTHS_FILE, read_jsonl, no_rows) if is_number(row.get("step"))]
     if (folder / SAMPLES_FILE).exists():  # this file is optional
         run.samples = piece(SAMPLES_FILE, read_jsonl, no_rows)
-    run.trace = piece(TRACE_FILE, read_trace, {})
+    if traced:
+        run.trace = piece(TRACE_FILE, read_trace, {})
     run.summary = piece(SUMMARY_FILE, read_summary, {})
     run.config = piece(CONFIG_FILE, _read_yaml, {})
     name = section(run.config, "run", "name")

@@ -139,20 +139,33 @@ def plot_mismatch(figure: Figure, run: RunData) -> None:
     legend(axes)
 
 
+_TRAINING = {
+    "actor/loss": "loss",
+    "actor/grad_norm": "gradient norm",
+    "actor/entropy": "entropy (nats)",
+    "actor/kl": "KL to the reference (nats)",
+    "actor/policy_kl": "KL to the policy before the step",
+    "actor/clip_fraction": "clipped tokens (share)",
+    "actor/lr": "learning rate",
+    "advantage/std": "advantage, standard deviation",
+    "reward/group_std": "reward, standard deviation in a group",
+    "rollout/tokens_per_s": "generated tokens per second",
+    "tokens/per_s_per_device": "tokens per second and device",
+    "memory/peak_gib": "peak memory (GiB)",
+}
+
+
+def constant_metrics(run: RunData) -> dict[str, float]:
+    """The metrics of ``plot_training`` that have one value in all steps, by title; they are not drawn."""
+    values = {title: {*run.series(name)[1]} for name, title in _TRAINING.items()}
+    return {title: found.pop() for title, found in values.items() if len(found) == 1}
+
+
 @plotted("training")
 def plot_training(figure: Figure, run: RunData) -> None:
     """Small plots of metrics from the optimizer and the engines."""
-    names = {
-        "actor/loss": "loss",
-        "actor/grad_norm": "gradient norm",
-        "actor/entropy": "entropy (nats)",
-        "actor/kl": "KL to the reference",
-        "actor/clip_fraction": "clipped tokens (share)",
-        "actor/lr": "learning rate",
-        "rollout/tokens_per_s": "generated tokens per second",
-        "memory/peak_gib": "peak memory (GiB)",
-    }
-    found = [name for name in names if run.series(name)[0]]
+    constant = constant_metrics(run)
+    found = [name for name, title in _TRAINING.items() if run.series(name)[0] and title not in constant]
     if not found:
         return
     columns = min(4, len(found))
@@ -164,7 +177,7 @@ def plot_training(figure: Figure, run: RunData) -> None:
         axes.set_visible(False)
     for axes, name in zip(grid, found, strict=False):
         draw_series(axes, run, name, color=BLUE, lw=1.5)
-        axes.set_title(names[name], loc="left")
+        axes.set_title(_TRAINING[name], loc="left")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))

@@ -35,6 +35,11 @@ CSS_NAMES = {color: f"--{name}" for name, color in INK.items()} | {
     color: f"--phase-{name.replace('_', '-')}" for name, color in PHASE_COLORS.items()
 }
 BLUE, ORANGE, GREEN, RED = (PHASE_COLORS[name] for name in ("rollout", "log_probs", "update", "reshard"))
+CURVE_COLORS = tuple(
+    PHASE_COLORS[name]
+    for name in ("rollout", "log_probs", "update", "reshard", "reward", "evaluate", "drafter", "checkpoint", "other")
+)
+"""The colours of curves that are compared in one plot."""
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",

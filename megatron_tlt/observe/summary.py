@@ -18,10 +18,13 @@ SUMMARY_FILE = "summary.json"
 _EVALUATION = {
     "pass_at_1": "share of sampled responses that are correct, averaged over the held-out problems",
     "pass_at_k": "share of problems with at least one correct response among the samples",
+    "maj_at_k": "share of problems whose most frequent answer among the samples is correct, or null without answers",
+    "best_of_k": "highest reward among the samples, averaged over the held-out problems",
     "greedy": "share of problems whose greedy response is correct",
     "problems": "number of held-out problems",
     "samples": "sampled responses per problem (the k of pass_at_k)",
     "pass_at_1_by_task.*": "pass_at_1 of each task's problems",
+    "sets.*": "the same figures on each data set of evaluation.sets",
 }
 _TIMES = {
     "total": "all steps, evaluations and checkpoints",
@@ -65,6 +68,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "reshard.staging_mib": "MiB of buffers on the rank with the most",
     **{f"time.{key}": f"seconds over the whole run: {text}" for key, text in _TIMES.items()},
     "memory.peak_gib": "largest total over all ranks: on CPUs resident memory with verifiers, else device memory",
+    "memory.over_plan": "highest device memory in the first step over what tlt plan computes, by phase; null on CPUs",
     "reward.first": "mean training reward of the first step",
     "reward.last": "mean training reward of the last step",
     "reward.mean": "mean training reward over all steps",
@@ -137,6 +141,14 @@ def time_totals(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
             if key.startswith("time/") and value is not None:
                 totals[key.removeprefix("time/")] = totals.get(key.removeprefix("time/"), 0.0) + value
     return totals
+
+
+def tokens_per_s(rows: Sequence[Mapping[str, float | None]]) -> float | None:
+    """``rollout.tokens_per_s``: generated tokens of all steps over their rollout time; None if not measured."""
+    rates = [(rate, row.get("time/rollout")) for row in rows if (rate := row.get("rollout/tokens_per_s")) is not None]
+    measured = [(rate * seconds, seconds) for rate, seconds in rates if seconds]
+    tokens, seconds = (sum(column) for column in zip(*measured, strict=True)) if measured else (0.0, 0.0)
+    return tokens / seconds if seconds else None
 
 
 def reward_summary(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -86,7 +86,7 @@ class Device:
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Highest bytes since the last call; on CPU this process's highest resident size plus its children's now.
+        """Highest bytes in use since the last call; on CPU resident bytes of this process.
 
         On a GPU: what is in use, and by how much torch's reserved memory was higher since the last call.
         """
@@ -94,11 +94,23 @@ class Device:
             fell = torch.cuda.max_memory_reserved(self.torch_device) - torch.cuda.memory_reserved(self.torch_device)
             torch.cuda.reset_peak_memory_stats(self.torch_device)
             return self.memory_bytes() + int(fell)
-        children = 0
-        for child in psutil.Process().children(recursive=True):
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        with contextlib.suppress(OSError):  # a container may forbid it: then it is the highest of all times
+            Path("/proc/self/clear_refs").write_text("5")
+        return int(fields["VmHWM"].split()[0]) * 1024
+
+    def children_memory_bytes(self) -> int:
+        """Host memory of this process's children on a CPU (verifiers); 0 on a GPU, which they do not use."""
+        total = 0
+        for child in psutil.Process().children(recursive=True) if not self.is_cuda else ():
             with contextlib.suppress(psutil.NoSuchProcess):
-                children += child.memory_full_info().uss  # a forked child shares its other pages with this process
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + children
+                total += child.memory_full_info().uss  # a forked child shares its other pages with this process
+        return total
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes of memory of a GPU; None for a CPU."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[1]) if self.is_cuda else None
 
 
 @cache
@@ -161,6 +173,16 @@ def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RunError(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
     start_pulse(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+def leave_distributed() -> None:
+    """Frees all process groups; the end of a rank that has done its work and has nothing left to exchange.
+
+    Otherwise gloo's threads may release Python objects while Python ends, which aborts the process ("terminate called
+    without an active exception"). NCCL aborts its connections, and may report peers that left before as lost.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def collective_timeout_s() -> int:

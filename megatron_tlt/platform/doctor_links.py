@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import RanksOverdue, RunError
 from megatron_tlt.platform.doctor import Check
 from megatron_tlt.platform.processes import run_processes
 
 INFINIBAND = Path("/sys/class/infiniband")
 _COUNTERS = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors")
 _PAIRS_S = 30.0
+_PAIRS_MODULE = "megatron_tlt.platform.pairs"
 _SLOW = 0.5
 """Of the median pair's bandwidth."""
 _BAD_LINK = "exclude this node and report it: such links slow down or end collectives"
@@ -120,13 +121,14 @@ def check_pairs(processes: int, timeout_s: float = _PAIRS_S) -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         advice = "NCCL_DEBUG=INFO tlt doctor CONFIG shows why; NCCL_P2P_DISABLE=1 avoids direct access between GPUs"
         try:
-            run_processes("messages between devices", "megatron_tlt.platform.pairs", [folder], processes, timeout_s)
+            run_processes("messages between devices", _PAIRS_MODULE, [folder], processes, timeout_s)
             pairs = [DevicePair(tuple(row[0]), *row[1:]) for row in json.loads(Path(folder, "pairs.json").read_text())]
         except RunError as error:
             begun = sorted(path.read_text(encoding="utf-8") for path in Path(folder).glob("begun-*"))
             print(error, file=sys.stderr)
             where = f"between {', '.join(dict.fromkeys(begun))}" if begun else "before the first message"
-            yield Check("pairs of devices", "fail", f"no answer within {timeout_s:g} s {where}", advice)
+            how = f"no answer within {timeout_s:g} s" if isinstance(error, RanksOverdue) else "the processes failed"
+            yield Check("pairs of devices", "fail", f"{how} {where}", advice)
             return
         yield from judge_pairs(pairs)
 

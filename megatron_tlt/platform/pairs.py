@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import current_device, initialize_distributed, rank, world_size
+from megatron_tlt.platform.device import current_device, initialize_distributed, leave_distributed, rank, world_size
 
 _BYTES = 16 << 20
 _REPEATS = 4
@@ -49,6 +49,7 @@ def main(folder: str) -> None:
     if own == 0:
         found = sorted(row for part in everyone for row in part)
         Path(folder, "pairs.json").write_text(json.dumps(found), encoding="utf-8")
+    leave_distributed()
 
 
 if __name__ == "__main__":

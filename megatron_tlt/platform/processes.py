@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_tlt.errors import ConfigError, RunError
+import psutil
+
+from megatron_tlt.errors import ConfigError, RanksOverdue, RunError
 from megatron_tlt.platform.nodes import Nodes
 
 _PR_SET_PDEATHSIG = 1
@@ -115,7 +117,8 @@ def run_processes(
     ``environment`` overrides that of a launch. The ranks' output is shown as progress if standard error is a terminal.
 
     Raises:
-        RunError: the processes failed or exceeded ``timeout_s``; names ``what`` and shows the end of its log or output.
+        RanksOverdue: they were still running after ``timeout_s``; shows the last output.
+        RunError: they failed; shows the end of their log. Both name ``what``.
     """
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as log,
@@ -127,7 +130,13 @@ def run_processes(
             text=True,
         ) as process,
     ):
-        overdue = threading.Timer(timeout_s, process.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            kill_with_children(process.pid)
+
+        overdue = threading.Timer(timeout_s, end)
         overdue.start()
         assert process.stdout is not None
         said: deque[str] = deque(maxlen=_SAID_LINES)
@@ -136,16 +145,30 @@ def run_processes(
             if sys.stderr.isatty():
                 print(f"{what}: {line.rstrip()}", file=sys.stderr, flush=True)
         status = process.wait()
-        in_time = overdue.is_alive()
         overdue.cancel()
         log.seek(0)
         lines = log.read().splitlines()
-    if not in_time:
-        raise RunError("\n".join([f"{what}: still running after {timeout_s:g} s; last output:", *said]))
+    if late.is_set():
+        raise RanksOverdue("\n".join([f"{what}: still running after {timeout_s:g} s; last output:", *said]))
     if status:
         # torchrun prints its own report last, with less detail than the ranks' tracebacks before it
         ranks = [line for line in lines if line.startswith("[rank")]
         raise RunError("\n".join([f"{what}: status {status}", *(ranks or lines)[-40:]]))
+
+
+def kill_with_children(pid: int) -> None:
+    """Kills a process and all below it, and waits for their end.
+
+    Ranks lead sessions of their own, so a signal to a process group does not reach them.
+    """
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        family = [root, *root.children(recursive=True)]
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=10)
 
 
 def die_with_parent(signum: int) -> None:

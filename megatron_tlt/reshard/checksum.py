@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,8 @@ from megatron_tlt.reshard.spans import Span
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 CHECKSUM_WORDS = 3
+STACKED_BYTES = 64 << 20
+"""Maximum bytes of the copy for which ``checksums`` stacks small tensors."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,22 +25,51 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     memory, and no copy if rows are contiguous.
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
+    return _sums(rows[None])[0]
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The ``checksum`` of each tensor.
+
+    Small tensors of one shape and dtype, such as the experts of a layer, are stacked, so that a device launches a few
+    kernels for up to ``STACKED_BYTES`` of them instead of a few for each.
+    """
+    groups: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
+    found: dict[int, torch.Tensor] = {}
+    for (shape, _), indices in groups.items():
+        count = max(1, STACKED_BYTES // max(1, tensors[indices[0]].nbytes))
+        for start in range(0, len(indices), count):
+            some = indices[start : start + count]
+            if len(some) == 1:
+                found[some[0]] = checksum(tensors[some[0]])
+                continue
+            stacked = torch.stack([tensors[index].detach() for index in some])
+            sums = _sums(stacked.view(len(some), -1, shape[-1] if shape else 1))
+            found.update(zip(some, sums, strict=True))
+    return [found[index] for index in range(len(tensors))]
+
+
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    """The checksums of (tensors, rows, columns): (tensors, 3)."""
     words = _as_words(rows)
-    by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
-    return torch.stack([by_row.sum(), (by_row * _weights(by_row)).sum(), (by_column * _weights(by_column)).sum()])
+    by_row, by_column = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
+    weighted = [(sums * _weights(sums)).sum(1) for sums in (by_row, by_column)]
+    return torch.stack([by_row.sum(1), *weighted], dim=1)
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
-    """Two dimensions of the widest integers that a row consists of, for any memory layout."""
+    """(tensors, rows, columns) as the widest integers that a row consists of, for any memory layout."""
     size = rows.element_size()
-    width, word = next((width, word) for width, word in _WORDS if rows.shape[1] * size % width == 0)
+    width, word = next((width, word) for width, word in _WORDS if rows.shape[2] * size % width == 0)
     ratio = max(1, width // size)
-    fits = rows.stride(1) == 1 and rows.stride(0) % ratio == 0 and rows.storage_offset() % ratio == 0
+    fits = rows.stride(2) == 1 and not any(at % ratio for at in (*rows.stride()[:2], rows.storage_offset()))
     return (rows if fits else rows.contiguous()).view(word)
 
 
 def _weights(sums: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, sums.numel() + 1, dtype=torch.int64, device=sums.device)
+    return torch.arange(1, sums.shape[1] + 1, dtype=torch.int64, device=sums.device)
 
 
 class ChecksumVerifier:
@@ -50,16 +81,21 @@ class ChecksumVerifier:
         self._needed = needed
         self._entries: Counter[int] = Counter()
         self._transfers: list[Transfer] = []
-        self._sums: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []
+        self._found: list[torch.Tensor] = []
 
-    def written(self, transfer: Transfer) -> None:
-        """Records that ``transfer`` is in the engine."""
-        self._entries[transfer.target_slot] += transfer.length
+    def written(self, transfers: Iterable[Transfer]) -> None:
+        """Records that ``transfers`` are in the engine."""
+        for transfer in transfers:
+            self._entries[transfer.target_slot] += transfer.length
 
-    def compare(self, transfer: Transfer, sent: torch.Tensor, found: torch.Tensor) -> None:
-        """Adds two checksums to compare, (3) each."""
-        self._transfers.append(transfer)
-        self._sums.append(torch.stack([sent, found]))
+    def compare(
+        self, transfers: Sequence[Transfer], sent: Iterable[torch.Tensor], found: Iterable[torch.Tensor]
+    ) -> None:
+        """Adds checksums to compare, (3) for each of ``transfers`` on both sides."""
+        self._transfers += transfers
+        self._sent += sent
+        self._found += found
 
     def check(self) -> int:
         """Returns the number of verified tensors in this rank's engine; 0 if nothing was compared.
@@ -73,9 +109,9 @@ class ChecksumVerifier:
                     f"rank {self._rank}: {self._entries[slot]} of {span.length} entries of {span.tensor} were written "
                     f"({self._layouts}); the engine holds stale weights"
                 )
-        if not self._sums:
+        if not self._transfers:
             return 0
-        pairs = torch.stack(self._sums).cpu()
+        pairs = torch.stack([torch.stack(self._sent), torch.stack(self._found)], dim=1).cpu()
         wrong = (pairs[:, 0] != pairs[:, 1]).any(dim=1)
         if wrong.any():
             at = int(wrong.nonzero()[0])

@@ -16,7 +16,7 @@ from megatron_tlt.platform.device import current_device, node_index, rank
 from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, local_transfers, make_rounds, staging_bytes_of
 from megatron_tlt.reshard.exchange import BucketExchange
 from megatron_tlt.reshard.interface import Part, SpanSource, SyncReport, TensorSlice, WeightSync, WeightTarget
-from megatron_tlt.reshard.packer import TRAILER_BYTES, Packer, SpanViews
+from megatron_tlt.reshard.packer import TRAILER_BYTES, Packer, SpanViews, local_groups
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer, make_plan
 from megatron_tlt.reshard.spans import ShardMap, Span, tensor_forms
 
@@ -53,7 +53,7 @@ class _Prepared:
     needed: list[Span]
     wire: dict[str, torch.dtype]
     rounds: list[ExchangeRound]
-    local: list[Transfer]
+    local: list[list[Transfer]]
 
 
 class DirectSync(WeightSync):
@@ -101,7 +101,7 @@ class DirectSync(WeightSync):
         with torch.no_grad():
             packer = Packer(prepared.plan, prepared.wire, held, needed, verify)
             exchange = self._exchange(prepared.rounds, trailer, current_device().torch_device)
-            exchange.run(packer, [partial(packer.copy, transfer) for transfer in prepared.local])
+            exchange.run(packer, [partial(packer.copy, group) for group in prepared.local])
             with failing_together():
                 verified = packer.proof.check()
         current_device().synchronize()  # unverified copies are only launched so far
@@ -175,7 +175,8 @@ class DirectSync(WeightSync):
             if self._whole.cut_dims[name] == 0 and name not in scattered and actor.get(name) == engines[name]
         }
         rounds = make_rounds(plan, rank(), self._staging_bytes, TRAILER_BYTES, contiguous)
-        return _Prepared(plan, _spans(held), _spans(needed), wire, rounds, local_transfers(plan, rank()))
+        local = local_groups(local_transfers(plan, rank()), plan.bytes_of)
+        return _Prepared(plan, _spans(held), _spans(needed), wire, rounds, local)
 
 
 def _spans(views: SpanViews) -> list[Span]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.buckets import Bucket, aligned
-from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, ChecksumVerifier, checksum
+from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, STACKED_BYTES, ChecksumVerifier, checksums
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer
 from megatron_tlt.reshard.spans import Span
 
-_CHECKSUM_BYTES = CHECKSUM_WORDS * 8
-TRAILER_BYTES = aligned(_CHECKSUM_BYTES)
+TRAILER_BYTES = aligned(CHECKSUM_WORDS * 8)
 SpanViews = Sequence[tuple[Span, torch.Tensor]]
 
 
@@ -46,13 +45,13 @@ class Packer:
         span, view = slot
         return view.narrow(self._forms[transfer.tensor].dim, transfer.start - span.start, transfer.length)
 
-    def copy(self, transfer: Transfer) -> None:
+    def copy(self, transfers: Sequence[Transfer]) -> None:
         """Copies from the actor to the engine of this process, without a buffer."""
-        source, target = self._source(transfer), self._target(transfer)
-        target.copy_(source)
-        self.proof.written(transfer)
+        sources, targets = [*map(self._source, transfers)], [*map(self._target, transfers)]
+        copy_each(sources, targets)
+        self.proof.written(transfers)
         if self._verify:
-            self.proof.compare(transfer, self._sent(transfer, source), self._found(transfer, target))
+            self.proof.compare(transfers, self._sent(transfers, sources), self._found(transfers, targets))
 
     def outgoing(self, bucket: Bucket) -> list[torch.Tensor]:
         """The memory that is sent in place."""
@@ -64,40 +63,61 @@ class Packer:
 
     def pack(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Writes packed transfers and trailers into ``data``, (bytes)."""
-        for transfer, place in bucket.packed.items():
-            source = self._source(transfer)
-            self._seen(data[place], transfer, source.shape).copy_(source)
-        if self._verify:
-            for number, transfer in enumerate(bucket.transfers):
-                self._trailer(bucket, data, number).copy_(self._sent(transfer, self._source(transfer)))
+        sources = [*map(self._source, bucket.transfers)]
+        copy_each(sources[: len(bucket.packed)], self._places(bucket, data, sources))
+        if self._verify and sources:
+            self._trailers(bucket, data).copy_(torch.stack(self._sent(bucket.transfers, sources)))
 
     def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Reads them from ``data``; transfers in place have arrived."""
-        for transfer, place in bucket.packed.items():
-            target = self._target(transfer)
-            target.copy_(self._seen(data[place], transfer, target.shape))
-        for number, transfer in enumerate(bucket.transfers):
-            self.proof.written(transfer)
-            if self._verify:
-                sent = self._trailer(bucket, data, number).clone()  # the buffer is reused
-                self.proof.compare(transfer, sent, self._found(transfer, self._target(transfer)))
+        targets = [*map(self._target, bucket.transfers)]
+        copy_each(self._places(bucket, data, targets), targets[: len(bucket.packed)])
+        self.proof.written(bucket.transfers)
+        if self._verify and targets:
+            sent = self._trailers(bucket, data).clone()  # the buffer is reused
+            self.proof.compare(bucket.transfers, sent, self._found(bucket.transfers, targets))
 
-    def _seen(self, data: torch.Tensor, transfer: Transfer, shape: torch.Size) -> torch.Tensor:
-        """Views a transfer's bytes as its slice."""
-        return data.view(self._wire[transfer.tensor]).view(shape)
+    def _places(self, bucket: Bucket, data: torch.Tensor, slices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of the packed transfers' bytes in the shapes of their slices."""
+        packed = zip(bucket.packed.items(), slices, strict=False)  # transfers in place follow
+        return [data[at].view(self._wire[transfer.tensor]).view(part.shape) for (transfer, at), part in packed]
 
     @staticmethod
-    def _trailer(bucket: Bucket, data: torch.Tensor, number: int) -> torch.Tensor:
-        at = bucket.payload_bytes + number * TRAILER_BYTES
-        return data[at : at + _CHECKSUM_BYTES].view(torch.int64)
+    def _trailers(bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
+        """The checksums (transfers, 3) after the payload."""
+        end = bucket.payload_bytes + len(bucket.transfers) * TRAILER_BYTES
+        rows = data[bucket.payload_bytes : end].view(torch.int64).view(-1, TRAILER_BYTES // 8)
+        return rows[:, :CHECKSUM_WORDS]
 
-    def _sent(self, transfer: Transfer, source: torch.Tensor) -> torch.Tensor:
-        """The checksum of a slice in the form in which it is sent; computed once for all receivers."""
-        key = (transfer.source_slot, transfer.start, transfer.length)
-        if key not in self._sent_sums:
-            self._sent_sums[key] = checksum(source.to(self._wire[transfer.tensor]))
-        return self._sent_sums[key]
+    def _sent(self, transfers: Sequence[Transfer], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The checksums of slices in the form in which they are sent; computed once for all receivers."""
+        keys = [(transfer.source_slot, transfer.start, transfer.length) for transfer in transfers]
+        new = {key: index for index, key in enumerate(keys) if key not in self._sent_sums}
+        sums = self._found([transfers[index] for index in new.values()], [sources[index] for index in new.values()])
+        self._sent_sums.update(zip(new, sums, strict=True))
+        return [self._sent_sums[key] for key in keys]
 
-    def _found(self, transfer: Transfer, target: torch.Tensor) -> torch.Tensor:
-        """The checksum of a slice in the engine, in the form in which it was sent."""
-        return checksum(target.to(self._wire[transfer.tensor]))
+    def _found(self, transfers: Sequence[Transfer], slices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The checksums of slices in the form in which they are sent."""
+        wire = (self._wire[transfer.tensor] for transfer in transfers)
+        return checksums([part.to(dtype) for part, dtype in zip(slices, wire, strict=True)])
+
+
+def copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copies each tensor to its target; those of equal dtypes by few kernels together."""
+    if sources:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def local_groups(transfers: Sequence[Transfer], bytes_of: Callable[[Transfer], int]) -> list[list[Transfer]]:
+    """Consecutive transfers of up to ``STACKED_BYTES`` together, or one larger."""
+    groups: list[list[Transfer]] = []
+    room = 0
+    for transfer in transfers:
+        size = bytes_of(transfer)
+        if not groups or size > room:
+            groups.append([])
+            room = STACKED_BYTES
+        groups[-1].append(transfer)
+        room -= size
+    return groups

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_tlt.config.import_path import is_import_path
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rewards import library, maths
+from megatron_tlt.rewards import code, library, maths
 from megatron_tlt.rewards.functions import load_function
+from megatron_tlt.rewards.sandbox import sandbox_problem
 from megatron_tlt.rewards.types import Verifier
 
 #: Name in ``Problem.verifier`` and ``tasks[].verifier`` -> function.
-VERIFIERS: dict[str, Verifier] = {"reasoning_gym": library.verify, "math": maths.verify}
+VERIFIERS: dict[str, Verifier] = {"reasoning_gym": library.verify, "math": maths.verify, "code": code.verify}
 
 _GENERATED = "reasoning_gym"
 _OR_PATH = "or a function's import path such as mypackage.rewards.score"
 _SYMBOLS = "\\∅∞π"  # an answer may consist of one of them
 _SHOWN_CHARACTERS = 60
 
-_LOADERS = {"reasoning_gym": library.load, "math": maths.load}
+_LOADERS = {"reasoning_gym": library.load, "math": maths.load, "code": lambda: None}
 
 
 def load_verifier(name: str) -> Verifier:
@@ -64,11 +65,15 @@ def verifier_problems(tasks: Iterable[TaskConfig]) -> list[str]:
                 lines.append(str(error))
         elif task.verifier not in VERIFIERS:
             lines.append(f"{key}: unknown verifier '{task.verifier}'; {where}")
+        elif task.verifier == "code" and (reason := sandbox_problem()):
+            lines.append(f"{key}: found 'code', which runs programs in a sandbox; {reason}")
     return lines
 
 
 def answer_problem(verifier: str, answer: str) -> str | None:
     """Why this verifier can judge no response correct; None if it can read the answer."""
+    if verifier == "code":
+        return code.tests_problem(answer)
     if verifier != "math":
         return None
     shown = answer if len(answer) <= _SHOWN_CHARACTERS else answer[:_SHOWN_CHARACTERS] + "..."

@@ -1,13 +1,15 @@
-"""The strategies that a section allows, and the controller that chooses among them."""
+"""The strategies that a section allows, the graphs that they need, and the controller that chooses among them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.speculation.controller import SpeculationController
 from megatron_tlt.speculation.gate import ElasticGate
+from megatron_tlt.speculation.graph_pool import BatchBucket, GraphPlan, capture_sizes, plan_bucketed
 from megatron_tlt.speculation.length import LengthPolicy
 from megatron_tlt.speculation.strategy import MODEL_FREE, OFF, Strategy
 from megatron_tlt.speculation.tuners import build_tuner
@@ -88,3 +90,29 @@ def build_controller(
     by_length = own.lengths is not None or any(strategy.by_length for strategy in strategies)
     lengths = LengthPolicy(own.lengths or "classes", max_response_tokens) if by_length else None
     return SpeculationController(tuner, gate, own.hold_steps, lengths)
+
+
+def pool_of(speculation: SpeculationConfig, max_num_seqs: int, max_num_batched_tokens: int) -> GraphPlan:
+    """Graph pool for a section's strategies up to the gate's upper bound, and plain decoding for every batch size.
+
+    The tuner may choose any strategy below that bound, so there is one bucket. Graphs with more tokens than a step may
+    have are omitted.
+
+    Raises:
+        ConfigError: the engine does not support one of the strategies.
+    """
+    strategies = {OFF, *strategies_of(speculation)}
+    gate = speculation.adaptive
+    bound = max_num_seqs if gate is None else min(gate.threshold + gate.hysteresis, max_num_seqs)
+    plan = plan_bucketed([BatchBucket(1, bound, tuple(sorted(strategies)))], bound, capture_sizes(max_num_seqs))
+    fitting = tuple(graph for graph in plan.graphs if graph.num_tokens <= max_num_batched_tokens)
+    return replace(plan, graphs=fitting)
+
+
+def engine_graphs(
+    rollout: RolloutConfig, speculation: SpeculationConfig, max_num_seqs: int, max_num_batched_tokens: int
+) -> GraphPlan | None:
+    """The CUDA graphs of an engine on a GPU; None if it captures none."""
+    if rollout.vllm.get("enforce_eager") is True:
+        return None
+    return pool_of(speculation, max_num_seqs, max_num_batched_tokens)

@@ -63,7 +63,7 @@ class Gap:
     """States of consecutive tokens from ``position`` on, in ``rows`` (length,) of ``SkippedStates.states``."""
 
     position: int
-    rows: torch.Tensor
+    rows: np.ndarray
 
 
 class SkippedStates:
@@ -208,7 +208,7 @@ class SkippedStates:
         return gaps
 
     def _gap(self, position: int, rows: list[int]) -> Gap:
-        return Gap(position, torch.tensor(rows, dtype=torch.int64) % len(self.states))
+        return Gap(position, np.array(rows) % len(self.states))
 
     def forget(self, request: str) -> None:
         """Discard a request that has ended."""

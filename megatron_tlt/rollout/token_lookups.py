@@ -23,6 +23,20 @@ class TrackedRequest:
     seen: dict[str, int] = field(default_factory=dict)
 
 
+KnownTokens = np.ndarray[Any, Any] | Sequence[int]
+"""A request's tokens so far, prompt included."""
+
+
+@dataclass
+class DraftingRow:
+    """A request's row in the batch after a step, its tokens so far, and how many draft tokens it may get."""
+
+    index: int
+    internal_id: str
+    num_tokens: int
+    limit: int
+
+
 class TokenLookups:
     """Feeds token drafters each token of a request once, and only when drafts are requested."""
 
@@ -40,7 +54,7 @@ class TokenLookups:
         """Names of the token drafters."""
         return tuple(self._drafters)
 
-    def feed(self, name: str, tracked: TrackedRequest, tokens: np.ndarray[Any, Any]) -> None:
+    def feed(self, name: str, tracked: TrackedRequest, tokens: KnownTokens) -> None:
         """Feed a drafter the part of a request's ``tokens`` (length,), prompt included, that it has not seen."""
         drafter, request = self._drafters[name], tracked.request
         prompt = len(request.prompt_token_ids)
@@ -48,7 +62,8 @@ class TokenLookups:
             drafter.start(request.request_id, tracked.problem, request.prompt_token_ids)
             tracked.seen[name] = prompt
         if len(tokens) > tracked.seen[name]:
-            drafter.extend(request.request_id, tokens[tracked.seen[name] :].tolist())
+            new = tokens[tracked.seen[name] :]
+            drafter.extend(request.request_id, new.tolist() if isinstance(new, np.ndarray) else new)
             tracked.seen[name] = len(tokens)
 
     def propose(self, name: str, tracked: TrackedRequest, limit: int, least_probability: float) -> list[int]:
@@ -59,7 +74,7 @@ class TokenLookups:
         """End a request with its response, which all drafters learn, whatever strategy was active."""
         for name, drafter in self._drafters.items():
             if name in tracked.seen:
-                self.feed(name, tracked, np.array((*tracked.request.prompt_token_ids, *response)))
+                self.feed(name, tracked, (*tracked.request.prompt_token_ids, *response))
                 drafter.finish(tracked.request.request_id)
             elif tracked.request.problem_key:
                 drafter.learn(tracked.problem, tracked.request.prompt_token_ids, response)

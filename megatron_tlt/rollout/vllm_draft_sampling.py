@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.speculation.draft_uniforms import draft_uniforms
+from megatron_tlt.platform.copies import copy_to_device
+from megatron_tlt.rollout.inverse_sampling import sample_by_inversion
+from megatron_tlt.speculation.uniforms import Use, uniforms
 
 
 @dataclass(frozen=True)
@@ -70,28 +72,41 @@ class DraftSampler:
         self._rows, self._least = rows, least_probability
         self._tokens: list[torch.Tensor] = []  # per depth: the target's ids (rows)
         self._drawn: list[torch.Tensor] = []  # per depth: (rows, draft vocabulary)
-        self._counts = [row.limit for row in rows]  # draft tokens of each request
-        if self._probabilistic:
-            self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-            self._positions = np.array([row.position for row in rows], dtype=np.uint64)
-        if self._probabilistic or least_probability:
-            temperatures = torch.tensor([row.temperature for row in rows])
-            self._greedy = temperatures <= 0.0
-            self._divisors = torch.where(self._greedy, 1.0, temperatures)[:, None]
-            self._chances = torch.ones(len(rows))  # product over the most likely tokens so far
+        self._draws = self._probabilistic and any(row.temperature > 0.0 for row in rows)
+        if self._draws or least_probability:
+            seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+            positions = np.array([row.position for row in rows], dtype=np.uint64)
+            depths = np.arange(max(row.limit for row in rows), dtype=np.uint64)[:, None]
+            numbers, temperatures, self._counts, self._chances = copy_to_device(
+                [
+                    uniforms(Use.DRAFT, seeds, positions + depths),
+                    np.array([[row.temperature] for row in rows], dtype=np.float32),
+                    np.array([row.limit for row in rows]),
+                    np.ones(len(rows), dtype=np.float32),
+                ],
+                self._runner.device,
+            )
+            self._uniforms = numbers  # (depths, rows)
+            # ``_counts``: draft tokens of each request; ``_chances``: product over the most likely tokens so far
+            self._greedy = temperatures[:, 0] <= 0.0
+            self._divisors = torch.where(temperatures <= 0.0, 1.0, temperatures)
 
     def end(self) -> list[list[int]]:
         """Return each request's drafts, which are then pending verification."""
         rows, self._rows = self._rows, ()
         if not self._tokens:
             return [[] for _ in rows]
-        counts = self._counts
+        counts = [row.limit for row in rows]
+        if self._least:
+            *columns, counts = torch.stack([*self._tokens, self._counts]).tolist()
+        else:
+            columns = torch.stack(self._tokens).tolist()
+        drafts = list(zip(*columns, strict=True))
         if self._drawn:
             by_row = torch.stack(self._drawn, dim=1)
             self._waiting = {row.internal_id: by_row[i, : counts[i]] for i, row in enumerate(rows) if counts[i]}
-        drafts = torch.stack(self._tokens, dim=1).tolist()
         self._tokens, self._drawn = [], []
-        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
+        return [list(draft[:count]) for draft, count in zip(drafts, counts, strict=True)]
 
     def _model(self) -> Any:
         model = self._proposer.model
@@ -113,35 +128,32 @@ class DraftSampler:
         else:
             logits = model.logits_processor(model.lm_head, hidden_states)
         tokens = logits.argmax(dim=-1)
-        draws = self._probabilistic and not bool(self._greedy.all())
-        if draws or self._least:
-            probs = (logits.float() / self._divisors.to(logits.device)).softmax(dim=-1)
+        if self._draws or self._least:
+            probs = (logits.float() / self._divisors).softmax(dim=-1)
             if self._least:
                 self._end_unsure(probs)
-            if draws:
+            if self._draws:
                 tokens = self._draw(probs, tokens)
         tokens = tokens if offsets is None else tokens + offsets[tokens]
         self._tokens.append(tokens)
         return tokens, None
 
     def _end_unsure(self, probs: torch.Tensor) -> None:
-        """End the drafts of requests whose next token is too unlikely; ``probs`` (rows, draft vocabulary) are its."""
+        """End the drafts of requests whose next token is too unlikely; ``probs`` (rows, draft vocabulary) are its.
+
+        A GPU drafts to the last depth: to ask it for the counts would cost more than a depth of the head.
+        """
         depth = len(self._tokens)
-        self._chances *= probs.amax(dim=-1).cpu()
-        sure = (self._chances >= self._least).tolist()  # False for NaN
-        self._counts = [count if ok else min(count, depth) for count, ok in zip(self._counts, sure, strict=True)]
-        if max(self._counts) <= depth:
+        self._chances *= probs.amax(dim=-1)
+        sure = self._chances >= self._least  # False for NaN
+        self._counts = torch.where(sure, self._counts, self._counts.clamp(max=depth))
+        if not self._counts.is_cuda and int(self._counts.max()) <= depth:
             raise DraftsEnded
 
     def _draw(self, probs: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
         """Draft ids (rows) by inversion of the distribution function."""
-        device = probs.device
-        uniforms = draft_uniforms(self._seeds, self._positions + np.uint64(len(self._tokens)))
-        sums = probs.double().cumsum(dim=-1)
-        levels = torch.from_numpy(uniforms).to(device)[:, None] * sums[:, -1:]
-        drawn = torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
         self._drawn.append(probs)
-        return torch.where(self._greedy.to(device), likeliest, drawn)
+        return torch.where(self._greedy, likeliest, sample_by_inversion(probs, self._uniforms[len(self._tokens)]))
 
     def _probabilities(self, metadata: Any) -> torch.Tensor | None:
         """Replacement of the runner's ``_get_spec_decode_draft_probs``; None if all drafts are deterministic.
@@ -169,12 +181,15 @@ class DraftSampler:
             probs = probs.new_zeros(len(probs), width).index_add_(1, targets, probs)
         if probs.shape[-1] != width:
             raise RunError(f"the drafter draws from {probs.shape[-1]} tokens; allowed: the target's {width}")
-        finite = probs.isfinite().all(-1)
-        ids = metadata.draft_token_ids.long().clamp(min=0)
-        known = torch.zeros(len(ids), dtype=torch.bool, device=probs.device)
-        known[torch.tensor(rows, device=probs.device)] = finite
-        if bool(known.all()):
-            return probs.contiguous()
-        whole = torch.nn.functional.one_hot(ids, width).to(probs)
-        whole[known] = probs[finite]
-        return whole
+        ids = metadata.draft_token_ids.long().clamp(min=0)[:, None]
+        whole = probs
+        if len(rows) < len(ids):
+            whole = probs.new_zeros(len(ids), width)
+            places, certain = copy_to_device(
+                [np.array(rows), np.setdiff1d(np.arange(len(ids)), rows, assume_unique=True)], probs.device
+            )
+            whole[places] = probs
+            whole[certain] = torch.zeros_like(whole[certain]).scatter_(1, ids[certain], 1.0)
+        finite = whole.isfinite().all(dim=-1, keepdim=True)
+        whole.masked_fill_(~finite, 0.0)
+        return whole.scatter_(1, ids, torch.where(finite, whole.gather(1, ids), 1.0))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from megatron_tlt.errors import RunError
+from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.rollout.types import ShardSlice
 from megatron_tlt.rollout.vllm_weights import read_weights
+
+
+@torch.no_grad()
+def load_drafter_weights(
+    weights: Iterable[tuple[str, torch.Tensor, ShardSlice | None]], folder: SafetensorsFolder
+) -> None:
+    """Write the drafter's folder into its parameters, given as by ``read_drafter_weights``."""
+    for name, view, part in weights:
+        view.copy_(folder.read(name) if part is None else folder.read(name, part.dim, part.start, part.length))
 
 
 def read_drafter_weights(
@@ -40,3 +50,20 @@ def read_drafter_weights(
                 f"vLLM's drafter holds {short}, which its folder does not have; it cannot be updated by name"
             )
         yield known[0], tensor, shard
+
+
+class NoProposer:
+    """Placeholder ``custom_class`` drafter for an engine without a head; ``StrategySwitch`` replaces its methods."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def propose(self, *_: Any, **__: Any) -> list[list[int]]:
+        """Never called.
+
+        Raises:
+            RunError: always.
+        """
+        raise RunError("vLLM called the placeholder drafter that StrategySwitch replaces")

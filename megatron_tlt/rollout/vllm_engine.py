@@ -28,10 +28,12 @@ from megatron_tlt.rollout.token_drafters import token_drafters_of
 from megatron_tlt.rollout.types import Request, Response, ShardSlice
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, broadcast_strategy
-from megatron_tlt.rollout.vllm_drafters import read_drafter_weights
+from megatron_tlt.rollout.vllm_drafters import load_drafter_weights, read_drafter_weights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_patches import apply_all_patches, draft_without_padding
 from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
+from megatron_tlt.rollout.vllm_runner_v2 import SwitchV2
+from megatron_tlt.rollout.vllm_sampling import SeededSampler
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
@@ -56,6 +58,7 @@ class VllmEngine(RolloutEngine):
     """
 
     capabilities = ALL
+    _has_generators = True
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class VllmEngine(RolloutEngine):
             ConfigError: the configuration does not fit the model, the world size or vLLM's arguments.
             RunError: the installed vLLM is not supported, or a world of several ranks has no process group.
         """
-        vllm_setup.prepare_environment()
+        vllm_setup.prepare_environment(rollout.model_runner)
         self.vllm_version = check_vllm()
         self.cpu_patch_applied = apply_all_patches()
         self._owns_group = vllm_setup.ensure_process_group()
@@ -100,7 +103,8 @@ class VllmEngine(RolloutEngine):
             self._scheduler, self.num_speculative_tokens, self._llm.vllm_config.scheduler_config.max_num_seqs
         )
         self.token_drafters = token_drafters_of(speculation) | dict(token_drafters or {})
-        self._switch = StrategySwitch(
+        switch = SwitchV2 if rollout.model_runner == "v2" else StrategySwitch
+        self._switch = switch(
             self._runner,
             self.num_speculative_tokens,
             speculation.drafter if speculation.enabled and speculation.drafter in model_drafters() else None,
@@ -110,6 +114,9 @@ class VllmEngine(RolloutEngine):
         )
         if speculation.enabled:
             self.set_strategy(Strategy(speculation.drafter, speculation.num_speculative_tokens))
+        if vllm_setup.counts_random_numbers(rollout):
+            SeededSampler(self._runner, self._switch.seed_of)
+            self._has_generators = False
         self._rollout_state: _Rollout | None = None
         self._drafter_names: set[str] = set()
         self._drafter_folder = speculation.path
@@ -131,6 +138,7 @@ class VllmEngine(RolloutEngine):
             vllm_setup.isolated_random_state(),
             vllm_setup.untouched_torch_threads(),
             vllm_setup.readable_weights(),
+            vllm_setup.build_context(rollout),
             vllm_setup.shared_memory_of_its_own(),
         ):
             try:
@@ -183,7 +191,7 @@ class VllmEngine(RolloutEngine):
         with vllm_setup.isolated_random_state(self._seed):
             try:
                 for request in requests:
-                    internal_id = add_request(self._llm, request)
+                    internal_id = add_request(self._llm, request, own_generator=self._has_generators)
                     rollout.internal_of[request.request_id] = internal_id
                     self._switch.add(internal_id, request)
                 while self._llm.has_unfinished_requests():
@@ -347,11 +355,8 @@ class VllmEngine(RolloutEngine):
         """Reload the drafter's folder as version 0 if ``sleep`` dropped the drafter's weights."""
         if self.versions.get(DRAFTER, 0) is not None or self._drafter_folder is None:
             return
-        folder = SafetensorsFolder(self._drafter_folder)
         self.begin_update(DRAFTER)
-        with torch.no_grad():
-            for name, view, part in self.read_drafter_weights():
-                view.copy_(folder.read(name) if part is None else folder.read(name, part.dim, part.start, part.length))
+        load_drafter_weights(self.read_drafter_weights(), SafetensorsFolder(self._drafter_folder))
         self.finish_update(DRAFTER, 0)
 
     def _check_weights(self) -> None:
@@ -369,21 +374,15 @@ class VllmEngine(RolloutEngine):
     def sleep(self, level: int = 1) -> None:
         """Free the device. Level 1 keeps weights on the host, 2 drops them; a CPU frees only skipped hidden states."""
         self._switch.release()
-        if not self._is_cpu():
+        if not vllm_setup.is_cpu():
             self._llm.sleep(level)
             if level > 1:
                 self._versions.drop()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Reallocate device memory: everything, or only ``weights`` or ``kv_cache``."""
-        if not self._is_cpu():
+        if not vllm_setup.is_cpu():
             self._llm.wake_up(tags)
-
-    @staticmethod
-    def _is_cpu() -> bool:
-        from vllm.platforms import current_platform
-
-        return bool(current_platform.is_cpu())
 
     def shutdown(self) -> None:
         """Release the engine, and the default process group if this engine created it."""

@@ -3,8 +3,10 @@
 vLLM 0.32 has two model runners. V2, the default for EAGLE and ngram on GPUs, captures full graphs of uniform decode
 batches by (requests, tokens per request). By default it captures every capture size at every draft length of its
 schedule. ``planned_graphs`` replaces them by the plan's: the target's graphs and EAGLE's prefill and decode graphs.
-V1, which other methods (suffix, custom classes) and ``StrategySwitch`` use, captures piecewise graphs by number of
-tokens. All strategies share them, so nothing is replaced; engines receive the sizes of ``pool_of``.
+V1, which other methods (suffix, custom classes) and ``StrategySwitch`` use, captures graphs by number of tokens, which
+all strategies share. Engines receive the sizes of ``adaptive.pool_of``. ``graphs_by_tokens`` makes vLLM capture them as
+full graphs for any batch of that many tokens, where the attention backend allows it (FlashAttention 3), else as
+piecewise graphs. V1 captures piecewise graphs of the drafter at the same sizes.
 
 V2 runs a drafter's prefill in every step, even without draft tokens, so that its KV cache has no gaps. A plan with a
 drafter model therefore gets a draft prefill for each target graph, including plain ones, which the plan omits.
@@ -22,11 +24,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.rollout.adaptive import strategies_of
-from megatron_tlt.rollout.vllm_versions import missing_attributes
-from megatron_tlt.speculation.graph_pool import BatchBucket, GraphKind, GraphPlan, capture_sizes, plan_bucketed
+from megatron_tlt.rollout.vllm_versions import NEWEST_RELEASE, missing_attributes
+from megatron_tlt.speculation.graph_pool import GraphKind, GraphPlan
 from megatron_tlt.speculation.strategy import OFF
 
 Runner = Literal["v1", "v2"]
@@ -70,7 +70,7 @@ def engine_arguments(
     if sizes[-1] > max_num_batched_tokens:
         limit = f"max_num_batched_tokens, {max_num_batched_tokens}"
         raise ConfigError(f"the plan has a graph of {sizes[-1]} tokens; allowed: {limit}")
-    mode = "FULL_DECODE_ONLY" if runner == "v2" else "PIECEWISE"
+    mode = "FULL_DECODE_ONLY" if runner == "v2" else "FULL"
     arguments: dict[str, Any] = {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}}
     longest = max(strategy.num_tokens for strategy in plan.strategies)
     if longest:
@@ -81,23 +81,6 @@ def engine_arguments(
                 schedule.append((last + 1, max_num_seqs, 0))
             arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
     return arguments
-
-
-def pool_of(speculation: SpeculationConfig, max_num_seqs: int, max_num_batched_tokens: int) -> GraphPlan:
-    """Graph pool for a section's strategies up to the gate's upper bound, and plain decoding for every batch size.
-
-    The tuner may choose any strategy below that bound, so there is one bucket. Graphs with more tokens than a step may
-    have are omitted.
-
-    Raises:
-        ConfigError: the engine does not support one of the strategies.
-    """
-    strategies = {OFF, *strategies_of(speculation)}
-    gate = speculation.adaptive
-    bound = max_num_seqs if gate is None else min(gate.threshold + gate.hysteresis, max_num_seqs)
-    plan = plan_bucketed([BatchBucket(1, bound, tuple(sorted(strategies)))], bound, capture_sizes(max_num_seqs))
-    fitting = tuple(graph for graph in plan.graphs if graph.num_tokens <= max_num_batched_tokens)
-    return dataclasses.replace(plan, graphs=fitting)
 
 
 def plan_shapes(plan: GraphPlan, kind: GraphKind) -> Shapes:
@@ -122,6 +105,43 @@ def draft_lengths(plan: GraphPlan) -> dict[int, tuple[int, ...]]:
     return {batch: tuple(sorted(found)) for batch, found in lengths.items()}
 
 
+@contextmanager
+def graphs_by_tokens(required: bool) -> Iterator[None]:
+    """Make engines built in this context, with mode FULL, capture their sizes as they are (V1 runner).
+
+    vLLM would round them up to multiples of 1 + the most drafts, which only graphs of uniform batches need. A step
+    without drafts would then compute that many times the tokens. A backend whose full graphs are for uniform batches
+    only gets piecewise graphs instead: its full graphs would not serve other numbers of drafts.
+
+    Raises:
+        ConfigError: full graphs are ``required``, and the attention backend does not allow them.
+    """
+    from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    upstream = CompilationConfig.resolve_cudagraph_mode_and_sizes
+
+    def resolve(config: Any, support: Any, backend: str | None, *rest: Any, **options: Any) -> Any:
+        if config.cudagraph_mode == CUDAGraphMode.FULL and support != AttentionCGSupport.ALWAYS:
+            if required:
+                raise ConfigError(
+                    f"rollout.cuda_graphs is full, but {backend} captures full graphs for {support.name} at most; "
+                    "allowed: auto or piecewise"
+                )
+            config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        sizes = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
+        mode = upstream(config, support, backend, *rest, **options)
+        if mode == CUDAGraphMode.FULL:
+            config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes
+        return mode
+
+    CompilationConfig.resolve_cudagraph_mode_and_sizes = resolve
+    try:
+        yield
+    finally:
+        CompilationConfig.resolve_cudagraph_mode_and_sizes = upstream
+
+
 def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH_ATTRIBUTES) -> None:
     """Check that the installed vLLM has the attributes that ``planned_graphs`` replaces.
 
@@ -135,7 +155,9 @@ def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH
         fields = {field.name for field in dataclasses.fields(BatchExecutionDescriptor)}
         missing = [f"{_UTILS}.BatchExecutionDescriptor.{name}" for name in sorted(_DESCRIPTOR_FIELDS - fields)]
     if missing:
-        raise RunError(f"vllm lacks {', '.join(missing)}, which plans of CUDA graphs use; install release 0.32.0")
+        raise RunError(
+            f"vllm lacks {', '.join(missing)}, which plans of CUDA graphs use; install release {NEWEST_RELEASE}"
+        )
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Forward pass of a drafter model over arbitrary tokens of arbitrary requests, in vLLM's proposer."""
+"""Forward pass of a drafter model over arbitrary tokens of arbitrary requests, in vLLM's proposer.
+
+Suffixes of tensors: B requests, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_tlt.platform.copies import copy_to_device
 from megatron_tlt.rollout.vllm_draft_sampling import DraftsEnded
 
 
@@ -51,14 +55,6 @@ def chunks(inputs: Iterable[HeadInput], limit: int) -> Iterable[list[HeadInput]]
         yield group
 
 
-def _on_device(device: torch.device, *arrays: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
-    """The arrays as int64 tensors on the device, by a single copy that the host does not wait for."""
-    whole = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-    if device.type == "cuda":
-        whole = whole.pin_memory()
-    return whole.to(device, non_blocking=True).split([len(values) for values in arrays])
-
-
 class DrafterHead:
     """Runs vLLM's EAGLE proposer on inputs assembled here; fills its KV cache at their positions.
 
@@ -88,6 +84,8 @@ class DrafterHead:
             metadata: vLLM's CommonAttentionMetadata of the target's step, for its block table.
             sampling: vLLM's SamplingMetadata of the step.
         """
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
         proposer, batch = self._proposer, self._runner.input_batch
         lengths = np.array([len(part.states) for part in inputs], dtype=np.int64)
         rows = np.array([part.row for part in inputs], dtype=np.int64)
@@ -96,62 +94,44 @@ class DrafterHead:
         starts = np.zeros(len(inputs) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         total = int(starts[-1])
-        rows_of_tokens = np.repeat(rows, lengths)
+        of_tokens = np.repeat(rows, lengths)
         positions = np.arange(total) + np.repeat(firsts - starts[:-1], lengths)
-        row_of_token, position, tokens, row, next_tokens, query_starts, seq_lens = _on_device(
-            metadata.block_table_tensor.device,
-            rows_of_tokens,
-            positions,
-            batch.token_ids_cpu[rows_of_tokens, positions],
-            rows,
-            batch.token_ids_cpu[rows, ends],
-            starts,
-            ends,
+        lasts = ends.astype(np.int32)
+        table = metadata.block_table_tensor
+        rows_B, starts_B, lasts_B, next_B, rows_T, positions_T, tokens_T = copy_to_device(
+            [
+                rows,
+                starts,
+                lasts,
+                batch.token_ids_cpu[rows, ends],
+                of_tokens,
+                positions,
+                batch.token_ids_cpu[of_tokens, positions],
+            ],
+            table.device,
         )
-        blocks = metadata.block_table_tensor[row_of_token, position // proposer.block_size]
+        blocks_T = table[rows_T, positions_T // proposer.block_size]
         with contextlib.suppress(DraftsEnded):
             proposer.propose(
                 num_speculative_tokens=num_tokens,
-                target_token_ids=tokens.to(torch.int32),
-                target_positions=position,
+                target_token_ids=tokens_T,
+                target_positions=positions_T,
                 target_hidden_states=torch.cat([part.states for part in inputs]),
-                next_token_ids=next_tokens.to(torch.int32),
+                next_token_ids=next_B,
                 token_indices_to_sample=None,
-                common_attn_metadata=self._metadata(
-                    metadata,
-                    rows=row,
-                    query_starts=query_starts.to(torch.int32),
-                    query_starts_cpu=starts,
-                    # the proposer increments these in place for each draft token
-                    seq_lens=seq_lens.to(torch.int32),
-                    ends=ends.astype(np.int32),
-                    slots=blocks.long() * proposer.block_size + position % proposer.block_size,
+                common_attn_metadata=CommonAttentionMetadata(
+                    query_start_loc=starts_B,
+                    query_start_loc_cpu=torch.from_numpy(starts),
+                    # the proposer increments these two in place for each draft token
+                    seq_lens=lasts_B,
+                    seq_lens_cpu_upper_bound=torch.from_numpy(lasts.copy()),
+                    num_reqs=len(inputs),
+                    num_actual_tokens=total,
+                    max_query_len=int(lengths.max()),
+                    max_seq_len=int(lasts.max()),
+                    block_table_tensor=table[rows_B],
+                    slot_mapping=blocks_T.long() * proposer.block_size + positions_T % proposer.block_size,
+                    causal=True,
                 ),
                 sampling_metadata=sampling,
             )
-
-    @staticmethod
-    def _metadata(
-        metadata: Any,
-        rows: torch.Tensor,
-        query_starts: torch.Tensor,
-        query_starts_cpu: np.ndarray[Any, Any],
-        seq_lens: torch.Tensor,
-        ends: np.ndarray[Any, Any],
-        slots: torch.Tensor,
-    ) -> Any:
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
-        return CommonAttentionMetadata(
-            query_start_loc=query_starts,
-            query_start_loc_cpu=torch.from_numpy(query_starts_cpu),
-            seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=torch.from_numpy(ends),
-            num_reqs=len(ends),
-            num_actual_tokens=int(query_starts_cpu[-1]),
-            max_query_len=int(np.diff(query_starts_cpu).max()),
-            max_seq_len=int(ends.max()),
-            block_table_tensor=metadata.block_table_tensor[rows],
-            slot_mapping=slots,
-            causal=True,
-        )

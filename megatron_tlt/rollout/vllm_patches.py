@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.errors import RunError
+from megatron_tlt.rollout.vllm_versions import NEWEST_RELEASE
 
 # Set to 1 only to demonstrate that the losslessness tests fail without the patch.
 LEAVE_OUT_ENV = "TLT_WITHOUT_CPU_PATCH"
@@ -101,7 +102,7 @@ def draft_without_padding(scheduler: Any, num_speculative_tokens: int, max_num_s
     if not current_platform.is_cpu() or not num_speculative_tokens:
         return
     if not hasattr(scheduler, "dynamic_sd_lookup"):
-        raise RunError("vllm lacks Scheduler.dynamic_sd_lookup, which rollout uses; install release 0.32.0")
+        raise RunError(f"vllm lacks Scheduler.dynamic_sd_lookup, which rollout uses; install release {NEWEST_RELEASE}")
     scheduler.dynamic_sd_lookup = [num_speculative_tokens] * (max_num_seqs + 1)
 
 

@@ -45,8 +45,10 @@ def check_requests(requests: Sequence[Request], max_prompt_tokens: int, max_mode
             raise ConfigError(f"request {name}: its seed is {request.seed}; allowed are 0 to 2**63 - 1")
 
 
-def add_request(llm: Any, request: Request) -> str:
+def add_request(llm: Any, request: Request, own_generator: bool = True) -> str:
     """Queue a request; returns vLLM's own id for it.
+
+    ``own_generator``: vLLM samples it with a random generator of its own, from its seed.
 
     Raises:
         ConfigError: vLLM refuses or changes its sampling, or stop strings without a tokenizer in the model folder.
@@ -66,7 +68,7 @@ def add_request(llm: Any, request: Request) -> str:
             min_tokens=sampling.min_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             stop=list(sampling.stop),
-            seed=request.seed,
+            seed=request.seed if own_generator else None,
             logprobs=sampling.logprobs,  # in addition to the sampled token
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from megatron_tlt.config.checks import drafter_problems
 from megatron_tlt.config.drafter_kinds import kind_of
-from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.schema import GRAPH_ARGS, RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.collectives import broadcast_data
+from megatron_tlt.rollout.adaptive import pool_of
 from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
-from megatron_tlt.rollout.vllm_graphs import engine_arguments, pool_of
+from megatron_tlt.rollout.vllm_graphs import engine_arguments, graphs_by_tokens
+from megatron_tlt.rollout.vllm_runner_v2 import token_speculator
 
 _GIB = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
@@ -46,7 +48,7 @@ OWNED_ENGINE_ARGS: dict[str, str] = {
 }
 
 
-def prepare_environment() -> None:
+def prepare_environment(model_runner: str = "v1") -> None:
     """Set what vLLM reads from the environment; must run before the first ``import vllm``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # colocated: cores are shared with the actor
@@ -54,7 +56,7 @@ def prepare_environment() -> None:
     # (an eager engine) in two dozen lines per process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if torch.cuda.is_available() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that StrategySwitch was written against
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if model_runner == "v2" else "0"
     # vLLM takes 0 for "all memory", which cannot work beside an actor
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE", "") in ("", "0"):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -92,6 +94,13 @@ def launcher_variables() -> Iterator[None]:
     finally:
         for name in missing:
             os.environ.pop(name, None)
+
+
+def is_cpu() -> bool:
+    """Whether vLLM is its build for CPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def model_runner_of(llm: Any) -> Any:
@@ -200,7 +209,7 @@ def readable_weights() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = upstream
 
 
-def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
+def speculative_config(speculation: SpeculationConfig, model_runner: str = "v1") -> dict[str, Any] | None:
     """Convert the section to vLLM's ``speculative_config``; None if speculation is off.
 
     Raises:
@@ -210,9 +219,13 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
         return None
     if problems := drafter_problems(speculation):
         raise ConfigError("; ".join(problems))
+    if model_runner == "v2":
+        # builds what n-grams need: dense token ids, and a speculator, which ``token_speculator`` replaces
+        ngram = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        return {"method": "ngram", "num_speculative_tokens": speculation.num_speculative_tokens, **ngram}
     if speculation.path is None:
         # vLLM's hook for drafters that are not models
-        proposer = "megatron_tlt.rollout.vllm_strategies.NoProposer"
+        proposer = "megatron_tlt.rollout.vllm_drafters.NoProposer"
         return {
             "method": "custom_class",
             "model": proposer,
@@ -229,6 +242,14 @@ def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:
         # draft on the host after sampling, where StrategySwitch selects the drafter
         "disable_padded_drafter_batch": True,
     }
+
+
+def counts_random_numbers(rollout: RolloutConfig) -> bool:
+    """Whether ``SeededSampler`` samples; ``auto`` keeps vLLM's generators on a CPU, and the bits of earlier runs."""
+    chosen = rollout.random_numbers
+    if rollout.model_runner == "v2":  # its sampler computes numbers from seed and position itself
+        return False
+    return chosen == "counter" or (chosen == "auto" and not is_cpu())
 
 
 def _max_model_len(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig) -> int:
@@ -271,13 +292,15 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "async_scheduling": False,
-        "speculative_config": speculative_config(speculation),
+        "speculative_config": speculative_config(speculation, rollout.model_runner),
         "max_model_len": _max_model_len(model_path, rollout, speculation),
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
         if rollout.vllm.get("enable_chunked_prefill"):
             raise ConfigError("rollout.vllm.enable_chunked_prefill is true; on a CPU only false is allowed")
+        if rollout.cuda_graphs != "auto":
+            raise ConfigError(f"rollout.cuda_graphs is {rollout.cuda_graphs}; on a CPU only auto is allowed")
         args["enforce_eager"] = True
         # where vLLM splits a prompt it rewinds the request's generator, which a CPU generator cannot do
         args["enable_chunked_prefill"] = False
@@ -310,13 +333,23 @@ def cache_hint(reason: str) -> str:
 
 
 def _graph_args(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any]:
-    """CUDA graph arguments for an engine that speculates, unless ``rollout.vllm`` sets its own."""
-    own = {"enforce_eager", "compilation_config", "cudagraph_capture_sizes"}
-    if not speculation.enabled or own & set(rollout.vllm):
+    """CUDA graph arguments, unless ``rollout.vllm`` sets its own; vLLM's are right for ``auto`` without speculation."""
+    chosen = {} if rollout.cuda_graphs == "auto" else {"cudagraph_mode": rollout.cuda_graphs.upper()}
+    if GRAPH_ARGS & set(rollout.vllm) or rollout.model_runner == "v2":
         return {}
+    if not speculation.enabled:
+        return {"compilation_config": chosen} if chosen else {}
     limits = {
         name: int(rollout.vllm.get(name, default))
         for name, default in (("max_num_seqs", _GPU_SEQUENCES), ("max_num_batched_tokens", _GPU_BATCHED_TOKENS))
     }
     plan = pool_of(speculation, **limits)
-    return limits | {"compilation_config": engine_arguments(plan, **limits, runner="v1")["compilation_config"]}
+    return limits | {"compilation_config": engine_arguments(plan, **limits, runner="v1")["compilation_config"] | chosen}
+
+
+def build_context(rollout: RolloutConfig) -> AbstractContextManager[None]:
+    """The context in which to build an engine, so that it has our speculator, or the graphs of its arguments."""
+    if rollout.model_runner == "v2":
+        return token_speculator()
+    own = GRAPH_ARGS & set(rollout.vllm)
+    return nullcontext() if own else graphs_by_tokens(required=rollout.cuda_graphs == "full")

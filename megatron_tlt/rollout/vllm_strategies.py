@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 
 from megatron_tlt.config.speculation import SkippedConfig
-from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.copies import copy_to_device
 from megatron_tlt.rollout.recorded_states import RecordedStates
-from megatron_tlt.rollout.skipped_states import SkippedCounts, SkippedStates
-from megatron_tlt.rollout.token_lookups import TokenLookups, TrackedRequest
+from megatron_tlt.rollout.skipped_states import Gap, SkippedCounts, SkippedStates
+from megatron_tlt.rollout.token_lookups import DraftingRow, KnownTokens, TokenLookups, TrackedRequest
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_draft_sampling import DraftedRow, DraftSampler
 from megatron_tlt.rollout.vllm_head import DrafterHead, HeadInput
@@ -25,23 +27,6 @@ from megatron_tlt.speculation.token_drafter import TokenDrafter
 
 _BETTER_THAN_HEAD = 0.5
 """A pair's model-free draft below this probability is discarded, so that the head drafts: trees nearly always match."""
-
-
-class NoProposer:
-    """Placeholder ``custom_class`` drafter for an engine without a head; ``StrategySwitch`` replaces its methods."""
-
-    def __init__(self, vllm_config: Any) -> None: ...
-
-    def load_model(self, *_: Any) -> None:
-        """Do nothing."""
-
-    def propose(self, *_: Any, **__: Any) -> list[list[int]]:
-        """Never called.
-
-        Raises:
-            RunError: always.
-        """
-        raise RunError("vLLM called the placeholder drafter that StrategySwitch replaces")
 
 
 @dataclass(frozen=True)
@@ -53,21 +38,15 @@ class _NoDrafts:
 
 
 @dataclass
-class _Row:
-    """A request's row in vLLM's batch after a step, and its draft limit.
-
-    ``start`` is the position of its first token in the step. ``length`` counts its tokens in the step without rejected
-    drafts. ``offset`` is its first row in the step's hidden states. ``last``: no later step can use drafts for it.
+class _Row(DraftingRow):
+    """``start`` is the position of its first token in the step. ``length`` counts its tokens in the step without
+    rejected drafts. ``offset`` is its first row in the step's hidden states. ``last``: no later step can use drafts.
     """
 
-    index: int
-    internal_id: str
     start: int
     length: int
     offset: int
     prompt: bool
-    num_tokens: int
-    limit: int
     last: bool
 
 
@@ -112,11 +91,16 @@ class StrategySwitch:
         self.drafter_ready = True
         # also receives the head's inputs, as training data for the drafter
         self.recorded: RecordedStates | None = None
-        if not num_tokens:
-            return
-        self._head = DrafterHead(runner) if head else None
-        self._sampler = DraftSampler(runner, probabilistic) if head else None
+        self._head: DrafterHead | None = None
+        self._sampler: DraftSampler | None = None
         self._skipped = SkippedStates(skipped, int(runner.max_num_reqs))
+        if num_tokens:
+            self._install(runner, probabilistic)
+
+    def _install(self, runner: Any, probabilistic: bool) -> None:
+        """Take over drafting in the runner."""
+        if self._head_name:
+            self._head, self._sampler = DrafterHead(runner), DraftSampler(runner, probabilistic)
         runner.propose_draft_token_ids = self._propose
         # near one sequence's maximum length vLLM drafts token 0 for the whole batch; ``_limit`` checks each request
         runner._input_fits_in_drafter = lambda metadata: metadata is not None
@@ -195,13 +179,17 @@ class StrategySwitch:
             if self.recorded is not None:
                 self.recorded.forget(internal_id)
         self._tracked.clear()
-        if self._num_tokens and self._sampler is not None:
+        if self._sampler is not None:
             self._sampler.clear()
         self.drafted_under = OFF
 
     def external_id(self, internal_id: str) -> str:
         """The caller's id of a request."""
         return self._tracked[internal_id].request.request_id
+
+    def seed_of(self, internal_id: str) -> int:
+        """A request's seed."""
+        return self._tracked[internal_id].request.seed
 
     def _describe(self, num_draft_tokens: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Any:
         """Replaces vLLM's ``_calc_spec_decode_metadata``, whose small tensors cost a few percent of a plain step.
@@ -210,8 +198,7 @@ class StrategySwitch:
         """
         if num_draft_tokens.any():
             return self._describe_drafts(num_draft_tokens, ends)
-        last = torch.from_numpy(ends - 1).to(self._runner.device, non_blocking=True)
-        return _NoDrafts(last)
+        return _NoDrafts(copy_to_device([ends - 1], self._runner.device)[0])
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         """Replaces vLLM's ``_sample``: a step without drafts uses the faster path of an engine without a drafter."""
@@ -224,12 +211,17 @@ class StrategySwitch:
 
     def _propose(self, scheduler_output: Any, sampled_token_ids: list[list[int]], *rest: Any) -> list[list[int]]:
         """Replaces vLLM's ``propose_draft_token_ids``; returns the drafts of each row of the batch."""
-        began = time.perf_counter()
-        drafts = self._draft(scheduler_output, sampled_token_ids, *rest)
-        if self.strategy != OFF:
-            self._drafting_s += time.perf_counter() - began
+        with self._drafting():
+            drafts = self._draft(scheduler_output, sampled_token_ids, *rest)
         self._any_drafts = any(drafts)
         return drafts
+
+    @contextmanager
+    def _drafting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.strategy != OFF:
+            self._drafting_s += time.perf_counter() - began
 
     def _draft(
         self,
@@ -266,9 +258,10 @@ class StrategySwitch:
                     return drafts
         if rows is None:
             rows = self._rows(scheduler_output, sampled_token_ids)
+        tokens = [self._runner.input_batch.token_ids_cpu[row.index, : row.num_tokens] for row in rows]
         for name in self.strategy.drafters:
             if name in self._lookups.names:
-                self._look_up(name, rows, drafts)
+                self._look_up(name, rows, tokens, drafts)
         if features is not None:
             self._use_head(rows, features, common_attn_metadata, sampling_metadata, drafts)
         return drafts
@@ -287,7 +280,7 @@ class StrategySwitch:
             prompt = scheduled - drafted > 1 or start < int(batch.num_prompt_tokens[index])
             room = self._room(internal_id, num_tokens)
             limit = self._limit(internal_id, num_tokens, room) if sampled else 0
-            rows.append(_Row(index, internal_id, start, length, offset, prompt, num_tokens, limit, room < 1))
+            rows.append(_Row(index, internal_id, num_tokens, limit, start, length, offset, prompt, room < 1))
             offset += scheduled
         return rows
 
@@ -316,12 +309,13 @@ class StrategySwitch:
             limit = min(limit, missing - 1)
         return max(0, limit)
 
-    def _look_up(self, name: str, rows: list[_Row], drafts: list[list[int]]) -> None:
+    def _look_up(
+        self, name: str, rows: Sequence[DraftingRow], tokens: Sequence[KnownTokens], drafts: list[list[int]]
+    ) -> None:
         """Draft with a token drafter, after it has the newest tokens of all rows: responses share problems."""
-        token_ids = self._runner.input_batch.token_ids_cpu
-        for row in rows:
+        for row, known in zip(rows, tokens, strict=True):
             # the tokens of a chunked prompt are all known at once, but its response starts after the last chunk
-            self._lookups.feed(name, self._tracked[row.internal_id], token_ids[row.index, : row.num_tokens])
+            self._lookups.feed(name, self._tracked[row.internal_id], known)
         least = self.strategy.least_probability
         if name != self.strategy.drafters[-1]:
             least = max(least, _BETTER_THAN_HEAD)
@@ -349,16 +343,16 @@ class StrategySwitch:
             self._skip(skipped, features)
         if not used:
             return
-        inputs, late = [], []
+        inputs: list[HeadInput] = []
+        late: list[tuple[int, Gap]] = []
         for row in used:
             self._skipped.drop_from(row.internal_id, row.start)
             if row.index in asking:
-                for gap in self._skipped.take(row.internal_id):
-                    late.append(HeadInput(row.index, gap.position, self._skipped.states[gap.rows]))
+                late += [(row.index, gap) for gap in self._skipped.take(row.internal_id)]
             inputs.append(HeadInput(row.index, row.start, features[row.offset : row.offset + row.length]))
         if late:
             began = time.perf_counter()
-            self._head.fill(late, metadata, sampling)
+            self._head.fill(self._late_inputs(late), metadata, sampling)
             self._catch_up_s += time.perf_counter() - began
         limits = [row.limit if row.index in asking else 0 for row in used]
         drafted = [self._drafted(row, limit) for row, limit in zip(used, limits, strict=True)]
@@ -368,14 +362,19 @@ class StrategySwitch:
             if row.index in asking:
                 drafts[row.index] = draft
 
+    def _late_inputs(self, gaps: Sequence[tuple[int, Gap]]) -> list[HeadInput]:
+        (rows,) = copy_to_device([np.concatenate([gap.rows for _, gap in gaps])], self._skipped.states.device)
+        pieces = self._skipped.states[rows].split([len(gap.rows) for _, gap in gaps])
+        return [HeadInput(row, gap.position, states) for (row, gap), states in zip(gaps, pieces, strict=True)]
+
     def _drafted(self, row: _Row, limit: int) -> DraftedRow:
         request = self._tracked[row.internal_id].request
         return DraftedRow(row.internal_id, request.sampling.temperature, request.seed, row.num_tokens, limit)
 
     def _skip(self, rows: list[_Row], features: torch.Tensor) -> None:
         picked = [row.offset + token for row in rows for token in range(row.length)]
-        kept = features[torch.tensor(picked, device=features.device)]
-        self._skipped.append(kept, ((row.internal_id, row.start, row.length) for row in rows))
+        (picked_rows,) = copy_to_device([np.array(picked)], features.device)
+        self._skipped.append(features[picked_rows], ((row.internal_id, row.start, row.length) for row in rows))
 
     def _skip_plain_step(self, parts: list[torch.Tensor], size: int) -> bool:
         """Keep all states of a step with one decoded token per request; False if the step is not of that kind."""

@@ -14,6 +14,7 @@ from megatron_tlt.platform.versions import REQUIREMENTS, installed_version
 
 _VLLM = next(requirement for requirement in REQUIREMENTS if requirement.name == "vllm")
 SUPPORTED_RELEASES = " or ".join(f"{series}x" for series in _VLLM.series)
+NEWEST_RELEASE = f"{_VLLM.series[0]}x"
 
 # (module, dotted attribute) used by rollout/vllm_*.py
 REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
@@ -70,10 +71,14 @@ CPU_ATTRIBUTES: tuple[tuple[str, str], ...] = (
 
 # functions that this package replaces or reimplements: a release with another body needs a review
 REPLACED: tuple[tuple[str, str], ...] = (
+    ("vllm.config.compilation", "CompilationConfig.resolve_cudagraph_mode_and_sizes"),
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
     ("vllm.v1.engine.output_processor", "RequestState.make_request_output"),
     ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
+    ("vllm.v1.sample.ops.topk_topp_sampler", "TopKTopPSampler.forward_native"),
+    ("vllm.v1.sample.ops.topk_topp_sampler", "random_sample"),
     ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+    ("vllm.v1.sample.rejection_sampler", "rejection_sample"),
     ("vllm.v1.spec_decode.eagle", "EagleProposer._sample_draft_tokens"),
     ("vllm.v1.spec_decode.eagle", "EagleProposer.propose"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._calc_spec_decode_metadata"),
@@ -83,6 +88,10 @@ REPLACED: tuple[tuple[str, str], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.take_draft_token_ids"),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.sample_tokens"),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.take_draft_token_ids"),
+    ("vllm.v1.worker.gpu.spec_decode", "init_speculator"),
+    ("vllm.v1.worker.gpu.spec_decode.speculator", "BaseSpeculator.propose"),
     ("vllm.v1.worker.gpu_worker", "Worker.sleep"),
     ("vllm.v1.worker.gpu_worker", "Worker.wake_up"),
 )

@@ -49,10 +49,8 @@ class NgramDrafter:
         config = config or NgramConfig()
         self._min_n, self._max_n = config.prompt_lookup_min, config.prompt_lookup_max
         self._max_draft, self._max_bytes = max_draft, max_bytes
-        if not self._min_n <= self._max_n <= 64:
-            raise ValueError(
-                f"prompt_lookup_min {self._min_n}, prompt_lookup_max {self._max_n}; allowed: min <= max <= 64"
-            )
+        if self._min_n > self._max_n:
+            raise ValueError(f"prompt_lookup_min {self._min_n}; allowed: at most prompt_lookup_max, {self._max_n}")
         for name, value, least in (("max_draft", max_draft, 1), ("max_bytes", max_bytes, MIN_BYTES)):
             if value < least:
                 raise ValueError(f"{name} is {value}; allowed: {least} and more")

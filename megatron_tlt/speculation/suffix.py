@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_tlt.config.speculation import SuffixConfig
 from megatron_tlt.speculation.suffix_file import read_responses, write_responses
-from megatron_tlt.speculation.suffix_history import MIN_WEIGHT, EpochWeights, ResponseTree
+from megatron_tlt.speculation.suffix_history import EpochWeights, ResponseTree
 from megatron_tlt.speculation.suffix_store import PROBLEM_BYTES, RESPONSE_BYTES, ResponseStore, StoredResponse
 from megatron_tlt.speculation.suffix_tree import (
     OutOfMemoryBudget,
@@ -63,20 +63,12 @@ class SuffixDrafter:
 
     Args:
         prompt_tokens: tokens of the prompt's end stored before a response, so that its first tokens can be matched.
-
-    Raises:
-        ValueError: the weight of the oldest visit of the window is negligible.
     """
 
     def __init__(self, config: SuffixConfig | None = None, prompt_tokens: int = 16) -> None:
         self.config = config = config or SuffixConfig()
         self._prompt_tokens = prompt_tokens
         self._rule = SpeculationRule(config.factor, config.offset, config.min_probability)
-        if config.epoch_decay**config.window < MIN_WEIGHT:
-            raise ValueError(
-                f"epoch_decay {config.epoch_decay}, window {config.window}; allowed: a decay with which the window's "
-                f"oldest epoch weighs at least 1/{1 / MIN_WEIGHT:.0f}"
-            )
         self._weights = EpochWeights(self.config.epoch_decay)
         self._store = ResponseStore(self.config.window, int(_STORED * self.config.max_bytes))
         self._trees: OrderedDict[str, ResponseTree] = OrderedDict()  # least recently used first

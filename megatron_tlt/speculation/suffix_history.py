@@ -11,8 +11,6 @@ from megatron_tlt.speculation.suffix_tree import OutOfMemoryBudget, SuffixTree, 
 
 _MANTISSA = 1 << 12
 _SCALE_AT = 512
-MIN_WEIGHT = 2.0**-12
-"""Minimum weight of the window's oldest epoch relative to its newest: then sums of weights are exact in float64."""
 
 
 class EpochWeights:

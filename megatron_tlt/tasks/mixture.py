@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.chain_sum import ChainSum
 from megatron_tlt.tasks.files import FileParams
@@ -66,7 +66,7 @@ class ProblemMixture:
         seed: int,
         twin: Callable[[], ProblemMixture] | None = None,
     ) -> None:
-        self.sources = sources
+        self.sources, self.weights = sources, weights
         self.split: Split = split
         self._seed = seed
         self._twin = twin
@@ -76,6 +76,11 @@ class ProblemMixture:
 
     def problem(self, index: int) -> Problem:
         """Problem ``index`` (from 0, unbounded)."""
+        source, within = self.locate(index)
+        return self.sources[source].problem(within)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The source of problem ``index``, and the problem's index in it."""
         if index < 0:
             raise IndexError(f"problem index {index} is negative")
         block, slot = divmod(index, sum(self._counts))
@@ -83,7 +88,7 @@ class ProblemMixture:
             self._slots = self._block_slots(block)
             self._block = block
         source, within = self._slots[slot]
-        return self.sources[source].problem(block * self._counts[source] + within)
+        return source, block * self._counts[source] + within
 
     def problems(self, start: int, count: int) -> list[Problem]:
         """Problems ``start`` to ``start + count - 1``."""
@@ -144,6 +149,28 @@ def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: Promp
         raise ConfigError("\n".join(violations))
     twin = None if split == "held_out" else lambda: build_sources(tasks, "held_out", seed, limit)
     return ProblemMixture(sources, [task.weight for task in tasks], split, seed, twin)
+
+
+def evaluation_problems(
+    tasks: Sequence[TaskConfig], count: int | None, seed: int, limit: PromptLimit | None = None
+) -> list[Problem]:
+    """The first ``count`` problems (None: all, of a file) of an evaluation's own tasks.
+
+    Of a generator they are held-out problems; of a prompt file all rows.
+
+    Raises:
+        ConfigError: a task is wrong, its file is missing or has bad rows.
+    """
+    whole = [
+        task.model_copy(update={"held_out_path": task.held_out_path or task.path}) if task.kind == "file" else task
+        for task in tasks
+    ]
+    mixture = build_sources(whole, "held_out", seed, limit)
+    if count is not None:
+        return mixture.distinct(count)
+    (source,) = mixture.sources
+    assert isinstance(source, FileSource)
+    return [source.problem(index) for index in range(len(source))]
 
 
 def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, limit: PromptLimit | None) -> Source:

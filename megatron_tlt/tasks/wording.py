@@ -9,7 +9,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.types import Problem
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.schema import TaskConfig
+    from megatron_tlt.config.task import TaskConfig
 
 #: Default instruction for each ``answer_format``; a task's ``instruction`` replaces it.
 INSTRUCTIONS = {

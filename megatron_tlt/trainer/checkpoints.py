@@ -38,6 +38,7 @@ class TrainerState:
         tokens_seen: prompt and response tokens trained on; 0 in checkpoints of releases that did not count them.
         problems_drawn: index of the next training problem; None in checkpoints of releases without dynamic sampling,
             which drew the same number in each step.
+        curriculum: state of ``trainer.curriculum``; None without one.
     """
 
     step: int = 0
@@ -45,6 +46,7 @@ class TrainerState:
     evaluation_settings: dict[str, Any] = field(default_factory=dict)
     tokens_seen: int = 0
     problems_drawn: int | None = None
+    curriculum: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:

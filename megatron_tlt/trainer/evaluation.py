@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
 from pathlib import Path
 
-from megatron_tlt.config.schema import TaskConfig, TltConfig
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.observe.jsonl import dumps
 from megatron_tlt.observe.samples import SampleRow
 from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.rewards.types import Reward
 from megatron_tlt.tasks.limit import PromptLimit
-from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.tasks.sources import FileSource
+from megatron_tlt.tasks.mixture import evaluation_problems
 from megatron_tlt.tasks.types import Problem
 
 
@@ -29,35 +31,53 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
+def majority_is_correct(rewards: Sequence[Reward]) -> bool:
+    """Whether the answer that most of a problem's responses give is correct; of equally frequent ones, the first.
+
+    Wang et al., 2203.11171 (self-consistency). Responses without an extracted answer have no vote.
+    """
+    votes = Counter(reward.extracted for reward in rewards if reward.extracted is not None)
+    if not votes:
+        return False
+    winner = votes.most_common(1)[0][0]  # of equals the first that was counted
+    return next(reward.correct for reward in rewards if reward.extracted == winner)
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy on problems: mean over problems of pass@1 and pass@k over samples, and of greedy decoding.
+    """Means over problems: pass@1, pass@k and maj@k over k samples, the best reward of k, and of greedy decoding.
 
-    ``pass_at_1_by_task`` has the mean over each task's problems.
+    ``maj_at_k`` is None if the verifiers extract no answers. ``pass_at_1_by_task`` has the mean over each task's
+    problems. ``sets`` has the figures of the data sets of ``evaluation.sets`` by name.
     """
 
     pass_at_1: float
     pass_at_k: float
+    maj_at_k: float | None
+    best_of_k: float
     greedy: float | None
     problems: int
     samples: int
     pass_at_1_by_task: dict[str, float] = field(default_factory=dict)
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @staticmethod
-    def from_counts(
-        correct: Sequence[int], samples: int, greedy: Sequence[bool] | None, tasks: Sequence[str] = ()
-    ) -> Evaluation:
-        """``correct[i]`` of ``samples`` samples of problem i, and its greedy response if ``greedy[i]``, are correct.
+    def of(rewards: Sequence[Sequence[Reward]], greedy: Sequence[bool] | None, tasks: Sequence[str] = ()) -> Evaluation:
+        """``rewards[i]`` are those of problem i's samples, of which all have as many; ``greedy[i]``: correct or not.
 
         ``tasks[i]`` is the task of problem i; empty without accuracy by task.
         """
-        count = len(correct)
+        count, samples = len(rewards), len(rewards[0])
+        correct = [sum(reward.correct for reward in each) for each in rewards]
         by_task: dict[str, list[float]] = {}
         for task, c in zip(tasks, correct, strict=bool(tasks)):
             by_task.setdefault(task, []).append(pass_at_k(samples, c, 1))
+        votes = any(reward.extracted is not None for each in rewards for reward in each)
         return Evaluation(
             pass_at_1=sum(pass_at_k(samples, c, 1) for c in correct) / count,
             pass_at_k=sum(pass_at_k(samples, c, samples) for c in correct) / count,
+            maj_at_k=sum(map(majority_is_correct, rewards)) / count if votes else None,
+            best_of_k=sum(max(reward.value for reward in each) for each in rewards) / count,
             greedy=None if greedy is None else sum(greedy) / count,
             problems=count,
             samples=samples,
@@ -65,10 +85,18 @@ class Evaluation:
         )
 
     @property
+    def figures(self) -> dict[str, float]:
+        """The means that were measured, by name."""
+        names = ("pass_at_1", "pass_at_k", "maj_at_k", "best_of_k", "greedy")
+        return {name: float(value) for name in names if (value := getattr(self, name)) is not None}
+
+    @property
     def line(self) -> str:
         """The metrics as one line of text."""
         greedy = f"  greedy {self.greedy:.3f}" if self.greedy is not None else ""
-        return f"pass@1 {self.pass_at_1:.3f}  pass@{self.samples} {self.pass_at_k:.3f}{greedy}"
+        majority = f"  maj@{self.samples} {self.maj_at_k:.3f}" if self.maj_at_k is not None else ""
+        sets = "".join(f"; {name}: pass@1 {found['pass_at_1']:.3f}" for name, found in self.sets.items())
+        return f"pass@1 {self.pass_at_1:.3f}  pass@{self.samples} {self.pass_at_k:.3f}{majority}{greedy}{sets}"
 
 
 @dataclass(frozen=True)
@@ -103,9 +131,7 @@ class EvaluationRequest:
         Raises:
             ConfigError: the file is missing, or has bad rows.
         """
-        (source,) = build_sources(self.tasks, "held_out", seed, limit).sources
-        assert isinstance(source, FileSource)
-        return [source.problem(index) for index in range(len(source))]
+        return evaluation_problems(self.tasks, None, seed, limit)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_tlt.config.schema import RolloutConfig, TltConfig
+from megatron_tlt.config.evaluation import EvaluationSettings
+from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, prompt_lengths
 from megatron_tlt.errors import ConfigError, RunError
@@ -92,16 +93,18 @@ def training_sampling(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingS
     )
 
 
-def evaluation_sampling(config: TltConfig, tokenizer: Tokenizer, *, greedy: bool = False) -> SamplingSpec:
-    """Sampling parameters of evaluations; top-p and top-k default to the rollout's if ``evaluation`` sets none."""
-    settings, sampling = config.evaluation, config.rollout.sampling
+def evaluation_sampling(
+    settings: EvaluationSettings, rollout: RolloutConfig, tokenizer: Tokenizer, *, greedy: bool = False
+) -> SamplingSpec:
+    """Sampling parameters of an evaluation; top-p and top-k default to the rollout's if ``settings`` has none."""
+    sampling = rollout.sampling
     top_p = sampling.top_p if settings.top_p is None else settings.top_p
     top_k = sampling.top_k if settings.top_k is None else settings.top_k
     return SamplingSpec(
         temperature=0.0 if greedy else settings.temperature,
         top_p=1.0 if greedy else top_p,
         top_k=-1 if greedy else top_k,
-        max_tokens=config.rollout.max_response_tokens,
+        max_tokens=rollout.max_response_tokens,
         stop_token_ids=tokenizer.stop_ids,
     )
 

@@ -6,14 +6,16 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
+from megatron_tlt.config.evaluation import EvaluationSettings
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
+from megatron_tlt.drafter.folder import NEWEST_DRAFTER
 from megatron_tlt.errors import TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
@@ -31,10 +33,12 @@ from megatron_tlt.platform.device import (
 from megatron_tlt.platform.phase_watch import PhaseWatch
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rewards.verifiers import verifiers_of
 from megatron_tlt.rollout.engines import build_engine, libraries_not_needed
 from megatron_tlt.rollout.types import Request
-from megatron_tlt.tasks.mixture import build_sources
+from megatron_tlt.tasks.curriculum import CurriculumMixture
+from megatron_tlt.tasks.mixture import build_sources, evaluation_problems
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
@@ -49,6 +53,7 @@ from megatron_tlt.trainer.experience import (
 )
 from megatron_tlt.trainer.export import save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
+from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
@@ -98,7 +103,7 @@ class Run:
     ) -> None:
         self._config = config
         self._stop = StopFlag()
-        prepare(int(config.actor.megatron.get("tensor_model_parallel_size", 1)))
+        prepare(config.actor.tensor_parallel_size)
         check_versions(libraries_not_needed(config.rollout))
         initialize_distributed(config.launcher.collective_timeout_s)
         self._watch = PhaseWatch.of_this_rank(config.launcher.phase_limits_s, config.run.dir / "logs")
@@ -116,13 +121,7 @@ class Run:
         self.policy = Policy(
             source, config.actor, config.run.seed, total_steps=config.trainer.steps, verify=config.model.verify
         )
-        needs_reference = config.algorithm.kl.coefficient > 0
-        self._reference = (
-            # same weights as the policy's, already verified
-            Policy(source, config.actor, config.run.seed, trainable=False, verify=False) if needs_reference else None
-        )
-        if self._reference:
-            self._reference.memory.offload()
+        self._reference = self._build_reference(source)
         self.drafting = (
             DrafterManager(config, self._side_files, self._folder, self.policy, read_only=read_only)
             if config.drafter is not None
@@ -144,7 +143,9 @@ class Run:
         self._speculation = SpeculationState(config, self.engine.token_drafters)
         self._limit = prompt_limit(config.rollout, self.tokenizer)
         problems = build_sources(config.tasks, "train", config.run.seed, self._limit)
-        needed = sorted({*verifiers_of(config.tasks), *verifiers})
+        curriculum = config.trainer.curriculum
+        self._curriculum = CurriculumMixture(problems, curriculum, config.run.seed) if curriculum else None
+        needed = sorted({*verifiers_of(config.all_tasks), *verifiers})
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, needed)
         self._collector = ExperienceCollector(
             self.engine,
@@ -168,7 +169,7 @@ class Run:
             self._reference,
             self.engine,
             self._collector,
-            problems,
+            self._curriculum or problems,
             policy_sync(config, self.policy, self.engine),
             self._timeline,
             training_sampling(config.rollout, self.tokenizer),
@@ -189,10 +190,25 @@ class Run:
             in_background=config.trainer.async_save,
         )
         self._held_out: list[Problem] | None = None
+        self._set_problems: dict[str, list[Problem]] = {}
         self._state = TrainerState()
         self._saved_step: int | None = None
+        self.step.note_start()
         self.step.switch_to_actor()  # a checkpoint is loaded, or the first weights sent, from the device
         self._watch.pause()
+
+    def _continue_curriculum(self) -> None:
+        if self._curriculum is not None and self._state.curriculum is not None:
+            self._curriculum.restore(self._state.curriculum)
+
+    def _build_reference(self, initial: Path) -> ReferencePolicy | None:
+        config, settings = self._config, self._config.algorithm.kl
+        if not settings.coefficient:
+            return None
+        teacher = settings.reference
+        verify = teacher is not None and config.model.verify  # the policy's own weights are verified already
+        policy = Policy(teacher or initial, config.actor, config.run.seed, trainable=False, verify=verify)
+        return ReferencePolicy(policy, settings, self._folder / "reference", self._folder / "checkpoints")
 
     def train(self) -> None:
         """Trains from the newest checkpoint (or from the start) to the last step.
@@ -203,6 +219,9 @@ class Run:
         config = self._config
         self._watch.begin("start")
         self._state = self._checkpoints.resume(self.policy, sweep=True)
+        self._continue_curriculum()
+        if self._reference is not None:
+            self._reference.resume(self._state.step)
         self._saved_step = self._state.step or None
         self._check_evaluation_settings()
         if self.drafting is not None:
@@ -218,6 +237,8 @@ class Run:
             ) as progress,
             self.serving(),
         ):
+            if record.memory_line is not None:
+                progress.message(record.memory_line)
             try:
                 self._loop(record, progress)
             except StopRequested:
@@ -231,7 +252,7 @@ class Run:
             with self._timeline.span("export"):
                 save_hf_folder(self.policy, self._side_files, self._folder / "hf")
                 if self.drafting is not None:
-                    self.drafting.write(self._folder / "drafter" / "newest")
+                    self.drafting.write(self._folder / NEWEST_DRAFTER)
             record.finish(self._state, self.policy.layout)
         self._watch.close()
         self.engine.shutdown()
@@ -278,8 +299,13 @@ class Run:
         self._state.step += 1
         self._state.tokens_seen += result.tokens
         self._state.problems_drawn = result.next_problem
+        if self._curriculum is not None:
+            result.metrics |= self._curriculum.end_step(result.next_problem, result.judged)
+            self._state.curriculum = self._curriculum.state
         result.metrics["tokens/seen"] = float(self._state.tokens_seen)
         every = self._config.trainer.save_every
+        if self._reference is not None:
+            self._reference.follow(self.policy, self._state.step)
         with self._phase("checkpoint", result):
             self._checkpoints.poll()
             if every and self._state.step % every == 0:
@@ -310,6 +336,7 @@ class Run:
             return
         began = time.perf_counter()
         evaluation, samples = self.evaluate(progress, self.held_out())
+        evaluation = replace(evaluation, sets=self.evaluate_sets(progress))
         self._state.evaluations[key] = asdict(evaluation)
         self._saved_step = None
         record.evaluation(self._state.step, evaluation, time.perf_counter() - began, samples)
@@ -329,21 +356,41 @@ class Run:
         responses = settings.samples + settings.greedy
         progress.start("evaluate", self._collector.num_own(len(problems), responses))
         with self._timeline.span("evaluate"):
-            sampled, batch, _ = self._collector.collect(
-                problems, settings.samples, evaluation_sampling(self._config, self.tokenizer), seeds, progress.advance
-            )
-            samples = self._samples.rows(EVALUATION, problems, sampled, batch)
-            greedy = None
-            if settings.greedy:
-                sampling = evaluation_sampling(self._config, self.tokenizer, greedy=True)
-                scored, batch, _ = self._collector.collect(problems, 1, sampling, seeds, progress.advance)
-                greedy = [s.reward.correct for s in scored]
-                samples += self._samples.rows(GREEDY_EVALUATION, problems, scored, batch)
-        correct = [0] * len(problems)
+            return self._evaluated(problems, settings, seeds, progress)
+
+    def evaluate_sets(self, progress: Progress) -> dict[str, dict[str, float]]:
+        """The figures of each data set of ``evaluation.sets``, with the same seeds in every evaluation."""
+        found = {}
+        for settings in self._config.evaluation.sets:
+            if settings.name not in self._set_problems:
+                problems = evaluation_problems(settings.tasks, settings.problems, self._config.run.seed, self._limit)
+                self._set_problems[settings.name] = problems
+            problems = self._set_problems[settings.name]
+            seeds = (self._config.run.seed, "evaluation set", settings.name)
+            responses = settings.samples + settings.greedy
+            progress.start("evaluate", self._collector.num_own(len(problems), responses))
+            with self._timeline.span("evaluate"):
+                evaluation, _ = self._evaluated(problems, settings, seeds, progress)
+            found[settings.name] = evaluation.figures
+        return found
+
+    def _evaluated(
+        self, problems: Sequence[Problem], settings: EvaluationSettings, seeds: tuple[object, ...], progress: Progress
+    ) -> tuple[Evaluation, list[SampleRow]]:
+        rollout = self._config.rollout
+        sampling = evaluation_sampling(settings, rollout, self.tokenizer)
+        sampled, batch, _ = self._collector.collect(problems, settings.samples, sampling, seeds, progress.advance)
+        samples = self._samples.rows(EVALUATION, problems, sampled, batch)
+        greedy = None
+        if settings.greedy:
+            sampling = evaluation_sampling(settings, rollout, self.tokenizer, greedy=True)
+            scored, batch, _ = self._collector.collect(problems, 1, sampling, seeds, progress.advance)
+            greedy = [s.reward.correct for s in scored]
+            samples += self._samples.rows(GREEDY_EVALUATION, problems, scored, batch)
+        rewards: list[list[Reward]] = [[] for _ in problems]
         for s in sampled:
-            correct[s.problem] += s.reward.correct
-        tasks = [problem.source for problem in problems]
-        return Evaluation.from_counts(correct, settings.samples, greedy, tasks), samples
+            rewards[s.problem].append(s.reward)
+        return Evaluation.of(rewards, greedy, [problem.source for problem in problems]), samples
 
 
 def train(config: TltConfig) -> None:

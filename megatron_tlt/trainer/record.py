@@ -19,13 +19,14 @@ from megatron_tlt.observe.progress import Progress, session_line
 from megatron_tlt.observe.report import write_report
 from megatron_tlt.observe.samples import SAMPLES_FILE, SampleLog, SampleRow
 from megatron_tlt.observe.speculation_gain import RunGain
-from megatron_tlt.observe.summary import describe_lengths, reward_summary, time_totals, write_summary
+from megatron_tlt.observe.summary import describe_lengths, reward_summary, time_totals, tokens_per_s, write_summary
 from megatron_tlt.observe.timeline import Timeline, write_trace
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, current_device, rank, warn, world_size
 from megatron_tlt.reshard.interface import SyncReport
 from megatron_tlt.trainer.checkpoints import TrainerState
 from megatron_tlt.trainer.evaluation import Evaluation
+from megatron_tlt.trainer.memory_ledger import MemoryLedger
 from megatron_tlt.trainer.step import StepResult
 
 
@@ -43,12 +44,18 @@ class RunRecord:
         self._lengths: JsonLinesFile | None = None
         self._samples: SampleLog | None = None
         self._learning, self._drafter = LearningCheck(), DrafterCheck()
+        self._ledger: MemoryLedger | None = None
+        self._memory_ratios: dict[str, float] = {}
         # No checkpoint exists before the first step: a run killed before it evaluates the initial model again.
         kept = done_steps or -1
         timeline.truncate_after(kept)
         if rank() == 0:
-            self._metrics = MetricsWriter(folder, config.observe.tensorboard, config.observe.wandb)
+            self._metrics = MetricsWriter(
+                folder, config.observe.tensorboard, config.observe.wandb, config.observe.aliases
+            )
             self._metrics.truncate_after(kept)
+            if (capacity := current_device().capacity_bytes) is not None:
+                self._ledger = MemoryLedger.of_run(config, capacity)
             self._lengths = JsonLinesFile(folder / "lengths.jsonl")
             self._lengths.truncate_after(kept)
             # even if samples are disabled now: samples of repeated steps would contradict the metrics
@@ -72,16 +79,22 @@ class RunRecord:
         if self._samples is not None:
             self._samples.close()
 
+    @property
+    def memory_line(self) -> str | None:
+        """The planned memory of each phase, on rank 0 of a run on GPUs; None elsewhere."""
+        return None if self._ledger is None else self._ledger.at_start
+
     def step(self, step: int, result: StepResult, progress: Progress) -> None:
         """Records step number ``step`` (counted from 1); called before anything else that could end the run."""
-        mine = (current_device().peak_memory_bytes(), result.memory, result.reshard)
+        peak = max(result.memory.values(), default=0) + current_device().children_memory_bytes()
+        mine = (peak, result.memory, result.reshard)
         ranks = all_gather_data(mine, tuple[int, dict[str, int], SyncReport | None])
         self._timeline.flush()
         if self._metrics is None or self._lengths is None:
             return
         metrics = {**result.metrics, "memory/peak_gib": sum(peak for peak, _, _ in ranks) / 2**30}
-        for phase in result.memory:
-            metrics[f"memory/{phase}_gib"] = max(phases[phase] for _, phases, _ in ranks) / 2**30
+        fullest = {phase: max(phases[phase] for _, phases, _ in ranks) for phase in result.memory}
+        metrics |= {f"memory/{phase}_gib": size / 2**30 for phase, size in fullest.items()}
         metrics.update(_reshard_metrics([report for _, _, report in ranks if report is not None]))
         warnings = self._learning.add(metrics) + self._drafter.add(metrics)
         metrics["learning/warnings"] = float(self._learning.active)
@@ -97,6 +110,9 @@ class RunRecord:
         if self._samples is not None:
             self._samples.add(step, result.samples)
         progress.step_done(step, metrics)
+        if self._ledger is not None:
+            progress.message(self._ledger.after_step(fullest))
+            self._memory_ratios, self._ledger = self._ledger.ratios(fullest), None
         if (line := session_line(metrics)) is not None:
             progress.message(line)
         for warning in warnings:
@@ -154,7 +170,7 @@ class RunRecord:
                 "length": describe_lengths(lengths),
                 "acceptance_length": statistics.fmean(column("speculation/acceptance_length")),
                 "draft_acceptance_rate": sum(column("speculation/accepted_tokens")) / drafts if drafts else None,
-                "tokens_per_s": sum(lengths) / sum(column("time/rollout")),
+                "tokens_per_s": tokens_per_s(rows),
                 "logprob_mismatch": {
                     # absent with algorithm.correction.bypass
                     "mean_abs": statistics.fmean(found) if (found := column("mismatch/mean_abs")) else None,
@@ -175,7 +191,10 @@ class RunRecord:
                 "staging_mib": next(iter(column("reshard/staging_mib")), None),
             },
             "time": time_totals(rows),
-            "memory": {"peak_gib": max(column("memory/peak_gib"))},
+            "memory": {
+                "peak_gib": max(column("memory/peak_gib")),
+                "over_plan": self._memory_ratios or None,
+            },
             "speculation": {
                 "enabled": config.speculation.enabled,
                 "drafter": config.speculation.drafter,
@@ -211,6 +230,7 @@ def _reshard_metrics(reports: list[SyncReport]) -> dict[str, float]:
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    named = {name: getattr(evaluation, name) for name in ("pass_at_1", "pass_at_k", "greedy")}
-    metrics = {f"eval/{name}": float(value) for name, value in named.items() if value is not None}
+    metrics = {f"eval/{name}": value for name, value in evaluation.figures.items()}
+    for name, figures in evaluation.sets.items():
+        metrics |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
     return metrics | {f"task/{task}/eval_pass_at_1": value for task, value in evaluation.pass_at_1_by_task.items()}

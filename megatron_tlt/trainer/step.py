@@ -21,23 +21,33 @@ from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.exchange import redistribute
 from megatron_tlt.data.rollout_batch import RolloutBatch
+from megatron_tlt.observe.progress import OnPhase
 from megatron_tlt.observe.samples import TRAIN, SampleRow
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import current_device
+from megatron_tlt.platform.device import current_device, world_size
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import DraftStats, SamplingSpec
+from megatron_tlt.tasks.curriculum import CurriculumMixture
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.acceptance import acceptance_metrics
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.dynamic_sampling import collect_problems
 from megatron_tlt.trainer.experience import ExperienceCollector, PhaseTimes, ScoredResponse
+from megatron_tlt.trainer.memory_ledger import START
+from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
-from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, task_metrics
+from megatron_tlt.trainer.task_metrics import (
+    advantage_metrics,
+    entropy_metrics,
+    length_metrics,
+    reward_spread,
+    task_metrics,
+)
 
 
 @dataclass
@@ -50,12 +60,13 @@ class StepResult:
     acceptance: list[float] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     """The task of each response."""
+    judged: list[tuple[str, bool]] = field(default_factory=list)  # problem of each response, whether it is correct
     next_problem: int = 0
     """Index of the first training problem that has not been drawn."""
     tokens: int = 0
     """Prompt and response tokens of all samples; a prompt counts once per response."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes of device memory in use on this rank at the end of each phase."""
+    """Highest bytes of device memory in use on this rank during each phase."""
     reshard: SyncReport | None = None
     samples: list[SampleRow] = field(default_factory=list)
 
@@ -69,7 +80,7 @@ class TrainingStep:
     """The five phases over one actor and one engine per rank; all ranks run them together.
 
     Args:
-        reference: a frozen copy of the initial policy; needed only with a KL coefficient.
+        reference: the policy of the KL penalty; None without one.
         drafter: the trained drafter, if any.
         speculation: state of the model-free drafters and the tuner, if any.
         spot_trainer: trains the drafter on ranks whose engine has finished early, if configured.
@@ -80,10 +91,10 @@ class TrainingStep:
         self,
         config: TltConfig,
         policy: Policy,
-        reference: Policy | None,
+        reference: ReferencePolicy | None,
         engine: RolloutEngine,
         collector: ExperienceCollector,
-        problems: ProblemMixture,
+        problems: ProblemMixture | CurriculumMixture,
         weight_sync: WeightSync,
         timeline: Timeline,
         sampling: SamplingSpec,
@@ -101,10 +112,12 @@ class TrainingStep:
         self._weight_sync = weight_sync
         self._timeline = timeline
         self._sampling = sampling
+        self._temperature = sampling.temperature or 1.0
         self._drafter = drafter
         self._speculation = speculation
         self._spot_trainer = spot_trainer
         self._samples = samples
+        self._start_memory: dict[str, int] = {}
         #: folder that training responses are recorded in, or None
         self.recording = config.run.dir / "recording" if config.observe.recording else None
         self._algorithm = build_algorithm(config.algorithm)
@@ -113,29 +126,37 @@ class TrainingStep:
     def run(
         self,
         step: int,
-        on_phase: Callable[[str, int | None], None],
-        on_response: Callable[[int], None],
+        on_phase: OnPhase,
+        on_responses: Callable[[int], None],
         on_updated: Callable[[StepResult], None],
         first_problem: int | None = None,
     ) -> StepResult:
         """Runs step number ``step`` (from 0); its problems are drawn from index ``first_problem`` on.
 
-        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``.
-
-        ``on_updated`` is called after the policy's update, while it is still on the device, so that it can be saved.
+        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``. ``on_responses`` receives the
+        numbers of responses that a phase deals with. ``on_updated`` is called after the policy's update, while it is
+        still on the device, so that it can be saved.
 
         Raises:
             StopRequested: on every rank, during decoding; the policy is unchanged.
         """
-        result = StepResult()
+        result = StepResult(memory=self._start_memory)
+        self._start_memory = {}
         began = time.perf_counter()
-        scored, batch = self.roll_out(step, first_problem, result, on_phase, on_response)
+        for policy in [self._policy, *([self._reference.policy] if self._reference else [])]:
+            policy.on_forward = on_responses
+        scored, batch = self.roll_out(step, first_problem, result, on_phase, on_responses)
         batch = self._log_probs(step, scored, batch, result, on_phase)
         self._update(step, batch, result, on_phase)
         self._train_drafter(step, result, on_phase)
         on_updated(result)
         self.reshard(step + 1, result, on_phase)
-        result.metrics["time/total"] = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        result.metrics |= {
+            "time/total": seconds,
+            "tokens/step": float(result.tokens),
+            "tokens/per_s_per_device": result.tokens / seconds / world_size(),
+        }
         return result
 
     @contextmanager
@@ -146,8 +167,12 @@ class TrainingStep:
         result.metrics[f"time/{phase}"] = time.perf_counter() - began
         self._note_memory(phase, result)
 
+    def note_start(self) -> None:
+        """Notes the memory that building models and engine took; part of the first step's ``memory``."""
+        self._start_memory = {START: current_device().peak_memory_bytes()}
+
     def _note_memory(self, phase: str, result: StepResult) -> None:
-        result.memory[phase] = current_device().memory_bytes()
+        result.memory[phase] = current_device().peak_memory_bytes()
         self._timeline.counter("memory (GiB)", result.memory[phase] / 2**30)
 
     def roll_out(
@@ -155,7 +180,7 @@ class TrainingStep:
         step: int,
         first_problem: int | None,
         result: StepResult,
-        on_phase: Callable[[str, int | None], None],
+        on_phase: OnPhase,
         on_response: Callable[[int], None],
     ) -> tuple[list[ScoredResponse], RolloutBatch]:
         """The first two phases: responses and rewards, with their metrics in ``result``; see :meth:`run`."""
@@ -186,14 +211,14 @@ class TrainingStep:
         self._note_memory("rollout", result)
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
         slowest = max(row[0] for row in ranks)
-        lengths = [s.length for s in scored]
-        accounts = [s.draft for s in scored]
+        lengths, accounts = [s.length for s in scored], [s.draft for s in scored]
         drafts = sum(accounts, DraftStats())
         rewards = [s.reward.value for s in scored]
         if self._samples is not None:
             result.samples = self._samples.rows(TRAIN, problems, scored, batch)
         result.lengths = lengths
         result.acceptance = [account.acceptance_length for account in accounts]
+        result.judged = [(problems[s.problem].uid, s.reward.correct) for s in scored]
         result.tasks = [problems[s.problem].source for s in scored]
         result.tokens = sum(s.prompt_length for s in scored) + sum(lengths)
         for s in scored:
@@ -210,11 +235,9 @@ class TrainingStep:
                 "reward/extracted": float(np.mean([s.reward.extracted is not None for s in scored])),
                 "reward/verifier_errors": float(sum(s.reward.error is not None for s in scored)),
                 "reward/verifier_error_share": float(np.mean([s.reward.error is not None for s in scored])),
-                "length/mean": float(np.mean(lengths)),
-                "length/median": float(np.median(lengths)),
-                "length/max": float(max(lengths)),
                 "length/truncated": result.finish_reasons.get("length", 0) / len(scored),
-                **reward_spread(rewards),
+                **length_metrics(lengths, [s.prompt_length for s in scored]),
+                **reward_spread(rewards, group),
                 **task_metrics(result.tasks, scored, group),
                 "speculation/acceptance_length": drafts.acceptance_length,
                 "speculation/draft_tokens": float(drafts.num_draft_tokens),
@@ -246,16 +269,18 @@ class TrainingStep:
         scored: Sequence[ScoredResponse],
         batch: RolloutBatch,
         result: StepResult,
-        on_phase: Callable[[str, int | None], None],
+        on_phase: OnPhase,
     ) -> RolloutBatch:
         """The batch with this rank's share of the samples, their advantages and the columns that the loss reads."""
-        on_phase("log-probs", None)
+        algorithm, share = self._config.algorithm, self._policy.share(batch.lengths)
+        passes = int(self._drafter is not None or not algorithm.correction.bypass) + int(self._reference is not None)
+        on_phase("log-probs", passes * len(share))
         began = time.perf_counter()
         self.switch_to_actor()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
-        temperature, algorithm = self._temperature, self._config.algorithm
+        temperature = self._temperature
         with self._timed("log_probs", result):
-            batch = redistribute(batch, self._policy.share(batch.lengths))
+            batch = redistribute(batch, share)
             old = None
             if self._drafter is None:
                 if not algorithm.correction.bypass:
@@ -270,10 +295,8 @@ class TrainingStep:
             if algorithm.correction.bypass:
                 batch = batch.with_columns(old_log_probs_G=batch.rollout_log_probs_G)
             if self._reference:
-                self._reference.memory.reload()
                 reference = self._reference.log_probs(batch, temperature)
                 batch = batch.with_columns(reference_log_probs_G=reference.log_probs_G)
-                self._reference.memory.offload()
             rewards = [s.reward.value for s in scored]
             if algorithm.overlong.penalty:
                 limit = self._config.rollout.max_response_tokens
@@ -281,6 +304,7 @@ class TrainingStep:
             if algorithm.kl.coefficient and algorithm.kl.placement == "reward":
                 rewards = self._penalized(rewards, batch, result)
             advantages = self._algorithm.assign_credit(rewards, [s.length for s in scored])
+            result.metrics.update(advantage_metrics(advantages, result.lengths))
             columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
         return batch.with_columns(**columns, rollout_log_probs_G=None)
 
@@ -313,15 +337,8 @@ class TrainingStep:
             result.metrics |= correction_metrics(of_all_samples(sums_H5, batch.held, batch.num_samples))
         return batch
 
-    @property
-    def _temperature(self) -> float:
-        return self._sampling.temperature or 1.0
-
-    def _update(
-        self, step: int, batch: RolloutBatch, result: StepResult, on_phase: Callable[[str, int | None], None]
-    ) -> None:
+    def _update(self, step: int, batch: RolloutBatch, result: StepResult, on_phase: OnPhase) -> None:
         config = self._config
-        on_phase("update", None)
         rows: list[dict[str, float]] = []
         with self._timed("update", result):
             order = np.random.default_rng((config.run.seed, step)).permutation(batch.num_samples)
@@ -329,6 +346,7 @@ class TrainingStep:
                 order = np.arange(batch.num_samples)
             parts = [part.tolist() for part in np.array_split(order, config.trainer.mini_batches)]
             shares = [self._policy.share([batch.lengths[i] for i in part]) for part in parts]
+            on_phase("update", sum(len(share) for share in shares))
             # a rank's share of a mini-batch may contain samples that it has not scored
             batch = redistribute(batch, [part[i] for part, share in zip(parts, shares, strict=True) for i in share])
             for part in parts:
@@ -336,7 +354,7 @@ class TrainingStep:
         for name in dict.fromkeys(name for row in rows for name in row if name != "tokens"):
             result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows if name in row]))
 
-    def _train_drafter(self, step: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
+    def _train_drafter(self, step: int, result: StepResult, on_phase: OnPhase) -> None:
         if self._drafter is None:
             return
         on_phase("drafter", None)
@@ -348,7 +366,7 @@ class TrainingStep:
         self._engine.sleep(level=2)
         self._policy.memory.reload()
 
-    def reshard(self, version: int, result: StepResult, on_phase: Callable[[str, int | None], None]) -> None:
+    def reshard(self, version: int, result: StepResult, on_phase: OnPhase) -> None:
         """Transfers the actor's weights to the engines.
 
         The engine's weights wake first; then the actor is offloaded and the KV cache wakes. ``version`` is the number

@@ -1,11 +1,14 @@
-"""Supervised warm-up: trains the recipe's base model, or a new model and tokenizer, on worked solutions."""
+"""Supervised warm-up of the recipe's base model, or of a new model and tokenizer."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_tlt.actor.megatron_optimizer import chosen_optimizer
 from megatron_tlt.actor.policy import Policy
@@ -13,8 +16,9 @@ from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.checkpoint.files import clean_leftovers
 from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.data.conversations import ConversationData, read_conversations
 from megatron_tlt.data.rollout_batch import RolloutBatch
-from megatron_tlt.data.supervised import encode_examples, solution_text
+from megatron_tlt.data.supervised import Example, encode_example, fitting_examples, solution_text
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError
@@ -43,7 +47,7 @@ from megatron_tlt.trainer.export import save_hf_folder
 
 def build_model_of_recipe(config: TltConfig) -> None:
     """Builds and caches the model; a collective. Does nothing if the cache already contains it."""
-    prepare(int(config.actor.megatron.get("tensor_model_parallel_size", 1)))
+    prepare(config.actor.tensor_parallel_size)
     check_versions(libraries_not_needed(config.rollout))
     initialize_distributed(config.launcher.collective_timeout_s)
     if config.model.recipe is None:
@@ -87,6 +91,25 @@ def _write_start(config: TltConfig, problems: ProblemMixture, folder: Path) -> N
     write_untrained(folder, recipe.architecture, recipe, tokenizer.vocab_size, tokenizer.eos_id)
 
 
+def _examples(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer) -> Callable[[int], Example]:
+    """Draws the example of an index: a conversation of the data if there is any, else a worked solution."""
+    recipe = config.model.recipe
+    assert recipe is not None
+    supervised = recipe.supervised
+    if supervised.data:
+        return ConversationData(read_conversations(supervised.data), tokenizer, recipe.seed).example
+    return lambda index: encode_example(tokenizer, problems.problem(index), supervised.careless_fraction)
+
+
+def _batch(examples: Sequence[Example]) -> RolloutBatch:
+    prompts = [example.loss_mask.index(1) for example in examples]
+    masks = [example.loss_mask[prompt:] for example, prompt in zip(examples, prompts, strict=True)]
+    mask_G = torch.tensor([bool(trained) for mask in masks for trained in mask])
+    # without a mask nothing is left out, which spares each micro-batch a column
+    column = None if mask_G.all() else mask_G
+    return RolloutBatch.of_sequences([example.token_ids for example in examples], prompts, loss_mask_G=column)
+
+
 def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, start: Path) -> Policy:
     recipe = config.model.recipe
     assert recipe is not None
@@ -108,17 +131,15 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
         verify=config.model.verify,
     )
     count, left_out = supervised.problems_per_step, 0
+    example = _examples(config, problems, tokenizer)
     began = time.perf_counter()
     with Progress(rank(), supervised.num_steps, enabled=config.observe.progress) as progress:
         progress.start("warm-up", supervised.num_steps)
         for step in range(supervised.num_steps):
-            batch = [problems.problem(step * count + i) for i in range(count)]
-            examples = encode_examples(tokenizer, batch, supervised.max_sequence_tokens, supervised.careless_fraction)
-            left_out += len(batch) - len(examples)
-            samples = RolloutBatch.of_sequences(
-                [e.token_ids for e in examples], [e.loss_mask.index(1) for e in examples]
-            )
-            metrics = policy.update(samples, negative_log_likelihood)
+            drawn = [example(step * count + i) for i in range(count)]
+            examples = fitting_examples(drawn, supervised.max_sequence_tokens)
+            left_out += count - len(examples)
+            metrics = policy.update(_batch(examples), negative_log_likelihood)
             progress.advance()
             if (step + 1) % max(1, supervised.num_steps // 20) == 0:
                 progress.message(

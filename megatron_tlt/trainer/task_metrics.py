@@ -1,4 +1,4 @@
-"""A step's rewards, lengths and entropies by task; pure."""
+"""A step's rewards, advantages, lengths and entropies, of all responses and by task; pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,38 @@ from megatron_tlt.algorithms.advantages import mixed_groups
 from megatron_tlt.trainer.experience import ScoredResponse
 
 
-def reward_spread(rewards: Sequence[float]) -> dict[str, float]:
-    """Standard deviation, minimum and maximum of the reward over all responses."""
+def reward_spread(rewards: Sequence[float], group_size: int) -> dict[str, float]:
+    """Standard deviation of the reward over all responses and within groups, minimum and maximum."""
+    groups = np.asarray(rewards, dtype=np.float64).reshape(-1, group_size)
     return {
         "reward/std": float(np.std(rewards)),
+        "reward/group_std": float(groups.std(axis=1, ddof=1).mean()),
         "reward/min": float(min(rewards)),
         "reward/max": float(max(rewards)),
     }
+
+
+def length_metrics(lengths: Sequence[int], prompt_lengths: Sequence[int]) -> dict[str, float]:
+    """Tokens per response and per prompt; ``prompt_lengths[i]`` belongs to response i."""
+    found: dict[str, float | np.floating] = {
+        "mean": np.mean(lengths),
+        "median": np.median(lengths),
+        "min": min(lengths),
+        "max": max(lengths),
+        "prompt_mean": np.mean(prompt_lengths),
+        "prompt_min": min(prompt_lengths),
+        "prompt_max": max(prompt_lengths),
+    }
+    return {f"length/{name}": float(value) for name, value in found.items()}
+
+
+def advantage_metrics(advantages: Sequence[float], lengths: Sequence[int]) -> dict[str, float]:
+    """Mean, standard deviation, minimum and maximum over response tokens; each token has its response's advantage."""
+    values, weights = np.asarray(advantages, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
+    mean = np.average(values, weights=weights)
+    variance = np.average((values - mean) ** 2, weights=weights)
+    found = {"mean": mean, "std": np.sqrt(variance), "min": values.min(), "max": values.max()}
+    return {f"advantage/{name}": float(value) for name, value in found.items()}
 
 
 def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_size: int) -> dict[str, float]:

@@ -111,7 +111,8 @@ def test_the_default_loss_is_the_clipped_surrogate_to_the_bit() -> None:
     found, metrics = build_algorithm(config).loss()(columns[4], columns[5], inputs)
     expected, others = ClippedPolicyLoss(config)(columns[4], columns[5], inputs)
     assert torch.equal(found, expected) and metrics == others
-    assert set(metrics) == {"loss", "entropy", "clip_fraction", "kl"}
+    clipped = {"clip_fraction", "clip_fraction_low", "clip_fraction_high"}
+    assert set(metrics) == {"loss", "entropy", "policy_kl", "kl", *clipped}
 
 
 def test_a_users_class_takes_its_arguments() -> None:
@@ -127,8 +128,8 @@ def test_a_users_class_takes_its_arguments() -> None:
         (
             "gpro",
             {},
-            "algorithm.name: found 'gpro'; allowed: cispo, dapo, dr_grpo, grpo, gspo, reinforce, reinforce++, "
-            "reinforce++_baseline, rloo, or a class's import path such as mypackage",
+            "algorithm.name: found 'gpro'; allowed: cispo, dapo, distillation, dr_grpo, grpo, gspo, "
+            "reinforce, reinforce++, reinforce++_baseline, rloo, or a class's import path such as mypackage",
         ),
         (
             "no_such_package.Mine",

@@ -116,6 +116,19 @@ def test_everything_that_is_wrong_is_said_at_once(write: Callable[..., Path], tm
     assert len(found) == len(expected)
 
 
+def test_data_sets_of_the_evaluation_are_checked_like_tasks(write: Callable[..., Path], tmp_path: Path) -> None:
+    long = write_rows(tmp_path / "set.jsonl", [row("ab"), row("a" * 40)])
+    first = {"kind": "file", "name": "set", "path": str(long), "verifier": "maths"}
+    sets = [{"name": "one", "tasks": [first, {"name": "gcdd"}]}]
+    found = violations(write(GOOD, evaluation={"sets": sets}))
+    wanted = ["tasks[0].verifier: unknown verifier 'maths'", "set.jsonl:2: its prompt has 40", "tasks[1].name: unknown"]
+    keys = ["evaluation.sets[0]." * line.startswith("tasks") + line for line in wanted]
+    assert all(sum(line in other for other in found) == 1 for line in keys), found
+    assert len(found) == 3
+    twice = [{"name": "one", "tasks": [{"name": "gcd"}]}] * 2
+    assert "different names" in violations(write(GOOD, evaluation={"sets": twice}))[0]
+
+
 @pytest.mark.parametrize("command", ["train", "eval", "config", "plan", "simulate"])
 def test_every_command_refuses_what_cannot_run(
     command: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
@@ -128,6 +141,16 @@ def test_every_command_refuses_what_cannot_run(
     assert "tasks[0].verifier: 'reasoning_gym' verifies generated problems only" in error
     assert "not checked: weights, tokenizer, prompts' lengths in tokens, because model.path: no folder" in error
     assert not (tmp_path / "run").exists(), "no rank and no folder before all is well"
+
+
+def test_an_absent_model_is_one_error(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write(GOOD, model={"path": str(tmp_path / "absent")})
+    assert main(["train", str(path)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    allowed = "a Hugging Face model folder or a Megatron checkpoint"
+    assert lines == [f"error: {path}: model.path: no folder {tmp_path / 'absent'}; allowed: {allowed}"]
 
 
 def test_users_verifiers_are_imported_before_ranks_start(
@@ -147,7 +170,7 @@ def test_users_algorithms_are_imported_before_ranks_start(write: Callable[..., P
     path = write(GOOD)
     load_checked(path, ["algorithm.name=megatron_tlt.algorithms.rloo.Rloo"])
     expected = {
-        "algorithm.name=gpro": "algorithm.name: found 'gpro'; allowed: cispo, dapo, dr_grpo, grpo, gspo, reinforce, ",
+        "algorithm.name=gpro": "algorithm.name: found 'gpro'; allowed: cispo, dapo, distillation, dr_grpo, ",
         "algorithm.loss=clip": "algorithm.loss: found 'clip'; allowed: cispo, clipped, gspo, or a class's import path",
         "algorithm.loss=torch.nn.Linear": "algorithm.loss: found 'torch.nn.Linear'; not a class that takes the algori",
         "algorithm.name=torch.nn.Linear": "algorithm.name: found 'torch.nn.Linear'; not a subclass of megatron_tlt.a",
@@ -342,3 +365,18 @@ def test_train_refuses_a_changed_prompt_file(
     write_rows(tmp_path / "prompts.jsonl", GOOD[::-1])
     assert main(["train", str(path)]) == 2
     assert "tasks.0.path: " in capsys.readouterr().err
+
+
+def test_a_teacher_must_have_the_policys_tokens(model: Path, tmp_path: Path, write: Callable[..., Path]) -> None:
+    teacher = {"name": "distillation", "kl": {"reference": str(tmp_path / "teacher")}}
+    same = copy_of(model, tmp_path / "teacher")
+    load_checked(write(GOOD, algorithm=teacher))
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    (line,) = violations(write(GOOD, algorithm=teacher))
+    assert "algorithm.kl.reference: " in line
+    assert "algorithm.kl.reference: absent" in violations(write(GOOD, algorithm={"name": "distillation"}))[0]
+    for kl, said in (({"reference": "x"}, "coefficient is 0"), ({"update_every": 3}, "coefficient is 0")):
+        assert said in violations(write(GOOD, algorithm={"kl": kl}))[0]
+    both = {"coefficient": 0.1, "reference": str(same), "update_every": 3}
+    assert "reference and update_every" in violations(write(GOOD, algorithm={"kl": both}))[0]

@@ -42,6 +42,8 @@ def test_every_violation_is_reported_at_once_with_path_found_and_allowed(tmp_pat
         "trainer.steps=0",
         "rollout.sampling.top_p=2",
         "speculation.drafter=magic",
+        "speculation.ngram.prompt_lookup_max=65",
+        "speculation.suffix={epoch_decay: 0.5, window: 13}",
         "run.seed=abc",
     )
     lines = violations(write(tmp_path), *wrong)
@@ -52,6 +54,8 @@ def test_every_violation_is_reported_at_once_with_path_found_and_allowed(tmp_pat
     assert "trainer.steps: found 0; allowed: above 0" in text
     assert "rollout.sampling.top_p: found 2; allowed: at most 1" in text
     assert "speculation.drafter: found 'magic'; allowed: 'ngram'" in text
+    assert "speculation.ngram.prompt_lookup_max: found 65; allowed: at most 64" in text
+    assert "epoch_decay is 0.5 and window 13; allowed: a decay with which" in text
     assert "run.seed: found 'abc'; allowed: a whole number" in text
 
 

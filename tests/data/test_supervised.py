@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.supervised import (
     CARELESS_MARK,
     SLIP_RATE,
     encode_example,
-    encode_examples,
+    fitting_examples,
     solution_text,
 )
 from megatron_tlt.data.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def test_the_answer_is_where_the_task_asks_for_it(answer_format: str, end: str, 
 
 def test_long_examples_are_left_out_whole(tokenizer: Tokenizer, problems: list[Problem]) -> None:
     lengths = [len(encode_example(tokenizer, problem)) for problem in problems]
-    kept = encode_examples(tokenizer, problems, 60)
+    kept = fitting_examples([encode_example(tokenizer, problem) for problem in problems], 60)
     assert [len(example) for example in kept] == [length for length in lengths if length <= 60]
     assert 0 < len(kept) < len(problems)
 
@@ -85,7 +85,8 @@ def test_a_problem_without_a_solution_is_refused(tokenizer: Tokenizer, problems:
 
 
 def test_a_length_that_no_example_has_is_refused(tokenizer: Tokenizer, problems: list[Problem]) -> None:
-    shortest = min(len(encode_example(tokenizer, problem)) for problem in problems)
-    assert len(encode_examples(tokenizer, problems, shortest)) >= 1
+    examples = [encode_example(tokenizer, problem) for problem in problems]
+    shortest = min(map(len, examples))
+    assert len(fitting_examples(examples, shortest)) >= 1
     with pytest.raises(ConfigError, match=rf"max_sequence_tokens: found {shortest - 1}; .* at least {shortest}, so"):
-        encode_examples(tokenizer, problems, shortest - 1)
+        fitting_examples(examples, shortest - 1)

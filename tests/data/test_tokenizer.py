@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.schema import RolloutConfig, TaskConfig
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.tokenizer import HuggingFaceTokenizer, Tokenizer, encode_prompt, load_tokenizer, prompt_lengths
 from megatron_tlt.data.tokenizer_training import BASE_ALPHABET, train_tokenizer
 from megatron_tlt.errors import ConfigError

@@ -16,7 +16,8 @@ from megatron_tlt.algorithms.losses import LossInputs
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.bench.tiny_models import family_config
 from megatron_tlt.cli.preflight import load_checked
-from megatron_tlt.config.schema import AlgorithmConfig, RolloutConfig, TaskConfig
+from megatron_tlt.config.schema import AlgorithmConfig, RolloutConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.models import families
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_architecture
 from megatron_tlt.models.weight_map import WeightMap

@@ -27,7 +27,8 @@ def checkpoint(target: Path, folder: Path, kind: Kind = "eagle") -> DrafterTrain
 def test_a_checkpoint_and_a_folder_become_the_same_folder(kind: Kind, target_folder: Path, tmp_path: Path) -> None:
     trainer = checkpoint(target_folder, tmp_path / "training", kind)
     save_drafter(trainer.model, tmp_path / "folder")
-    for source in ("training", "folder"):
+    save_drafter(trainer.model, tmp_path / "run" / "drafter" / "newest")
+    for source in ("training", "folder", "run"):
         assert main(["export-drafter", str(tmp_path / source), str(tmp_path / f"of-{source}")]) == 0
         for file in ("config.json", "model.safetensors"):
             assert (tmp_path / f"of-{source}" / file).read_bytes() == (tmp_path / "folder" / file).read_bytes()

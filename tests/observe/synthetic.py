@@ -20,6 +20,7 @@ from megatron_tlt.observe.summary import (
     flatten,
     reward_summary,
     time_totals,
+    tokens_per_s,
     write_summary,
 )
 from megatron_tlt.observe.timeline import ENGINE_TRACK, Timeline, write_trace
@@ -216,6 +217,7 @@ def _summary(rows: list[dict[str, float | None]], lengths: list[int], steps: int
             "tensor_parallel_size": 1,
             "length": describe_lengths(lengths),
             "acceptance_length": 1.81,
+            "tokens_per_s": tokens_per_s(rows),
             "logprob_mismatch": {"mean_abs": 2.1e-3, "max_abs": 0.11, "k3_kl": 6.2e-6},
         },
         "eval": {"start": evaluation(evaluations[0]), "end": evaluation(evaluations[-1])},

@@ -217,6 +217,7 @@ def test_a_trace_is_drawn_from_as_it_is(tmp_path: Path) -> None:
         "b.jsonl": "4\n2\n9\n",
         "c.jsonl": '{"step": 1, "lengths": [4, 2]}\n{"step": 2, "lengths": [9]}\n',
         "d.jsonl": '{"length": 4}\n{"length": 2}\n{"token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}\n',
+        "e.json": '{"source": "recorded", "environment": {}, "rollouts": [[[4, 2], [9]]]}',
         "run/lengths.jsonl": '{"step": 1, "lengths": [4, 2, 9], "finish_reasons": {"stop": 3}}\n',
     }
     for name, text in forms.items():

@@ -91,3 +91,13 @@ def test_kernels_start_in_order_where_megatron_overlaps_collectives(monkeypatch:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     prepare(2)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_the_peak_of_a_processor_is_that_since_the_last_call() -> None:
+    device = Device(torch.device("cpu"), "gloo")
+    device.peak_memory_bytes()
+    before = device.peak_memory_bytes()
+    held = torch.ones(100 << 20, dtype=torch.uint8)
+    del held
+    during, after = device.peak_memory_bytes(), device.peak_memory_bytes()
+    assert during - before > 60 << 20 and during - after > 60 << 20

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import Reward, RewardPool, verifiers_of
 from megatron_tlt.rewards.functions import as_reward
@@ -184,7 +184,7 @@ def test_tasks_of_every_kind_take_a_function(tmp_path: Path) -> None:
     [
         (
             "maths",
-            "unknown verifier 'maths'; allowed for kind generated: math, reasoning_gym, or a function's import",
+            "unknown verifier 'maths'; allowed for kind generated: code, math, reasoning_gym, or a function's import",
         ),
         (".number", "unknown verifier '.number'"),
         (

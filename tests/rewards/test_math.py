@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import RewardPool, verifiers_of
 from megatron_tlt.rewards.maths import verify
@@ -88,6 +88,6 @@ def test_verifiers_of_names_the_key_of_an_unknown_one(tmp_path: Path) -> None:
     file = TaskConfig(kind="file", name="f", path=tmp_path / "f.jsonl")
     assert verifiers_of([TaskConfig(name="gcd"), file]) == ["math", "reasoning_gym"]
     with pytest.raises(
-        ConfigError, match=r"tasks\[1\]\.verifier: unknown verifier 'maths'; allowed for kind file: math"
+        ConfigError, match=r"tasks\[1\]\.verifier: unknown verifier 'maths'; allowed for kind file: code, math"
     ):
         verifiers_of([file, file.model_copy(update={"verifier": "maths"})])

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import VERIFIERS, RewardPool
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
@@ -87,7 +87,7 @@ def test_a_hang_is_cut_off_a_death_survived_and_the_rest_goes_on(caplog: pytest.
 
 
 def test_wrong_use_is_refused_and_closing_ends_busy_workers_at_once() -> None:
-    with pytest.raises(ConfigError, match="unknown verifier 'maths'; allowed are math, reasoning_gym"):
+    with pytest.raises(ConfigError, match="unknown verifier 'maths'; allowed are code, math, reasoning_gym"):
         RewardPool(workers=1, timeout_s=1.0, verifiers=["maths"])
     pool = RewardPool(workers=1, timeout_s=60.0, verifiers=["math"])
     pool.submit(0, _math("1"), "#### 1")

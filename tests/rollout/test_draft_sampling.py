@@ -28,7 +28,7 @@ class _Head:
 
 def runner_of(model: Any, *req_ids: str) -> Any:
     batch = SimpleNamespace(req_ids=list(req_ids), vocab_size=WIDTH)
-    return SimpleNamespace(drafter=SimpleNamespace(model=model), input_batch=batch)
+    return SimpleNamespace(drafter=SimpleNamespace(model=model), input_batch=batch, device=torch.device("cpu"))
 
 
 def rows(*temperatures: float) -> list[DraftedRow]:

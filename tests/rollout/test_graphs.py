@@ -18,6 +18,7 @@ from megatron_tlt.rollout.vllm_graphs import (
     check_graph_interface,
     draft_lengths,
     engine_arguments,
+    graphs_by_tokens,
     plan_shapes,
     planned_graphs,
 )
@@ -175,22 +176,53 @@ def test_fused_draft_graphs_are_per_length_of_their_bucket(
     assert len(lengths(draft_manager(config, 1))) > len(planned)
 
 
-def test_v1_captures_the_plans_numbers_of_tokens(folders: tuple[Path, Path]) -> None:
-    from vllm.config import CompilationMode, CUDAGraphMode
+def v1_dispatcher(config: Any, support: str) -> Any:
+    """Runner V1's dispatcher after the steps in which an engine's start settles its graphs."""
+    from vllm.config import CompilationMode
+    from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    config = vllm_config(BUCKETED, folders, runner="v1")
-    compilation = config.compilation_config
+    compilation, most = config.compilation_config, config.num_speculative_tokens + 1
     compilation.mode = CompilationMode.VLLM_COMPILE
     compilation.set_splitting_ops_for_v1(all2all_backend="naive")
-    assert compilation.cudagraph_mode == CUDAGraphMode.PIECEWISE
+    compilation.resolve_cudagraph_mode_and_sizes(AttentionCGSupport[support], "FLASH_ATTN", most)
     dispatcher = CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode, config.num_speculative_tokens + 1)
+    dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode, most)
+    return dispatcher
+
+
+@pytest.mark.parametrize(("support", "expected"), [("ALWAYS", "FULL"), ("UNIFORM_BATCH", "PIECEWISE")])
+@pytest.mark.parametrize("plan", [BUCKETED, SEVERAL], ids=["one each", "several"])
+def test_v1_captures_the_plans_numbers_of_tokens(
+    plan: GraphPlan, folders: tuple[Path, Path], support: str, expected: str
+) -> None:
+    with graphs_by_tokens(required=False):
+        dispatcher = v1_dispatcher(vllm_config(plan, folders, runner="v1"), support)
     ((mode, descs),) = dispatcher.get_capture_descs()
-    assert mode == CUDAGraphMode.PIECEWISE
-    sizes = sorted({batch * tokens for batch, tokens in plan_shapes(BUCKETED, "target")})
+    assert mode.name == expected
+    sizes = sorted({batch * tokens for batch, tokens in plan_shapes(plan, "target")})
     assert sorted(desc.num_tokens for desc in descs) == sizes
-    assert dispatcher.dispatch(sizes[0])[0] == CUDAGraphMode.PIECEWISE
+    for bucket in plan.buckets:
+        for batch in range(bucket.low, bucket.high + 1):
+            for strategy in bucket.strategies:
+                planned = plan.find(strategy, batch)
+                found, desc = dispatcher.dispatch(batch * strategy.verify_tokens)
+                assert found.name == expected and planned is not None
+                assert batch * strategy.verify_tokens <= desc.num_tokens <= planned.num_tokens
+    for tokens in range(1, sizes[-1] + 1):  # requests with different numbers of drafts, or with prompts
+        assert dispatcher.dispatch(tokens)[0].name == expected
+    assert dispatcher.dispatch(sizes[-1] + 1)[0].name == "NONE"
+
+
+def test_left_alone_v1_rounds_full_graphs_up_to_the_longest_drafts(folders: tuple[Path, Path]) -> None:
+    dispatcher = v1_dispatcher(vllm_config(SEVERAL, folders, runner="v1"), "ALWAYS")
+    assert dispatcher.dispatch(1)[1].num_tokens == 8, "a request without drafts computes eight tokens"
+
+
+def test_full_graphs_that_a_backend_lacks_are_refused_where_they_were_asked_for(folders: tuple[Path, Path]) -> None:
+    config = vllm_config(BUCKETED, folders, runner="v1")
+    with graphs_by_tokens(required=True), pytest.raises(ConfigError, match=r"FLASH_ATTN .* UNIFORM_BATCH at most"):
+        v1_dispatcher(config, "UNIFORM_BATCH")
 
 
 def test_the_schedule_drafts_in_buckets_and_not_above(folders: tuple[Path, Path]) -> None:
@@ -216,7 +248,7 @@ def test_plans_without_drafts_or_buckets() -> None:
 def test_an_adaptive_engine_has_the_graphs_of_its_strategies_on_a_gpu(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piecewise graphs at the plan's numbers of tokens, which vLLM takes over as they are."""
+    """Graphs at the plan's numbers of tokens."""
     from vllm.platforms import current_platform
 
     model, head = folders
@@ -228,16 +260,29 @@ def test_an_adaptive_engine_has_the_graphs_of_its_strategies_on_a_gpu(
     assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (24, 8192)
     plain, one, seven = {1, 2, 4, 8, 16, 24}, {2, 4, 8, 16}, {8, 16, 32, 64}
     graphs = found["compilation_config"]
-    assert graphs == {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sorted(plain | one | seven)}
+    assert graphs == {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sorted(plain | one | seven)}
+    asked = rollout.model_copy(update={"cuda_graphs": "piecewise"})
+    assert engine_args(model, asked, speculation, seed=1)["compilation_config"] == {
+        **graphs,
+        "cudagraph_mode": "PIECEWISE",
+    }
 
     small = rollout.model_copy(update={"vllm": {"max_num_seqs": 24, "max_num_batched_tokens": 40}})
     sizes = engine_args(model, small, speculation, seed=1)["compilation_config"]["cudagraph_capture_sizes"]
     assert sizes == [1, 2, 4, 8, 16, 24, 32]
     for own in ({"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}):
-        asked = rollout.model_copy(update={"vllm": own})
-        assert "compilation_config" not in engine_args(model, asked, speculation, seed=1)
+        theirs = rollout.model_copy(update={"vllm": own})
+        assert "compilation_config" not in engine_args(model, theirs, speculation, seed=1)
     without = SpeculationConfig(enabled=False)
     assert "compilation_config" not in engine_args(model, rollout, without, seed=1)
+    assert engine_args(model, asked, without, seed=1)["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
+
+
+def test_the_kind_of_graphs_is_said_once_and_not_on_a_cpu(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="cuda_graphs is full, but vllm has enforce_eager; allowed: one of them"):
+        RolloutConfig(cuda_graphs="full", vllm={"enforce_eager": True})
+    with pytest.raises(ConfigError, match="cuda_graphs is full; on a CPU only auto"):
+        engine_args(folders[0], RolloutConfig(cuda_graphs="full"), SpeculationConfig(enabled=False), seed=1)
 
 
 def test_what_the_engine_has_no_room_for_is_refused() -> None:
@@ -251,5 +296,7 @@ def test_what_the_engine_has_no_room_for_is_refused() -> None:
 def test_a_moved_part_is_named() -> None:
     check_graph_interface()
     moved = (*REQUIRED_GRAPH_ATTRIBUTES, ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager.gone"))
-    with pytest.raises(RunError, match=r"lacks vllm\.v1\.worker\.gpu\.cudagraph_utils\.CudaGraphManager\.gone, "):
+    with pytest.raises(
+        RunError, match=r"lacks vllm\.v1\.worker\.gpu\.cudagraph_utils\.CudaGraphManager\.gone, .*0\.32\.x"
+    ):
         check_graph_interface(moved)

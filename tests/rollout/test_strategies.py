@@ -260,7 +260,8 @@ def test_stop_strings_end_responses_where_they_end_without_speculation(
         len(response.log_probs) == response.draft.num_tokens == end
         for response, end in zip(responses, ends, strict=True)
     )
-    assert total_draft(responses).num_accepted_tokens > 60
+    # more where tests before this one left their responses in the suffix drafter
+    assert total_draft(responses).num_accepted_tokens > 20
 
 
 def test_abort_in_mid_draft_leaves_the_others_alone(

@@ -295,7 +295,7 @@ def test_a_response_that_an_engine_decoded_itself_counts_once() -> None:
 )
 def test_bad_configs_are_refused(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SuffixDrafter(SuffixConfig(**bad))
+        SuffixConfig(**bad)
 
 
 def test_a_draft_ends_before_tokens_below_the_least_probability() -> None:

@@ -121,8 +121,8 @@ def test_the_first_ten_bad_rows_and_their_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.jsonl", b"", "empty; it must hold at least one problem"),
-        ("p.jsonl", b"\n \n", "empty; it must hold at least one problem"),
+        ("p.jsonl", b"", "empty; it must hold at least one row"),
+        ("p.jsonl", b"\n \n", "empty; it must hold at least one row"),
         ("p.csv", b"a,b", r"unknown kind \.csv; allowed are \.jsonl and \.parquet"),
         ("p.parquet", b"not parquet", "not a readable parquet file"),
         ("p.jsonl", None, "no such file"),

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import VERIFIERS
 from megatron_tlt.tasks import GENERATORS, build_sources

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_tlt.config.migrations import migrate
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.supervised import solution_text
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.verifiers import VERIFIERS, verifiers_of

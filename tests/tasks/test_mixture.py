@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.schema import TaskConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
 from megatron_tlt.tasks.limit import PromptLimit

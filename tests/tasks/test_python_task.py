@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_tlt.cli.preflight_tasks import check_tasks
 from megatron_tlt.config.loader import dump_resolved, load_config, load_resolved
-from megatron_tlt.config.schema import TaskConfig, TltConfig
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks import Problem, build_sources
 from megatron_tlt.tasks.limit import PromptLimit
@@ -215,4 +216,7 @@ def test_what_no_response_or_warm_up_can_use_is_said_before_ranks_start() -> Non
     assert f"tasks[0].name: '{MODULE}.braces', 33 of 33 draws: the answer '{{' has unbalanced braces" in found
     assert f"tasks[0].name: '{MODULE}.braces' drew a problem without 'solution', which the supervised warm-up" in found
     assert "problem at held_out_fraction 0.5; widen params" in found
-    assert "tasks[2].verifier: 'reasoning_gym' verifies generated problems only; allowed for kind python: math" in found
+    assert (
+        "tasks[2].verifier: 'reasoning_gym' verifies generated problems only; allowed for kind python: code, math"
+        in found
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.observe.metric_table import find_metric
 from megatron_tlt.observe.metrics import read_metrics
 from tests.helpers.launch import MARK, REPOSITORY, kill_marked, python, run_logged
 
@@ -63,7 +64,11 @@ class Runs:
         return [python(fresh), "-c", entry, command, str(self.config), run_dir, *overrides]
 
     def train(self, name: str, *overrides: str, expect_status: int | None = 0, fresh: bool = False) -> str:
-        return run_logged(self.command(name, *overrides, fresh=fresh), timeout_s=900, expect_status=expect_status)
+        log = run_logged(self.command(name, *overrides, fresh=fresh), timeout_s=900, expect_status=expect_status)
+        file = self.folder / name / "metrics.jsonl"
+        metrics = {key for row in (read_metrics(file) if file.is_file() else ()) for key in row}
+        assert {key for key in metrics if find_metric(key) is None} == set(), "observe/metric_table.py explains metrics"
+        return log
 
     def evaluate(self, name: str, *overrides: str) -> str:
         return run_logged(self.command(name, *overrides, fresh=False, command="eval"), timeout_s=600)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.trainer.conftest import Runs, rows_of
+from tests.trainer.test_run import weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -61,3 +62,17 @@ def test_dynamic_sampling_goes_on_from_the_problem_that_it_had_reached(runs: Run
     assert state["problems_drawn"] == sum(row["sampling/problems_drawn"] for row in whole) > 3 * 4
     weights = [(runs.folder / name / "hf" / "model.safetensors").read_bytes() for name in ("dapo", "dapo-again")]
     assert weights[0] == weights[1]
+
+
+def test_a_curriculum_goes_on_where_it_was(runs: Runs) -> None:
+    settings = ("trainer.curriculum={decay: 0.5}", "trainer.save_every=1")
+    runs.train("curriculum", "trainer.steps=4", *settings)
+    for steps in (2, 4):
+        runs.train("curriculum-again", f"trainer.steps={steps}", *settings)
+    whole, resumed = rows_of(runs.folder / "curriculum"), rows_of(runs.folder / "curriculum-again")
+    names = [name for name in whole[-1] if name.startswith("curriculum/")]
+    assert {"curriculum/gcd_weight", "curriculum/chain_sum_weight"} <= {*names}
+    assert [[row.get(name) for name in names] for row in whole] == [
+        [row.get(name) for name in names] for row in resumed
+    ]
+    assert weights(runs.folder / "curriculum") == weights(runs.folder / "curriculum-again")

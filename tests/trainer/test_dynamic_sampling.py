@@ -82,7 +82,7 @@ def test_dapo_turns_it_on_whatever_else_is_set() -> None:
     config = AlgorithmConfig.model_validate({"name": "dapo", "dynamic_sampling": {"max_generations": 3}})
     assert config.dynamic_sampling == DynamicSamplingConfig(enabled=True, max_generations=3)
     assert (config.clip_low, config.clip_high, config.overlong.penalty) == (0.2, 0.28, 1.0)
-    assert set(config.recipe_values) == {"clip_high", "overlong"}
+    assert set(config.recipe_values) == {"clip_high", "overlong.penalty", "dynamic_sampling.enabled"}
 
 
 def test_the_penalty_grows_over_the_buffer() -> None:

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_tlt.config.schema import RolloutConfig, TaskConfig, TltConfig
+from megatron_tlt.config.schema import RolloutConfig, TltConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError, RunError
@@ -84,7 +85,8 @@ def test_evaluations_are_sampled_as_rollouts_are_unless_they_say_otherwise(tmp_p
 
     def sampling(greedy: bool = False, **evaluation: float) -> tuple[float, float, int]:
         values = {"model": {"recipe": {}}, "tasks": [{"name": "gcd"}], "rollout": rollout, "evaluation": evaluation}
-        found = evaluation_sampling(TltConfig.model_validate(values), tokenizer, greedy=greedy)
+        config = TltConfig.model_validate(values)
+        found = evaluation_sampling(config.evaluation, config.rollout, tokenizer, greedy=greedy)
         assert (found.max_tokens, found.stop_token_ids) == (5, tokenizer.stop_ids)
         return found.temperature, found.top_p, found.top_k
 

@@ -67,7 +67,7 @@ def test_a_silent_drafter_is_said_once_also_over_a_resume_and_counted_in_the_met
 def test_an_evaluation_joins_its_steps_row_or_makes_one(tmp_path: Path) -> None:
     """A kill between a checkpoint and its row, or an older release, leaves a checkpoint without a row."""
     _record(tmp_path, 0, range(1, 3))
-    evaluation = Evaluation(0.5, 0.75, None, 8, 2, {"chain_sum": 0.5})
+    evaluation = Evaluation(0.5, 0.75, None, 0.8, None, 8, 2, {"chain_sum": 0.5}, {"harder": {"pass_at_1": 0.25}})
     with RunRecord(tmp_path, _config(), 3, Timeline(0, tmp_path)) as record:
         record.evaluation(3, evaluation, 1.0)
         record.evaluation(2, evaluation, 2.0)
@@ -76,6 +76,7 @@ def test_an_evaluation_joins_its_steps_row_or_makes_one(tmp_path: Path) -> None:
     assert [row.get("eval/pass_at_1") for row in rows] == [None, 0.5, 0.5]
     assert rows[1]["length/truncated"] == 0.1 and rows[1]["time/evaluate"] == 2.0
     assert rows[1]["task/chain_sum/eval_pass_at_1"] == 0.5 and "eval/greedy" not in rows[1]
+    assert rows[1]["eval/best_of_k"] == 0.8 and rows[1]["eval/harder/pass_at_1"] == 0.25
 
 
 def test_samples_of_steps_that_are_done_again_are_there_once_also_where_no_more_are_written(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one_and_imports_no
     (code / f"{MODULE}.py").write_text(SOURCE)
     environment = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(code)])}
 
-    runs.train("recorded", "observe.recording=true")
+    runs.train("recorded", "observe.recording=true", "trainer.keep_checkpoints=4")
     recorded = runs.folder / "recorded"
     recording = recorded / "recording"
     without = ("rollout.vllm=null", "speculation.enabled=false", "reshard.method=none")
@@ -71,6 +71,24 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one_and_imports_no
         expect_status=2,
     )
     assert "which takes no weights; allowed for an evaluation" in said
+
+    repeat = [*runs.command("recorded", command="replay")[:3], "replay", str(recorded)]
+    said = run_logged([*repeat, "--step", "3"], timeout_s=600)
+    again = runs.folder / "recorded+step-3"
+    assert "from the checkpoint of step 2" in said and "differs" not in said and said.count("equal") >= 5
+    (row,) = (row for row in rows_of(again))
+    assert row["step"] == 3 and row["actor/grad_norm"] == ours[2]["actor/grad_norm"]
+    assert (recorded / "checkpoints" / "latest").read_text() == "step_000004\n", "the run itself is as it was"
+    said = run_logged([*repeat, "algorithm.clip_low=0.1", "--step", "3", "--out", str(tmp_path / "o")], timeout_s=600)
+    assert "equal" in said, "with other settings"
+    for arguments, reason in {
+        ("--step", "5"): "--step: found 5; allowed: 1 to 4",
+        ("--step", "3"): "is not an empty folder",
+        ("algorithm.clip_loww=1", "--step", "2"): "algorithm.clip_loww",
+    }.items():
+        assert reason in run_logged([*repeat, *arguments], timeout_s=60, expect_status=2)
+    assert not (runs.folder / "recorded+step-2").exists()
+    assert "holds no run" in run_logged([*repeat[:4], str(tmp_path), "--step", "1"], timeout_s=60, expect_status=2)
 
 
 def rows_by_request(folder: Path) -> dict[tuple[str, int], list[int]]:

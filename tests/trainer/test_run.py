@@ -231,3 +231,26 @@ def test_a_run_that_cannot_learn_says_so_once(runs: Runs) -> None:
     assert [row["learning/warnings"] >= 1 for row in untaught] == [step >= 5 for step in range(1, 8)]
     summary = json.loads((runs.folder / "untaught" / "summary.json").read_text())
     assert summary["learning"]["warnings"] >= 1 and summary["reward"]["mean"] == 0.0
+
+
+def test_data_sets_of_the_evaluation_have_figures_of_their_own(runs: Runs) -> None:
+    rows_file = runs.folder / "eval.jsonl"
+    rows_file.write_text(
+        "".join(
+            json.dumps({"prompt": f"sum {n}+1", "reward_model": {"ground_truth": str(n + 1)}}) + "\n" for n in range(6)
+        )
+    )
+    sets = (
+        "evaluation.sets=["
+        f"{{name: rows, tasks: [{{kind: file, name: rows, path: {rows_file}}}], problems: 9, samples: 3}}, "
+        "{name: longer, tasks: [{name: gcd, params: {sizes: {min: 9, max: 19}}}], problems: 4, samples: 2, "
+        "temperature: 0.5, greedy: false}]"
+    )
+    output = runs.train("sets", "trainer.steps=1", sets)
+    figures = {"pass_at_1", "pass_at_k", "best_of_k", "maj_at_k"}
+    for row in rows(runs.folder / "sets"):
+        assert {f"eval/rows/{name}" for name in figures | {"greedy"}} <= row.keys()
+        assert {f"eval/longer/{name}" for name in figures} <= row.keys() and "eval/longer/greedy" not in row
+    summary = json.loads((runs.folder / "sets" / "summary.json").read_text())
+    assert summary["eval"]["end"]["sets"].keys() == {"rows", "longer"}
+    assert "; longer: pass@1 " in output

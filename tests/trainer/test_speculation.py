@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_tlt.config.schema import TaskConfig, TltConfig
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.observe.metrics import read_metrics
 from megatron_tlt.observe.report_data import last_rollout

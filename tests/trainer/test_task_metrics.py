@@ -7,7 +7,13 @@ import pytest
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.trainer.experience import ScoredResponse
-from megatron_tlt.trainer.task_metrics import entropy_metrics, reward_spread, task_metrics
+from megatron_tlt.trainer.task_metrics import (
+    advantage_metrics,
+    entropy_metrics,
+    length_metrics,
+    reward_spread,
+    task_metrics,
+)
 
 
 def scored(problem: int, sample: int, length: int, reward: Reward, finish: str = "stop") -> ScoredResponse:
@@ -41,11 +47,25 @@ def test_metrics_of_tasks_are_over_their_own_responses() -> None:
         "task/openai/gsm8k/length_max": 20.0,
         "task/openai/gsm8k/truncated": 1.0,
     }
-    assert reward_spread([1.0, 0.0, 0.5, 0.5]) == {
+    assert reward_spread([1.0, 0.0, 0.5, 0.5], 2) == {
         "reward/std": pytest.approx(0.125**0.5),
+        "reward/group_std": pytest.approx(0.5 * 0.5**0.5),
         "reward/min": 0.0,
         "reward/max": 1.0,
     }
+
+
+def test_advantages_are_averaged_over_tokens_and_lengths_over_responses() -> None:
+    found = advantage_metrics([2.0, -1.0], [1, 3])
+    assert found == {
+        "advantage/mean": pytest.approx(-0.25),
+        "advantage/std": pytest.approx((0.25 * 2.25**2 + 0.75 * 0.75**2) ** 0.5),
+        "advantage/min": -1.0,
+        "advantage/max": 2.0,
+    }
+    found = length_metrics([1, 3, 8], [5, 5, 8])
+    assert (found["length/mean"], found["length/median"], found["length/min"], found["length/max"]) == (4, 3, 1, 8)
+    assert (found["length/prompt_mean"], found["length/prompt_min"], found["length/prompt_max"]) == (6, 5, 8)
 
 
 def test_entropy_is_a_mean_over_tokens_not_over_responses() -> None:

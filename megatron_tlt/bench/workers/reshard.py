@@ -17,8 +17,9 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.bench.export_sync import ExportSync
 from megatron_tlt.bench.result import interleave
 from megatron_tlt.bench.workers.memory import PeakSampler
-from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TaskConfig, TltConfig
+from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank
 from megatron_tlt.platform.files import atomic_write_text

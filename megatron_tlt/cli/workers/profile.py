@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.planning.machine import Machine, constants, profile_text
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import barrier, current_device, initialize_distributed, rank, world_size
+from megatron_tlt.platform.device import (
+    barrier,
+    current_device,
+    initialize_distributed,
+    leave_distributed,
+    rank,
+    world_size,
+)
 from megatron_tlt.platform.files import atomic_write_text
 
 # Smallest sides of the products; the other sides have this length.
@@ -171,6 +178,7 @@ def main(out: str) -> None:
     if rank() == 0:
         atomic_write_text(Path(out), profile_text(machine))
     barrier()
+    leave_distributed()
 
 
 if __name__ == "__main__":

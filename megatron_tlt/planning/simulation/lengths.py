@@ -19,7 +19,7 @@ _erf = np.frompyfunc(math.erf, 1, 1)  # scipy's would be a large dependency for 
 _LENGTHS_FILE = "lengths.jsonl"
 _FORMS = (
     "a JSON list of numbers, JSON lines of numbers, of {lengths: [...]} or of {length: n} or {token_ids: [...]}, "
-    "or a run's folder"
+    "what tools/record_lengths.py writes, or a run's folder"
 )
 
 
@@ -103,7 +103,7 @@ def read_lengths(path: Path) -> Recorded:
 
 def _of_row(row: Any) -> list[float]:
     if isinstance(row, dict):
-        for key in ("lengths", "length"):
+        for key in ("lengths", "length", "rollouts"):
             if key in row:
                 return _of_row(row[key])
         ids = row.get("token_ids")

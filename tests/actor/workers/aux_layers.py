@@ -21,7 +21,7 @@ from tests.helpers.samples import batch_of
 # isort: split
 from megatron.core import parallel_state
 
-from megatron_tlt.actor import megatron_aux_layers
+from megatron_tlt.actor import hidden_states, megatron_aux_layers
 from megatron_tlt.platform.host_copies import HostCopies
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -81,7 +81,8 @@ class LateCopies(HostCopies):
 
 def main(folder: str, out: str) -> None:
     initialize_distributed(120)
-    megatron_aux_layers.HostCopies = LateCopies  # type: ignore[misc, attr-defined]
+    for module in (megatron_aux_layers, hidden_states):
+        module.HostCopies = LateCopies  # type: ignore[attr-defined]
     states, same_scores = {}, {}
     for name, megatron in LAYOUTS[world_size()].items():
         policy = policy_of(Path(folder), name, megatron)

@@ -70,7 +70,10 @@ def gradient(folder: Path, layout: str, config: AlgorithmConfig) -> list[list[fl
     )
     policy = Policy(folder, actor, seed=0)
     ((_, before),) = ((name, tensor.clone()) for name, tensor in policy.export_weights([NAME]))
-    policy.update(batch_of(samples()), build_loss(config))
+    batch, passed = batch_of(samples()), list[int]()
+    policy.on_forward = passed.append
+    policy.update(batch, build_loss(config))
+    assert sum(passed) == len(policy.share(batch.lengths)), "progress counts each response of this rank once"
     ((_, after),) = policy.export_weights([NAME])
     return (before - after).tolist()
 

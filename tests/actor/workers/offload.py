@@ -14,6 +14,7 @@ from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import initialize_distributed
 from tests.actor.workers.layouts import batch, equal, weights_of
+from tests.helpers import put_back
 
 
 def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[str, torch.Tensor]:
@@ -50,6 +51,7 @@ def logits_dtype(folder: Path, options: dict[str, object]) -> torch.dtype:
 
 
 def main(folder: str) -> None:
+    put_back.install_from_environment()
     initialize_distributed()
     # widened as a whole they would take twice the memory, and as much again for their gradient
     assert logits_dtype(Path(folder), {"bf16": True}) == torch.bfloat16

@@ -15,6 +15,7 @@ prepare()
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
 
 from megatron_tlt.actor import megatron_rotary  # noqa: E402
+from tests.helpers import put_back  # noqa: E402
 
 
 class NoReads(TorchDispatchMode):
@@ -33,6 +34,7 @@ class Ranks:
 
 
 def main() -> None:
+    put_back.install_from_environment()
     initialize_distributed(60)
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     rotary = RotaryEmbedding(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=True)

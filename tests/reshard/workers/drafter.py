@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_tlt.config.schema import ModelConfig, ReshardConfig, TaskConfig, TltConfig
+from megatron_tlt.config.schema import ModelConfig, ReshardConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, world_size
 from megatron_tlt.rollout.types import Request, SamplingSpec

@@ -22,8 +22,9 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.bench.export_sync import ExportSync
 from megatron_tlt.bench.workers.layout import random_samples
-from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TaskConfig, TltConfig
+from megatron_tlt.config.schema import ActorConfig, ModelConfig, ReshardConfig, RolloutConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine

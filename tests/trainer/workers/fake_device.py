@@ -10,7 +10,8 @@ from megatron_tlt.platform.device import prepare
 if __name__ == "__main__":
     prepare()
     from megatron_tlt.trainer.loop import train
-    from tests.helpers import fake_device
+    from tests.helpers import fake_device, put_back
 
     fake_device.install()
+    put_back.install_from_environment()
     sys.exit(run_worker(train))

@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--repeats", type=int, default=3, help="repeats of each measurement; a call adds one at most")
     own.add_argument("--only", nargs="+", metavar="NAME", help="measurements to run (default: all of the part)")
     own.add_argument("--small", action="store_true", help="rehearsal shapes; always without a GPU")
+    own.add_argument("--lean", action="store_true", help="fewer points, an eighth of the response lengths")
     own.add_argument("--list", action="store_true", help="print the names of the part's measurements and exit")
     return own
 
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     environment = describe()
     small = arguments.small or environment["device"] != "cuda"
-    settings = Settings(small=small, device=environment["device"], device_name=device_name(environment))
+    name = device_name(environment)
+    settings = Settings(small=small, device=environment["device"], device_name=name, lean=arguments.lean)
     part = part_module(arguments.part)
     measurements = part.measurements(settings)
     if arguments.list:

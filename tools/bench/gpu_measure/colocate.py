@@ -95,7 +95,8 @@ def measure_phases(job: Job) -> None:
     """Each phase of an RL step on its own, in the order in which they share the device."""
     from megatron_tlt.actor.megatron_offload import PhaseOffload
     from megatron_tlt.actor.policy import Policy
-    from megatron_tlt.config.schema import ActorConfig, ModelConfig, TaskConfig, TltConfig
+    from megatron_tlt.config.schema import ActorConfig, ModelConfig, TltConfig
+    from megatron_tlt.config.task import TaskConfig
     from megatron_tlt.rollout.vllm_engine import VllmEngine
     from megatron_tlt.trainer.synchronization import policy_sync
     from tools.bench.gpu_measure import engines, models

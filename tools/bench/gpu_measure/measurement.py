@@ -10,12 +10,14 @@ from typing import Any
 class Settings:
     """What all measurements of a file share; lines of other settings are not combined with them.
 
-    ``small``: rehearsal shapes, which meet no target. ``device`` is "cuda" or "cpu".
+    ``small``: rehearsal shapes, which meet no target. ``lean``: fewer points and an eighth of the response lengths,
+    for a machine that is lent for minutes. ``device`` is "cuda" or "cpu".
     """
 
     small: bool
     device: str
     device_name: str
+    lean: bool = False
 
     @property
     def on_gpu(self) -> bool:

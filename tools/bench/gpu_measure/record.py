@@ -94,7 +94,7 @@ def measure_missing(
     failed = []
     for measurement in missing(record, measurements, repeats):
         left = until - _RESERVE_S - time.monotonic()
-        expected = record.seconds(measurement.name) or (0.0 if record.settings.small else measurement.expected_s)
+        expected = record.seconds(measurement.name) or expected_seconds(measurement, record.settings)
         if left <= expected or left <= 0:
             print(f"{measurement.name}: {left:.0f} s left, about {expected:.0f} s needed; run again", flush=True)
             continue
@@ -108,6 +108,13 @@ def measure_missing(
         else:
             print(f"{measurement.name}: {line['seconds']:.1f} s", flush=True)
     return failed
+
+
+def expected_seconds(measurement: Measurement, settings: Settings) -> float:
+    """How long a measurement takes that has not run yet: a lean one about half, a rehearsal is not worth a guess."""
+    if settings.small:
+        return 0.0
+    return measurement.expected_s * (0.5 if settings.lean else 1.0)
 
 
 def run_measurement(
@@ -193,11 +200,12 @@ def write_result(
 ) -> BenchmarkResult:
     """Writes ``PART.json``: all rows, the part's targets, and incomplete ones for what is missing.
 
-    Rows of a rehearsal say so, and meet no target: each is incomplete.
+    Rows of a rehearsal say so, and meet no target: each is incomplete. Rows of lean sizes say so, too.
     """
-    result = BenchmarkResult(environment=dict(environment), name=f"gpu_measure {part}")
+    name = f"gpu_measure {part}{', lean' if record.settings.lean else ''}"
+    result = BenchmarkResult(environment=dict(environment), name=name)
     rehearsal = record.settings.small or not record.settings.on_gpu
-    label = {"rehearsal": True} if rehearsal else {}
+    label = {"rehearsal": True} if rehearsal else {"lean": True} if record.settings.lean else {}
     for name, repeats in record.rows.items():
         for number, rows in enumerate(repeats, start=1):
             result.rows += [{"measurement": name, "repeat": number, **label, **row} for row in rows]

@@ -27,6 +27,8 @@ def sizes(settings: Settings) -> dict[str, Any]:
     """The rollout's requests, and the bounds of their response lengths (Pareto's exponent 1.1)."""
     if settings.small:
         return {"requests": 8, "shortest": 12, "longest": 96}
+    if settings.lean:
+        return {"requests": 128, "shortest": 32, "longest": 1024}
     return {"requests": 128, "shortest": 256, "longest": 8192}
 
 

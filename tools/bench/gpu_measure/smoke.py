@@ -107,7 +107,8 @@ class _Alternating:
 def measure_reshard(job: Job) -> None:
     """A policy's weights into an engine of dummies, each verified by its checksum."""
     from megatron_tlt.actor.policy import Policy
-    from megatron_tlt.config.schema import ActorConfig, ModelConfig, TaskConfig, TltConfig
+    from megatron_tlt.config.schema import ActorConfig, ModelConfig, TltConfig
+    from megatron_tlt.config.task import TaskConfig
     from megatron_tlt.rollout.vllm_engine import VllmEngine
     from megatron_tlt.trainer.synchronization import policy_sync
     from tools.bench.gpu_measure import engines, models

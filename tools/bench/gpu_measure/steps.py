@@ -26,6 +26,8 @@ def sizes(settings: Settings) -> dict[str, Any]:
     """Batches, numbers of drafts, prompt tokens and counted steps."""
     if settings.small:
         return {"batches": [1, 4], "drafts": [0, 1, 3], "prompt": 16, "steps": 6}
+    if settings.lean:
+        return {"batches": [1, 8, 32, 128], "drafts": [0, 1, 3, 7], "prompt": 256, "steps": 12}
     return {"batches": [1, 2, 4, 8, 16, 32, 64, 128, 256], "drafts": list(range(8)), "prompt": 512, "steps": 16}
 
 
@@ -81,8 +83,8 @@ def measure_ours(job: Job) -> None:
     rollout = engines.rollout_config(
         job.settings, prompt, longest, max_num_seqs=max(batches), max_num_batched_tokens=PREFILL_TOKENS
     )
-    if arm == FULL and job.settings.on_gpu:
-        rollout = rollout.model_copy(update={"vllm": {**rollout.vllm, **full_graphs(section, max(batches))}})
+    if job.settings.on_gpu and most:
+        rollout = rollout.model_copy(update={"cuda_graphs": "full" if arm == FULL else "piecewise"})
     engine = VllmEngine(target, rollout, section, 0)
     models.fill_chain(engine, 1)
     mode = str(engine._llm.vllm_config.compilation_config.cudagraph_mode)
@@ -97,16 +99,6 @@ def measure_ours(job: Job) -> None:
             for strategy, times in schedule.times.items() if turn else ():
                 row = {"batch": batch, "drafts": strategy.num_tokens, "steps": len(times)}
                 job.emit(arm=arm, **row, milliseconds=1e3 * statistics.median(times), runner="V1", cudagraph_mode=mode)
-
-
-def full_graphs(section: Any, max_num_seqs: int) -> dict[str, Any]:
-    """Runner V1's full graphs at the sizes of the pool's: keyed by tokens alone, so they hold for every strategy."""
-    from megatron_tlt.rollout.vllm_graphs import engine_arguments, pool_of
-
-    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": PREFILL_TOKENS}
-    plan = pool_of(section, **limits)
-    compilation = dict(engine_arguments(plan, **limits, runner="v1")["compilation_config"])
-    return {"compilation_config": {**compilation, "cudagraph_mode": "FULL"}}
 
 
 class ScheduleDone(Exception):

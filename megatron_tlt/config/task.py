@@ -1,0 +1,69 @@
+"""The ``tasks`` of a launch config: sources of problems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_tlt.config.section import Section
+
+_OWN_VERIFIER = {"file": "math", "python": "math"}
+"""Default verifier of tasks whose problems do not come from reasoning-gym."""
+
+
+class CurriculumConfig(Section):
+    """Weights of the tasks by the policy's pass rate on each: see ``tasks.curriculum``.
+
+    ``decay`` is the weight of the earlier steps in the moving average of a pass rate; ``floor`` the smallest factor of
+    a task's own weight.
+    """
+
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.8
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+
+
+class TaskConfig(Section):
+    """One source of problems: a generator, a dataset of reasoning-gym, a prompt file, or a function by import path.
+
+    ``verifier`` is a name of ``rewards.VERIFIERS`` or the import path of a function (``rewards/functions.py``); its
+    default is the generator's or dataset's own, and ``math`` for other kinds.
+
+    ``kind: generated`` takes ``name`` (see ``tasks.GENERATORS``) and ``params`` for its generator: short prompts with
+    worked solutions; ``kind: reasoning_gym`` takes the ``name`` of any dataset of that library and ``params`` for its
+    config, and rewards with its score; ``kind: file`` takes ``path`` (JSONL or parquet);
+    ``kind: python`` takes as ``name`` the import path of a function or class that draws problems, and its ``params``
+    (``tasks/python_task.py``).
+
+    ``chat`` applies the model's chat template to plain prompts, after ``system_prompt``. ``answer_format`` selects the
+    place of the answer for the verifier (the last ``<answer>`` tag, the last box, the last line) and adds a sentence
+    that requests this format; ``instruction`` replaces that sentence.
+    """
+
+    kind: Literal["generated", "reasoning_gym", "file", "python"] = "generated"
+    name: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    params: dict[str, Any] = Field(default_factory=dict)
+    path: Path | None = None
+    held_out_path: Path | None = None
+    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    verifier: str = Field(default_factory=lambda known: _OWN_VERIFIER.get(known.get("kind"), "reasoning_gym"))
+    chat: bool = False
+    system_prompt: str | None = None
+    instruction: str | None = None
+    answer_format: Literal["answer_tag", "boxed", "last_line"] | None = None
+
+    @model_validator(mode="after")
+    def _kind_has_options(self) -> TaskConfig:
+        if self.kind == "file" and self.path is None:
+            raise ValueError("a task of kind 'file' needs 'path'")
+        if self.kind != "file" and self.path is not None:
+            raise ValueError(f"a task of kind '{self.kind}' takes no 'path'")
+        if self.kind == "reasoning_gym" and self.answer_format is None:
+            raise ValueError("a task of kind 'reasoning_gym' needs 'answer_format': answer_tag, boxed or last_line")
+        if self.kind == "generated" and (self.answer_format or self.instruction):
+            raise ValueError("a task of kind 'generated' has its own answer format; no answer_format or instruction")
+        if self.kind != "file" and self.system_prompt is not None and not self.chat:
+            raise ValueError("system_prompt is a chat message; it needs 'chat: true'")
+        return self

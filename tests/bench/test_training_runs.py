@@ -1,0 +1,76 @@
+"""Runs of a benchmark: which are finished, which are refused, what is drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.bench import algorithms, training_runs
+from megatron_tlt.config.loader import dump_resolved, load_config
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.report_data import CONFIG_FILE
+from tests.bench.test_learning import SEEDS, run_of
+from tests.helpers.launch import REPOSITORY
+
+
+def test_only_a_whole_run_is_not_run_again(tmp_path: Path) -> None:
+    assert not training_runs.is_finished(tmp_path, 30)
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 12}))
+    assert not training_runs.is_finished(tmp_path, 30)
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 30}))
+    assert training_runs.is_finished(tmp_path, 30)
+
+
+def test_a_run_under_other_settings_is_refused(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    training_runs.add_run_arguments(parser, "runs/of-a-benchmark")
+    config = str(REPOSITORY / "launch" / "quickstart-cpu.yaml")
+    given = ["--config", config, "--folder", str(tmp_path), "--seeds", "1", "--minutes", "-1"]
+    folder = tmp_path / "with-1"
+    overrides = ["run.name=with-1", f"run.dir={folder}", "run.seed=1"]
+    folder.mkdir()
+    (folder / CONFIG_FILE).write_text(dump_resolved(load_config(config, overrides)))
+    (folder / "summary.json").write_text(json.dumps({"steps": 30}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run_of(1, 0.5).metrics))
+    arms = {"with": [], "without": ["speculation.enabled=false"]}
+    assert list(training_runs.finished_runs(parser.parse_args(given), arms)) == [("with", 1)]
+    other = parser.parse_args([*given, "--set", "algorithm.group_size=4"])
+    with pytest.raises(ConfigError, match=r"with-1: a run with other settings: algorithm.group_size: 8 -> 4"):
+        training_runs.finished_runs(other, arms)
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_every_arm_is_drawn_with_its_label(count: int) -> None:
+    labels = {f"arm{index}": f"label {index}" for index in range(count)}
+    drawn = training_runs.plot_curves({(arm, seed): run_of(seed, 0.5) for arm in labels for seed in SEEDS}, labels)
+    ElementTree.fromstring(drawn)
+    assert all(drawn.count(label.encode()) for label in labels.values())
+
+
+def test_gains_are_judged_by_mean_and_interval() -> None:
+    lasts = {"grpo": (0.5, 0.5, 0.5), "rloo": (0.3, 0.3, 0.3), "reinforce": (0.9, 0.3, 0.3)}
+    found = {(arm, seed): run_of(seed, last) for arm, of in lasts.items() for seed, last in zip(SEEDS, of, strict=True)}
+    for data in found.values():
+        data.metrics = [row | {"time/total": 2.0} if "reward/mean" in row else row for row in data.metrics]
+    result = algorithms.judge(found, SEEDS)
+    met = {name: entry["met"] for name, entry in result.targets.items() if entry["op"] != "incomplete"}
+    assert met == {
+        "gain of grpo": True,
+        "lower end of the gain of grpo": True,
+        "gain of rloo": False,
+        "lower end of the gain of rloo": False,
+        "gain of reinforce": True,
+        "lower end of the gain of reinforce": False,  # one seed of three
+    }
+    assert result.targets["gain of dapo"]["op"] == "incomplete"
+    assert {row["recipe"]: row["median step (s)"] for row in result.rows} == dict.fromkeys(lasts, 2.0)
+
+
+def test_every_recipe_that_learns_from_rewards_is_an_arm() -> None:
+    config = REPOSITORY / "launch" / "quickstart-cpu.yaml"
+    chosen = [load_config(config, overrides).algorithm.name for overrides in algorithms.ARMS.values()]
+    assert chosen[:2] == ["grpo", "grpo"] and len(set(chosen)) == 9
