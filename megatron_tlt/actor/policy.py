@@ -30,6 +30,7 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
+from megatron_tlt.reshard.views import ViewCache
 
 AfterForward = Callable[..., Any]
 RESERVED_METRICS = ("tokens", "grad_norm", "lr")
@@ -89,6 +90,7 @@ class Policy:
             )
         self.memory = PhaseOffload(self.model, self.optimizer)
         """Offloads this policy between its phases."""
+        self._views = ViewCache[tuple[Span, torch.Tensor]](self.model.chunks)
         self.on_forward: Callable[[int], None] = lambda responses: None
         """Called with the number of responses of each micro-batch that passes through this rank."""
 
@@ -332,10 +334,10 @@ class Policy:
         dist.all_reduce(values)
         return dict(zip(names, values.tolist(), strict=True))
 
-    def held_spans(self) -> Iterator[tuple[Span, torch.Tensor]]:
+    def held_spans(self) -> list[tuple[Span, torch.Tensor]]:
         """This rank's spans of every Hugging Face tensor, with views of the data; a collective."""
         self.synchronize_parameters()
-        return held_spans(self.model.weights, self.model.chunks)
+        return self._views.get(lambda: held_spans(self.model.weights, self.model.chunks))
 
     def export_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields every full weight (or those of ``names``) under its Hugging Face name, on every rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,8 +15,17 @@ from megatron_tlt.platform.collectives import all_gather_data, failing_together
 from megatron_tlt.platform.device import current_device, node_index, rank
 from megatron_tlt.reshard.buckets import Bucket, ExchangeRound, local_transfers, make_rounds, staging_bytes_of
 from megatron_tlt.reshard.exchange import BucketExchange
-from megatron_tlt.reshard.interface import Part, SpanSource, SyncReport, TensorSlice, WeightSync, WeightTarget
-from megatron_tlt.reshard.packer import TRAILER_BYTES, Packer, SpanViews, local_groups
+from megatron_tlt.reshard.interface import (
+    HeldWeights,
+    Part,
+    SpanSource,
+    SpanViews,
+    SyncReport,
+    TensorSlice,
+    WeightSync,
+    WeightTarget,
+)
+from megatron_tlt.reshard.packer import TRAILER_BYTES, Packer, local_groups
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer, make_plan
 from megatron_tlt.reshard.spans import ShardMap, Span, tensor_forms
 
@@ -83,6 +92,9 @@ class DirectSync(WeightSync):
         self._part: Part = part
         self._exchange = exchange
         self._prepared: _Prepared | None = None
+        self._packer: Packer | None = None
+        self._weights: HeldWeights | None = None
+        self._needed: SpanViews = []
 
     @property
     def plan(self) -> ReshardPlan | None:
@@ -91,15 +103,18 @@ class DirectSync(WeightSync):
 
     def sync(self, *, version: int, verify: bool) -> SyncReport:
         began = time.perf_counter()
-        held = list(self._source())
+        held = self._source()
         with failing_together():
-            needed = list(self._needs())
-            self._check_unchanged(held, needed)
+            needed = self._needs()
+            kept = self._packer if self._packer is not None and self._packer.shows(held, needed) else None
+            if kept is None:
+                self._check_unchanged(held, needed)
         prepared = self._prepared = self._prepared or self._prepare(held, needed)
+        packer = self._packer = kept or Packer(prepared.plan, prepared.wire, held, needed)
+        packer.begin(verify=verify)
         self._target.begin_update(self._part)
         trailer = TRAILER_BYTES if verify else 0
         with torch.no_grad():
-            packer = Packer(prepared.plan, prepared.wire, held, needed, verify)
             exchange = self._exchange(prepared.rounds, trailer, current_device().torch_device)
             exchange.run(packer, [partial(packer.copy, group) for group in prepared.local])
             with failing_together():
@@ -119,13 +134,17 @@ class DirectSync(WeightSync):
             staging_bytes=staging_bytes_of(prepared.rounds, trailer),
         )
 
-    def _needs(self) -> Iterator[tuple[Span, torch.Tensor]]:
+    def _needs(self) -> SpanViews:
         """The parts of each tensor that this engine rank needs, with views of their destinations."""
         target = self._target
-        for name, view, part in target.read_weights() if self._part == "policy" else target.read_drafter_weights():
-            if name not in self._whole.shapes:
-                raise RunError(f"rank {rank()}: the engine needs {name}, which its source lacks ({self._where})")
-            yield self._span(name, view, part), view
+        weights = target.read_weights() if self._part == "policy" else target.read_drafter_weights()
+        if weights is not self._weights:
+            for name, _, _ in weights:
+                if name not in self._whole.shapes:
+                    raise RunError(f"rank {rank()}: the engine needs {name}, which its source lacks ({self._where})")
+            self._needed = [(self._span(name, view, part), view) for name, view, part in weights]
+            self._weights = weights
+        return self._needed
 
     def _span(self, name: str, view: torch.Tensor, part: TensorSlice | None) -> Span:
         shape, dim = self._whole.shapes[name], self._whole.cut_dims[name]

@@ -6,7 +6,7 @@ Its implementations know neither Megatron nor vLLM: they use named tensors on on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,8 +14,9 @@ import torch
 
 from megatron_tlt.reshard.spans import Span
 
-SpanSource = Callable[[], Iterable[tuple[Span, torch.Tensor]]]
-"""Yields this rank's part of every tensor, with views of it; may be a collective."""
+SpanViews = Sequence[tuple[Span, torch.Tensor]]
+SpanSource = Callable[[], SpanViews]
+"""This rank's part of every tensor, with views of it; the same object while they are the same. May be a collective."""
 
 Part = Literal["policy", "drafter"]
 """A part of the engine whose weights are replaced together and have one version."""
@@ -34,8 +35,11 @@ class TensorSlice(Protocol):
     def length(self) -> int: ...
 
 
-HeldWeights = Iterator[tuple[str, torch.Tensor, TensorSlice | None]]
-"""Names, views of the engine's memory, and their positions in the whole tensors (None: the whole)."""
+HeldWeights = Sequence[tuple[str, torch.Tensor, TensorSlice | None]]
+"""Names, views of the engine's memory, and their positions in the whole tensors (None: the whole).
+
+The same object while the views are the same.
+"""
 
 
 class WeightTarget(Protocol):

@@ -9,41 +9,56 @@ import torch
 from megatron_tlt.platform.device import rank
 from megatron_tlt.reshard.buckets import Bucket, aligned
 from megatron_tlt.reshard.checksum import CHECKSUM_WORDS, STACKED_BYTES, ChecksumVerifier, checksums
+from megatron_tlt.reshard.interface import SpanViews
 from megatron_tlt.reshard.plan import ReshardPlan, Transfer
-from megatron_tlt.reshard.spans import Span
 
 TRAILER_BYTES = aligned(CHECKSUM_WORDS * 8)
-SpanViews = Sequence[tuple[Span, torch.Tensor]]
 
 
 class Packer:
     """Moves slices between memory and buckets, and records them.
+
+    Slices are made once, at the first synchronization after the views of memory have changed.
 
     Args:
         wire: the dtype in which each tensor is sent.
         held, needed: this rank's spans on both sides with views of their memory; ``Transfer`` names them by slot.
     """
 
-    def __init__(
-        self, plan: ReshardPlan, wire: Mapping[str, torch.dtype], held: SpanViews, needed: SpanViews, verify: bool
-    ) -> None:
-        self._forms = plan.forms
+    def __init__(self, plan: ReshardPlan, wire: Mapping[str, torch.dtype], held: SpanViews, needed: SpanViews) -> None:
+        self._plan = plan
         self._wire = wire
         self._held = held
         self._needed = needed
+        self._sources: dict[Transfer, torch.Tensor] = {}
+        self._targets: dict[Transfer, torch.Tensor] = {}
+        self.begin(verify=False)
+
+    def shows(self, held: SpanViews, needed: SpanViews) -> bool:
+        """Whether these are the views that it has."""
+        return held is self._held and needed is self._needed
+
+    def begin(self, *, verify: bool) -> None:
+        """Starts the record of a synchronization; ``verify``: with checksums."""
         self._verify = verify
         self._sent_sums: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.proof = ChecksumVerifier(plan, rank(), [span for span, _ in needed])
+        self.proof = ChecksumVerifier(self._plan, rank(), [span for span, _ in self._needed])
 
     def _source(self, transfer: Transfer) -> torch.Tensor:
-        return self._slice(self._held[transfer.source_slot], transfer)
+        return self._slice(self._sources, self._held, transfer.source_slot, transfer)
 
     def _target(self, transfer: Transfer) -> torch.Tensor:
-        return self._slice(self._needed[transfer.target_slot], transfer)
+        return self._slice(self._targets, self._needed, transfer.target_slot, transfer)
 
-    def _slice(self, slot: tuple[Span, torch.Tensor], transfer: Transfer) -> torch.Tensor:
-        span, view = slot
-        return view.narrow(self._forms[transfer.tensor].dim, transfer.start - span.start, transfer.length)
+    def _slice(
+        self, known: dict[Transfer, torch.Tensor], views: SpanViews, slot: int, transfer: Transfer
+    ) -> torch.Tensor:
+        found = known.get(transfer)
+        if found is None:
+            span, view = views[slot]
+            dim = self._plan.forms[transfer.tensor].dim
+            found = known[transfer] = view.narrow(dim, transfer.start - span.start, transfer.length)
+        return found
 
     def copy(self, transfers: Sequence[Transfer]) -> None:
         """Copies from the actor to the engine of this process, without a buffer."""
@@ -104,9 +119,17 @@ class Packer:
 
 
 def copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Copies each tensor to its target; those of equal dtypes by few kernels together."""
-    if sources:
-        torch._foreach_copy_(list(targets), list(sources))
+    """Copies each tensor to its target; those of equal layouts by few kernels together.
+
+    One pair of different layouts would make torch copy all of them one by one.
+    """
+    alike: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        both = alike.setdefault(source.is_contiguous() and target.is_contiguous(), ([], []))
+        both[0].append(target)
+        both[1].append(source)
+    for pair in alike.values():
+        torch._foreach_copy_(*pair)
 
 
 def local_groups(transfers: Sequence[Transfer], bytes_of: Callable[[Transfer], int]) -> list[list[Transfer]]:

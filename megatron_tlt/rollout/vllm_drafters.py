@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
-from megatron_tlt.rollout.types import ShardSlice
-from megatron_tlt.rollout.vllm_weights import read_weights
+from megatron_tlt.reshard.views import ViewCache
+from megatron_tlt.rollout.vllm_weights import HeldWeight, read_weights
 
 
-@torch.no_grad()
-def load_drafter_weights(
-    weights: Iterable[tuple[str, torch.Tensor, ShardSlice | None]], folder: SafetensorsFolder
-) -> None:
-    """Write the drafter's folder into its parameters, given as by ``read_drafter_weights``."""
-    for name, view, part in weights:
-        view.copy_(folder.read(name) if part is None else folder.read(name, part.dim, part.start, part.length))
-
-
-def read_drafter_weights(
-    drafter: Any, target: torch.nn.Module, names: set[str]
-) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
-    """Yield (name in the drafter's folder, this rank's tensor, its slice or None) of the drafter's own parameters.
+class DrafterWeights:
+    """The weights of vLLM's drafter model, under their names in the folder that it was loaded from.
 
     Args:
         drafter: vLLM's proposer.
         target: the target model; an embedding or output head shared with it is omitted.
-        names: tensor names in the drafter's folder.
-
-    Raises:
-        RunError: the folder lacks a parameter.
+        folder: of the drafter.
     """
-    model = drafter.model
-    model = model.unwrap() if hasattr(model, "unwrap") else model
-    table = getattr(model, "draft_id_to_target_id", None)  # of a reduced vocabulary; replicated on every rank
-    if table is not None:
-        yield "d2t", table.data, None
-    without = {id(param) for param in (*target.parameters(), table) if param is not None}
-    for name, tensor, shard in read_weights(model, without):
-        short = name.removeprefix("model.")
-        # EAGLE-3 folders name their first layer "midlayer"; a few use vLLM's name
-        known = [form for form in (short, short.replace("layers.0.", "midlayer.", 1)) if form in names]
-        if not known:
-            raise RunError(
-                f"vLLM's drafter holds {short}, which its folder does not have; it cannot be updated by name"
+
+    def __init__(self, drafter: Any, target: torch.nn.Module, folder: Path) -> None:
+        model: Any = drafter.model
+        self._model: Any = model.unwrap() if hasattr(model, "unwrap") else model
+        self._target = target
+        self._folder = SafetensorsFolder(folder)
+        self._names = set(self._folder.names)
+        self._views = ViewCache[HeldWeight]([self._model])
+
+    def read(self) -> list[HeldWeight]:
+        """List (name, this rank's tensor, its slice or None) of the drafter's own parameters; see ``read_weights``.
+
+        Raises:
+            RunError: the folder lacks a parameter.
+        """
+        return self._views.get(self._read)
+
+    def _read(self) -> Iterator[HeldWeight]:
+        table = getattr(self._model, "draft_id_to_target_id", None)  # of a reduced vocabulary; replicated on every rank
+        if table is not None:
+            yield "d2t", table.data, None
+        without = {id(param) for param in (*self._target.parameters(), table) if param is not None}
+        for name, tensor, shard in read_weights(self._model, without):
+            short = name.removeprefix("model.")
+            # EAGLE-3 folders name their first layer "midlayer"; a few use vLLM's name
+            known = [form for form in (short, short.replace("layers.0.", "midlayer.", 1)) if form in self._names]
+            if not known:
+                raise RunError(
+                    f"vLLM's drafter holds {short}, which its folder does not have; it cannot be updated by name"
+                )
+            yield known[0], tensor, shard
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the folder's tensors into the parameters."""
+        for name, view, part in self.read():
+            view.copy_(
+                self._folder.read(name) if part is None else self._folder.read(name, part.dim, part.start, part.length)
             )
-        yield known[0], tensor, shard
 
 
 class NoProposer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ from megatron_tlt.config.drafter_kinds import KINDS, model_drafters
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.reshard.interface import Part
+from megatron_tlt.reshard.views import ViewCache
 from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.chooser import StrategyChooser
 from megatron_tlt.rollout.engines import ALL
@@ -25,10 +25,10 @@ from megatron_tlt.rollout.interface import OnFinished, OnStep, RolloutEngine
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.token_drafters import token_drafters_of
-from megatron_tlt.rollout.types import Request, Response, ShardSlice
+from megatron_tlt.rollout.types import Request, Response
 from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, broadcast_strategy
-from megatron_tlt.rollout.vllm_drafters import load_drafter_weights, read_drafter_weights
+from megatron_tlt.rollout.vllm_drafters import DrafterWeights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_patches import apply_all_patches, draft_without_padding
 from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
@@ -118,13 +118,14 @@ class VllmEngine(RolloutEngine):
             SeededSampler(self._runner, self._switch.seed_of)
             self._has_generators = False
         self._rollout_state: _Rollout | None = None
-        self._drafter_names: set[str] = set()
-        self._drafter_folder = speculation.path
         versions: dict[str, int | None] = {POLICY: None if rollout.vllm.get("load_format") == "dummy" else 0}
         if speculation.enabled and speculation.path is not None:
             versions[DRAFTER] = 0
-            self._drafter_names = set(SafetensorsFolder(speculation.path).names)
         self._versions = WeightVersions(versions)
+        model = self._runner.get_model()
+        self._policy_views = ViewCache[vllm_weights.HeldWeight]([model])
+        path = speculation.path if DRAFTER in versions else None
+        self._drafter_weights = DrafterWeights(self._runner.drafter, model, path) if path else None
         self._accounts = SchedulerAccounts(self._scheduler, self.num_speculative_tokens)
 
     @staticmethod
@@ -333,30 +334,30 @@ class VllmEngine(RolloutEngine):
             self.reset()
         return count
 
-    def read_weights(self) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
-        """Yield (Hugging Face name, this rank's tensor, its slice of the full one or None) for each weight.
+    def read_weights(self) -> list[vllm_weights.HeldWeight]:
+        """List (Hugging Face name, this rank's tensor, its slice of the full one or None) for each weight.
 
         Tensors are views in the engine's dtype; see ``vllm_weights.read_weights``.
         """
-        return vllm_weights.read_weights(self._runner.get_model())
+        return self._policy_views.get(lambda: vllm_weights.read_weights(self._runner.get_model()))
 
-    def read_drafter_weights(self) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
+    def read_drafter_weights(self) -> list[vllm_weights.HeldWeight]:
         """Like ``read_weights``, for the drafter model's own parameters, under their names in its folder.
 
         Raises:
             RunError: the engine has no drafter model.
         """
-        if DRAFTER not in self._versions.as_dict():
+        if self._drafter_weights is None:
             kinds = " or ".join(KINDS)
             raise RunError(f"the engine has no drafter model; allowed: speculation.drafter {kinds}, enabled")
-        return read_drafter_weights(self._runner.drafter, self._runner.get_model(), self._drafter_names)
+        return self._drafter_weights.read()
 
     def restore_drafter(self) -> None:
         """Reload the drafter's folder as version 0 if ``sleep`` dropped the drafter's weights."""
-        if self.versions.get(DRAFTER, 0) is not None or self._drafter_folder is None:
+        if self.versions.get(DRAFTER, 0) is not None or self._drafter_weights is None:
             return
         self.begin_update(DRAFTER)
-        load_drafter_weights(self.read_drafter_weights(), SafetensorsFolder(self._drafter_folder))
+        self._drafter_weights.restore()
         self.finish_update(DRAFTER, 0)
 
     def _check_weights(self) -> None:

@@ -113,13 +113,18 @@ def graphs_by_tokens(required: bool) -> Iterator[None]:
     without drafts would then compute that many times the tokens. A backend whose full graphs are for uniform batches
     only gets piecewise graphs instead: its full graphs would not serve other numbers of drafts.
 
+    A graph of more tokens than a request may have is captured for requests of the allowed length: vLLM takes the
+    number of tokens for it, and attention would read beyond the requests' block tables (an illegal memory access).
+
     Raises:
         ConfigError: full graphs are ``required``, and the attention backend does not allow them.
     """
     from vllm.config.compilation import CompilationConfig, CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     upstream = CompilationConfig.resolve_cudagraph_mode_and_sizes
+    upstream_run = GPUModelRunner._dummy_run
 
     def resolve(config: Any, support: Any, backend: str | None, *rest: Any, **options: Any) -> Any:
         if config.cudagraph_mode == CUDAGraphMode.FULL and support != AttentionCGSupport.ALWAYS:
@@ -135,11 +140,19 @@ def graphs_by_tokens(required: bool) -> Iterator[None]:
             config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes
         return mode
 
+    def dummy_run(runner: Any, num_tokens: int, **options: Any) -> Any:
+        special = options.get("uniform_decode") or options.get("create_mixed_batch")
+        if num_tokens > runner.max_model_len and not special and options.get("profile_seq_lens") is None:
+            options["profile_seq_lens"] = runner.max_model_len
+        return upstream_run(runner, num_tokens, **options)
+
     CompilationConfig.resolve_cudagraph_mode_and_sizes = resolve
+    GPUModelRunner._dummy_run = dummy_run
     try:
         yield
     finally:
         CompilationConfig.resolve_cudagraph_mode_and_sizes = upstream
+        GPUModelRunner._dummy_run = upstream_run
 
 
 def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH_ATTRIBUTES) -> None:

@@ -82,6 +82,7 @@ REPLACED: tuple[tuple[str, str], ...] = (
     ("vllm.v1.spec_decode.eagle", "EagleProposer._sample_draft_tokens"),
     ("vllm.v1.spec_decode.eagle", "EagleProposer.propose"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._calc_spec_decode_metadata"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._prepare_inputs"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"),

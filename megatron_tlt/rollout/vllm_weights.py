@@ -12,6 +12,9 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.rollout.types import ShardSlice
 from megatron_tlt.rollout.vllm_experts import expert_weights
 
+HeldWeight = tuple[str, torch.Tensor, ShardSlice | None]
+"""A weight's Hugging Face name, this rank's tensor, and its place in the full tensor; None: the full tensor."""
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -91,9 +94,7 @@ def _parts(layer: Any, names: list[str], kind: str, param: torch.Tensor) -> list
     return []
 
 
-def read_weights(
-    model: torch.nn.Module, without: Collection[int] = ()
-) -> Iterator[tuple[str, torch.Tensor, ShardSlice | None]]:
+def read_weights(model: torch.nn.Module, without: Collection[int] = ()) -> Iterator[HeldWeight]:
     """Yield (Hugging Face name, this rank's tensor, its place in the full tensor) for each weight of the engine.
 
     Tensors are views of the engine's memory, in its dtype. Writing to them between ``begin_update`` and

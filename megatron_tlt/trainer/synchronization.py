@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,7 +11,7 @@ from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.device import world_size
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
-from megatron_tlt.reshard.interface import NoTransfer, WeightSync
+from megatron_tlt.reshard.interface import NoTransfer, SpanViews, WeightSync
 from megatron_tlt.reshard.spans import Span
 from megatron_tlt.rollout.interface import RolloutEngine
 
@@ -42,9 +42,8 @@ def drafter_sync(
     """
     cut_dims = {name: int(name.endswith(_BY_COLUMNS)) for name in shapes}
 
-    def held() -> Iterator[tuple[Span, torch.Tensor]]:
-        for name, tensor in newest().items():
-            yield Span(name, 0, tensor.shape[cut_dims[name]]), tensor
+    def held() -> SpanViews:
+        return [(Span(name, 0, tensor.shape[cut_dims[name]]), tensor) for name, tensor in newest().items()]
 
     return DirectSync(
         held,

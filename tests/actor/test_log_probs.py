@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_tlt.actor import log_probs
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 
 
@@ -79,3 +80,16 @@ def test_extra_memory_is_bounded_by_the_chunk() -> None:
         (log_probs.sum() + entropy.sum()).backward()
     # the gradient itself is as large as the logits
     assert sorted(backward.sizes)[-2:] == [4 * chunk * vocabulary, 4 * tokens * vocabulary]
+
+
+def test_what_is_compiled_for_a_gpu_is_one_graph_and_the_same_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, peak = torch.randn(7, 30, generator=generator), torch.full((7,), 3.0)
+    grads = torch.randn(7, generator=generator), torch.randn(7, generator=generator)
+    for function, arguments in (
+        (log_probs._sums, (logits, peak, 0.7, 28)),
+        (log_probs._gradient, (logits, peak, peak / 2, grads, 0.7, 28)),
+    ):
+        compiled = torch.compile(function, dynamic=True, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*arguments), function(*arguments), rtol=0, atol=0)
+        assert log_probs._fused(function, "cpu") is function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_tlt.bench.export_sync import ExportSync
 from megatron_tlt.errors import RunError
 from megatron_tlt.reshard.checksum import checksum
-from megatron_tlt.reshard.interface import Part, TensorSlice
+from megatron_tlt.reshard.interface import HeldWeights, Part
 from megatron_tlt.rollout.types import ShardSlice
 
 
@@ -43,9 +43,8 @@ class Memory:
             self.held[name].copy_(whole)
         return count
 
-    def read_weights(self) -> Iterator[tuple[str, torch.Tensor, TensorSlice | None]]:
-        for name, tensor in self.held.items():
-            yield name, tensor, self.part if name == "b" else None
+    def read_weights(self) -> HeldWeights:
+        return [(name, tensor, self.part if name == "b" else None) for name, tensor in self.held.items()]
 
     read_drafter_weights = read_weights
 

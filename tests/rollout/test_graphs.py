@@ -225,6 +225,34 @@ def test_full_graphs_that_a_backend_lacks_are_refused_where_they_were_asked_for(
         v1_dispatcher(config, "UNIFORM_BATCH")
 
 
+def test_graphs_larger_than_a_request_are_captured_for_requests_of_the_allowed_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM takes the graph's tokens for each request's length: attention would read beyond the block tables."""
+    from types import SimpleNamespace
+
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    calls: list[tuple[int, int | None]] = []
+
+    def dummy_run(runner: object, num_tokens: int, profile_seq_lens: int | None = None, **_: object) -> None:
+        calls.append((num_tokens, profile_seq_lens))
+
+    monkeypatch.setattr(GPUModelRunner, "_dummy_run", dummy_run)
+    runner = SimpleNamespace(max_model_len=558)
+    with graphs_by_tokens(required=False):
+        for tokens, options in (
+            (1024, {"is_graph_capturing": True}),
+            (1024, {"profile_seq_lens": 8}),
+            (1024, {"uniform_decode": True}),
+            (1024, {"create_mixed_batch": True}),
+            (512, {}),
+        ):
+            GPUModelRunner._dummy_run(runner, tokens, **options)
+    assert calls == [(1024, 558), (1024, 8), (1024, None), (1024, None), (512, None)]
+    assert GPUModelRunner._dummy_run is dummy_run
+
+
 def test_the_schedule_drafts_in_buckets_and_not_above(folders: tuple[Path, Path]) -> None:
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.exchange import BucketExchange
-from megatron_tlt.reshard.spans import Span
+from megatron_tlt.reshard.interface import SpanViews
 from megatron_tlt.rollout.types import Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from tests.reshard.workers.plain import DyingExchange, FlippingExchange
@@ -34,8 +31,8 @@ def say(line: str) -> None:
 def way(policy: Policy, engine: VllmEngine, exchange: type[BucketExchange], lose: str = "") -> DirectSync:
     weights = policy.model.weights
 
-    def held() -> Iterator[tuple[Span, torch.Tensor]]:
-        return ((span, view) for span, view in policy.held_spans() if span.tensor != lose)
+    def held() -> SpanViews:
+        return [(span, view) for span, view in policy.held_spans() if span.tensor != lose]
 
     return DirectSync(
         held,

@@ -55,8 +55,7 @@ class Memory:
         raise AssertionError("whole tensors are not loaded here")
 
     def read_weights(self) -> HeldWeights:
-        for name, (tensor, part) in self.slices.items():
-            yield name, tensor, part
+        return [(name, tensor, part) for name, (tensor, part) in self.slices.items()]
 
     read_drafter_weights = read_weights
 

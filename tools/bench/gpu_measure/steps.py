@@ -20,6 +20,9 @@ STOCK, OFF_ARM, PIECEWISE, FULL = "stock", "V1 off", "V1 piecewise", "V1 full"
 PREFILL_TOKENS = 8192
 SETTLE = 4
 """Steps after a change that are not counted."""
+PROFILED = 6
+"""Steps that are profiled."""
+PROFILE_ROWS = 14
 
 
 def sizes(settings: Settings) -> dict[str, Any]:
@@ -99,6 +102,58 @@ def measure_ours(job: Job) -> None:
             for strategy, times in schedule.times.items() if turn else ():
                 row = {"batch": batch, "drafts": strategy.num_tokens, "steps": len(times)}
                 job.emit(arm=arm, **row, milliseconds=1e3 * statistics.median(times), runner="V1", cudagraph_mode=mode)
+    batch = 32 if 32 in batches else max(batches)
+    requests = engines.make_requests(batch, prompt, [longest] * batch, vocab, 1.0)
+    for strategy in dict.fromkeys((strategies[0], strategies[-1])):
+        _profile(job, engine, requests, strategy)
+
+
+def _profile(job: Job, engine: Any, requests: Any, strategy: Any) -> None:
+    """Rows of what takes the host's and the device's time in a step, and a trace of some steps for a viewer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.settings.on_gpu else [])]
+    profiler = profile(activities=activities)
+    with contextlib.suppress(ScheduleDone):
+        engine.generate(requests, chooser=_Profiled(strategy, len(requests), profiler))
+    profiler.stop()
+    device = "self_device_time_total"
+    events = [event for event in profiler.key_averages() if event.self_cpu_time_total or getattr(event, device)]
+    host = sum(event.self_cpu_time_total for event in events) / PROFILED
+    row = {"profile": job.given["arm"], "batch": len(requests), "drafts": strategy.num_tokens}
+    job.emit(**row, host_ms=host / 1e3, device_ms=sum(getattr(event, device) for event in events) / PROFILED / 1e3)
+    for side, key in (("host", "self_cpu_time_total"), ("device", device)):
+        for event in sorted(events, key=lambda event: -getattr(event, key))[:PROFILE_ROWS]:
+            each = {"calls": event.count / PROFILED, "milliseconds": getattr(event, key) / PROFILED / 1e3}
+            if each["milliseconds"]:
+                job.emit(**row, side=side, operation=event.key[:80], **each)
+    name = f"steps-{job.given['arm'].replace(' ', '-')}-{strategy.name}.trace.json.gz"
+    profiler.export_chrome_trace(str(job.out / name))
+
+
+class _Profiled:
+    """Profiles ``PROFILED`` steps of one strategy, some steps after it has settled, and then ends the rollout."""
+
+    def __init__(self, strategy: Any, batch: int, profiler: Any) -> None:
+        self._strategy, self._batch, self._profiler, self._seen = strategy, batch, profiler, 0
+
+    def next(self, batch: int, requests: Any) -> tuple[Any, None]:
+        """See ``StrategyChooser.next``."""
+        return self._strategy, None
+
+    def observe(self, step: Any) -> None:
+        """Counts the steps in which all requests decode.
+
+        Raises:
+            ScheduleDone: all are profiled.
+        """
+        if step.batch != self._batch or step.had_prefill:
+            return
+        self._seen += 1
+        if self._seen == SETTLE:
+            self._profiler.start()
+        if self._seen == SETTLE + PROFILED:
+            raise ScheduleDone
 
 
 class ScheduleDone(Exception):
@@ -159,6 +214,6 @@ def judge(result: BenchmarkResult, rows: Rows) -> None:
 def plain_times(repeats: list[list[dict[str, Any]]]) -> dict[int, list[float]]:
     """Milliseconds of steps without drafts by batch, one per repeat."""
     found: dict[int, list[float]] = {}
-    for row in (row for repeat in repeats for row in repeat if row["drafts"] == 0):
+    for row in (row for repeat in repeats for row in repeat if row["drafts"] == 0 and "profile" not in row):
         found.setdefault(row["batch"], []).append(row["milliseconds"])
     return found
