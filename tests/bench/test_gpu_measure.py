@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_tlt.bench.result import BenchmarkResult
 from tools.bench import gpu_wheels
@@ -174,10 +177,12 @@ def test_a_bundle_is_unpacked_where_its_parts_are_whole(tmp_path: Path) -> None:
     (wheel,) = wheels.glob("*.whl")
     assert [one.name for one in gpu_wheels.requirements_of(wheel, (), "3.12")] == ["numpy", "wanted"]
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "weights").write_bytes(b"x" * (2 << 20))
+    (tmp_path / "model" / "weights").write_bytes(random.Random(0).randbytes(2 << 20))
     parts, site = tmp_path / "parts", tmp_path / "site"
     bundle = ["bash", str(ROOT / "tools" / "bench" / "gpu_bundle.sh"), "--wheels", str(wheels), "--part-mib", "1"]
-    subprocess.run([*bundle, str(parts), str(tmp_path / "model")], check=True, capture_output=True)
+    subprocess.run(
+        [*bundle, "--drop", "*.dist-info", str(parts), str(tmp_path / "model")], check=True, capture_output=True
+    )
     assert len(list(parts.glob("bundle.tar.*"))) == 3
     unpack = ["bash", str(parts / "unpack.sh"), str(parts), str(site)]
     subprocess.run(unpack, check=True, capture_output=True)
@@ -193,8 +198,31 @@ def test_a_bundle_is_unpacked_where_its_parts_are_whole(tmp_path: Path) -> None:
     )
     assert answer.stdout.strip() == "42"
     assert (site / "model" / "weights").stat().st_size == 2 << 20
+    assert not list(site.glob("*.dist-info"))
     (parts / "bundle.tar.001").unlink()
     assert subprocess.run(unpack, capture_output=True).returncode != 0
+
+
+def test_extras_that_a_later_requirement_adds_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mistral-common takes pydantic-extra-types with an extra, FastAPI takes it without one and comes first."""
+    metadata = {
+        "first": "Requires-Dist: shared",
+        "second": "Requires-Dist: shared[more]",
+        "shared": 'Requires-Dist: inner; extra == "more"\nProvides-Extra: more',
+        "inner": "",
+    }
+
+    def download(requirement: Requirement, python: str, folder: Path) -> Path:
+        file = folder / f"{requirement.name}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(file, "w") as wheel:
+            name = f"{requirement.name}-1.0.dist-info/METADATA"
+            wheel.writestr(name, f"Name: {requirement.name}\n{metadata[requirement.name]}\n")
+        return file
+
+    monkeypatch.setattr(gpu_wheels, "download", download)
+    roots = [Requirement("first"), Requirement("second")]
+    assert gpu_wheels.collect(roots, {}, "3.12", tmp_path) == []
+    assert {file.name.partition("-")[0] for file in tmp_path.iterdir()} == {"first", "second", "shared", "inner"}
 
 
 def test_names_of_a_package_list(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@
 #
 # HAVE.txt: that machine's `python3 -m pip list --format=freeze` (packages it lists are not packed, but for the pinned
 # ones below). FOLDER: further folders to carry, such as a model. Options: --packages "NAME==V ..." in place of the
-# pinned ones; --skip "NAME ..." in place of the requirements that are left out; --wheels FOLDER packs these wheels
-# and downloads nothing; --python 3.12; --part-mib 60.
+# pinned ones; --skip "NAME ..." in place of the requirements that are left out; --drop "GLOB ..." in place of the files
+# that are left out; --wheels FOLDER packs these wheels and downloads nothing; --python 3.12; --part-mib 60.
 # On the machine, with all parts in one folder: bash PARTS/unpack.sh PARTS /tmp/site && export PYTHONPATH=/tmp/site
 set -euo pipefail
 
@@ -15,9 +15,15 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 packages="vllm==0.26.0 megatron-core==0.16.1 numpy==2.3.5 numba==0.65.0 llvmlite==0.47.0"
 packages+=" pydantic PyYAML==6.0.3 rich msgspec pyzmq psutil tqdm Jinja2 safetensors sentencepiece==0.2.3"
 packages+=" reasoning_gym==0.1.25 math-verify==0.9.0"
+packages+=" apache-tvm-ffi>=0.1.11" # what xgrammar takes; others of vLLM's requirements, not imported here, pin less
 # vLLM imports these for other models, media or devices alone, or the machine's CUDA toolkit has them
 skip="tokenspeed-triton tokenspeed-mla tilelang z3-solver pynvvideocodec torchcodec nvidia-cutlass-dsl-libs-cu12"
-skip+=" nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm nvidia-cuda-cccl sentry-sdk"
+skip+=" nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm nvidia-cuda-cccl sentry-sdk nvidia-cutlass-dsl"
+skip+=" nvidia-cudnn-frontend flashinfer-python fastapi-cloud-cli supervisor"
+# Hopper's attention and plain kernels are enough for dense models: of 590 MiB of vLLM 190 MiB are left
+drop="vllm/vllm_flash_attn/_vllm_fa2_C* vllm/_moe_C* vllm/vllm-rs vllm/_qutlass_C* vllm/third_party/fmha_sm100"
+drop+=" vllm/third_party/deep_gemm/include vllm/third_party/deep_gemm/_C.cpython-31[0134]* bin pycountry/locales/*"
+drop+=" vllm/entrypoints/serve/instrumentator/static"
 have="" wheels="" python_version=3.12 part_mib=60 out=""
 folders=()
 while (($#)); do
@@ -25,6 +31,7 @@ while (($#)); do
         --have) have="$2"; shift 2 ;;
         --packages) packages="$2"; shift 2 ;;
         --skip) skip="$2"; shift 2 ;;
+        --drop) drop="$2"; shift 2 ;;
         --wheels) wheels="$2"; shift 2 ;;
         --python) python_version="$2"; shift 2 ;;
         --part-mib) part_mib="$2"; shift 2 ;;
@@ -45,34 +52,39 @@ if compgen -G "$out/bundle.tar.*" >/dev/null; then
 fi
 staging="$(mktemp -d)"
 trap 'rm -rf "$staging"' EXIT
-mkdir "$staging/wheels" "$staging/folders"
+mkdir -p "$staging/wheels" "$staging/site/.sources"
+download=()
 if [[ -n "$wheels" ]]; then
     cp "$wheels"/*.whl "$staging/wheels/"
 else
-    # shellcheck disable=SC2086 # lists of names
-    python3 "$root/tools/bench/gpu_wheels.py" --have "$have" --python "$python_version" --out "$staging/wheels" \
-        --requirements $packages --skip $skip
+    # shellcheck disable=SC2206 # lists of names
+    download=(--have "$have" --requirements $packages --skip $skip)
 fi
-for folder in "${folders[@]}"; do cp -RL "$folder" "$staging/folders/"; done
+set -f # the patterns are for the installed files
+# shellcheck disable=SC2086 # a list of patterns
+python3 "$root/tools/bench/gpu_wheels.py" "${download[@]}" --python "$python_version" --out "$staging/wheels" \
+    --site "$staging/site" --drop $drop
+set +f
+for source in "$staging"/wheels/*.tar.gz; do # packages without wheels are built there
+    if [[ -f "$source" ]]; then mv "$source" "$staging/site/.sources/"; fi
+done
+for folder in "${folders[@]}"; do cp -RL "$folder" "$staging/site/"; done
 
-tar -C "$staging" -cf - wheels folders | split --bytes="${part_mib}M" --numeric-suffixes --suffix-length=3 - "$out/bundle.tar."
+tar -C "$staging/site" -cf - . | xz -T0 |
+    split --bytes="${part_mib}M" --numeric-suffixes --suffix-length=3 - "$out/bundle.tar."
 cat >"$out/unpack.sh" <<'UNPACK'
 #!/usr/bin/env bash
-# bash unpack.sh PARTS SITE: checks the parts, installs the wheels into SITE, and puts the folders beside them.
+# bash unpack.sh PARTS SITE: checks the parts and unpacks the packages and folders into SITE.
 set -euo pipefail
 parts="$(cd "$1" && pwd)"
 mkdir -p "$2"
 site="$(cd "$2" && pwd)"
 (cd "$parts" && sha256sum --check --quiet SHA256SUMS)
-work="$(mktemp -d)"
-trap 'rm -rf "$work"' EXIT
-cat "$parts"/bundle.tar.* | tar -C "$work" -xf -
-install=(python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site")
-"${install[@]}" "$work"/wheels/*.whl
-for source in "$work"/wheels/*.tar.gz; do # packages without wheels
-    if [[ -f "$source" ]]; then "${install[@]}" --no-build-isolation "$source"; fi
+cat "$parts"/bundle.tar.* | xz -dc -T0 | tar -C "$site" -xf -
+build=(python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --no-build-isolation)
+for source in "$site"/.sources/*.tar.gz; do
+    if [[ -f "$source" ]]; then "${build[@]}" --target "$site" "$source"; fi
 done
-if compgen -G "$work/folders/*" >/dev/null; then cp -R "$work"/folders/* "$site/"; fi
 echo "installed in $site: export PYTHONPATH=$site"
 UNPACK
 (cd "$out" && sha256sum bundle.tar.* >SHA256SUMS)

@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 """Downloads wheels and what they require, but for packages that another machine has; pip's resolver cannot do that.
 
-A requirement without a wheel comes as its source archive, to be built there.
+A requirement without a wheel comes as its source archive, to be built there. With --site the wheels are also installed
+into a folder, less the files that --drop names: unpacking that folder is all that is left to do on the other machine.
 
-python3 tools/bench/gpu_wheels.py --have HAVE.txt --out FOLDER --requirements vllm==0.26.0 ...
+python3 tools/bench/gpu_wheels.py --have HAVE.txt --out FOLDER --requirements vllm==0.26.0 ... [--site SITE]
 """
 
 from __future__ import annotations
 
 import argparse
 import email
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -61,6 +63,13 @@ def requirements_of(wheel: Path, extras: Iterable[str], python: str) -> list[Req
     return found
 
 
+def binary_options(python: str) -> list[str]:
+    """pip's options that select wheels for 64-bit Linux and this Python."""
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
+    platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64", "--platform=linux_x86_64"]
+    return ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms, "--platform=any"]
+
+
 def download(requirement: Requirement, python: str, folder: Path) -> Path:
     """Downloads a requirement's wheel alone, or its source archive where there is none.
 
@@ -68,9 +77,7 @@ def download(requirement: Requirement, python: str, folder: Path) -> Path:
         RuntimeError: pip finds neither.
     """
     before = set(folder.iterdir())
-    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
-    platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64", "--platform=any"]
-    binary = ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
+    binary = binary_options(python)
     source = ["--no-binary=:all:", "--no-build-isolation"]
     error = ""
     for kind in (binary, source):
@@ -94,47 +101,73 @@ def version_of(file: Path) -> str:
 def collect(roots: list[Requirement], have: Mapping[str, str], python: str, folder: Path) -> list[str]:
     """Downloads ``roots``, then what any wheel requires and ``have`` lacks; returns what does not fit, one line each.
 
-    A root is downloaded even where ``have`` has it. The first requirement of a package chooses its version.
+    A root is downloaded even where ``have`` has it. The first requirement of a package chooses its version; a later one
+    may add extras.
 
     Raises:
         RuntimeError: a root cannot be had.
     """
     versions, problems, queue = dict(have), [], list(roots)
     named = {canonicalize_name(root.name) for root in roots}
-    done: set[str] = set()
+    files: dict[str, Path] = {}
+    extras: dict[str, set[str]] = {}
     while queue:
         requirement = queue.pop(0)
         name = canonicalize_name(requirement.name)
-        if name not in done and (name in named or name not in have):
-            done.add(name)
+        if name not in extras and (name in named or name not in have):
+            extras[name] = set()
             try:
-                wheel = download(requirement, python, folder)
+                files[name] = download(requirement, python, folder)
             except RuntimeError as error:
                 if name in named:
                     raise
                 problems.append(str(error))
                 continue
-            versions[name] = version_of(wheel)
-            print(wheel.name, file=sys.stderr, flush=True)
-            queue += requirements_of(wheel, requirement.extras, python)
+            versions[name] = version_of(files[name])
+            print(files[name].name, file=sys.stderr, flush=True)
+            queue += requirements_of(files[name], requirement.extras, python)
+        elif name in files and (new := requirement.extras - extras[name]):
+            queue += requirements_of(files[name], new, python)
+        extras.setdefault(name, set()).update(requirement.extras)
         version = versions.get(name, "")
         if version and not requirement.specifier.contains(version, prereleases=True):
             problems.append(f"{requirement}: the bundle or the machine has {version}")
     return problems
 
 
+def install(wheels: Sequence[Path], python: str, site: Path, drop: Iterable[str]) -> None:
+    """Installs wheels for another Python into ``site`` and deletes what the patterns in ``drop`` match there.
+
+    Raises:
+        subprocess.CalledProcessError: pip refuses a wheel.
+    """
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+    command += ["--target", str(site), *binary_options(python), *map(str, wheels)]
+    subprocess.run(command, check=True)
+    for pattern in drop:
+        for path in site.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def main(argv: list[str] | None = None) -> int:
     own = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    own.add_argument("--have", type=Path, required=True, help="the machine's pip list --format=freeze")
+    own.add_argument("--have", type=Path, help="the machine's pip list --format=freeze; without it: no downloads")
     own.add_argument("--python", default="3.12", help="the machine's Python")
     own.add_argument("--out", type=Path, required=True, help="folder for the wheels")
-    own.add_argument("--requirements", nargs="+", type=Requirement, required=True, metavar="NAME==VERSION")
+    own.add_argument("--requirements", nargs="+", type=Requirement, default=[], metavar="NAME==VERSION")
     own.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="requirements of others to leave out")
+    own.add_argument("--site", type=Path, help="install the wheels into this folder")
+    own.add_argument("--drop", nargs="*", default=[], metavar="GLOB", help="files and folders in SITE to delete")
     arguments = own.parse_args(argv)
-    have = {canonicalize_name(name): "" for name in arguments.skip} | read_have(arguments.have)
-    problems = collect(arguments.requirements, have, arguments.python, arguments.out)
-    for line in problems:
-        print(f"note: {line}", file=sys.stderr)
+    if arguments.have:
+        have = {canonicalize_name(name): "" for name in arguments.skip} | read_have(arguments.have)
+        for line in collect(arguments.requirements, have, arguments.python, arguments.out):
+            print(f"note: {line}", file=sys.stderr)
+    if arguments.site:
+        install(sorted(arguments.out.glob("*.whl")), arguments.python, arguments.site, arguments.drop)
     return 0
 
 

@@ -40,8 +40,8 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [
         Measurement(STOCK, "steps:measure_stock", own, expected_s=150),
         Measurement(OFF_ARM, "steps:measure_ours", {**own, "drafts": [0], "arm": OFF_ARM}, expected_s=120),
-        Measurement(PIECEWISE, "steps:measure_ours", {**own, "arm": PIECEWISE}, expected_s=210),
-        Measurement(FULL, "steps:measure_ours", {**own, "arm": FULL}, expected_s=210),
+        Measurement(PIECEWISE, "steps:measure_ours", {**own, "arm": PIECEWISE}, expected_s=180),
+        Measurement(FULL, "steps:measure_ours", {**own, "arm": FULL}, expected_s=180),
     ]
 
 
