@@ -10,6 +10,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.data.conversations import read_conversations
 from megatron_tlt.data.tokenizer import has_chat_template
+from megatron_tlt.environments.registry import environment_problems
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.verifiers import answer_problem, verifier_problems
 from megatron_tlt.tasks.files import FileParams, read_rows
@@ -67,6 +68,7 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
             except ConfigError as error:
                 found.add(error)
     found.add(verifier_problems(config.tasks))
+    found.add(environment_problems(config.tasks, recording=config.observe.recording))
     for position, task in enumerate(config.tasks):
         if task.kind == "file":
             found.add(list(_rows(config, f"tasks[{position}]", task, has_tokenizer=lengths is not None)))
@@ -100,7 +102,7 @@ def _conversation_violations(config: TltConfig) -> Iterator[str]:
 
 def _set_violations(config: TltConfig, settings: EvaluationSetConfig, limit: PromptLimit | None) -> list[str]:
     """What is wrong with a data set of the evaluation, by keys from its tasks on."""
-    lines = verifier_problems(settings.tasks)
+    lines = verifier_problems(settings.tasks) + environment_problems(settings.tasks)
     try:
         evaluation_problems(settings.tasks, settings.problems, config.run.seed, limit)
     except ConfigError as error:

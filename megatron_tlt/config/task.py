@@ -24,6 +24,23 @@ class CurriculumConfig(Section):
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
 
 
+class EnvironmentConfig(Section):
+    """An environment that answers the policy's turns, so that a response has several (``environments/``).
+
+    ``name`` is one of ``environments.registry.ENVIRONMENTS`` or the import path of a class; ``params`` are its
+    arguments. A response has at most ``max_turns`` turns, of at most ``max_turn_tokens`` tokens each, and
+    ``rollout.max_response_tokens`` tokens in all, the environment's included. A text in ``stop`` ends a turn, besides
+    the tokenizer's stop tokens. In chats the environment's answers are messages of ``role``.
+    """
+
+    name: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    max_turns: Annotated[int, Field(ge=1)] = 4
+    max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: tuple[str, ...] = ()
+    role: Literal["user", "tool"] = "user"
+
+
 class TaskConfig(Section):
     """One source of problems: a generator, a dataset of reasoning-gym, a prompt file, or a function by import path.
 
@@ -38,7 +55,7 @@ class TaskConfig(Section):
 
     ``chat`` applies the model's chat template to plain prompts, after ``system_prompt``. ``answer_format`` selects the
     place of the answer for the verifier (the last ``<answer>`` tag, the last box, the last line) and adds a sentence
-    that requests this format; ``instruction`` replaces that sentence.
+    that requests this format; ``instruction`` replaces that sentence. ``environment`` answers the policy's turns.
     """
 
     kind: Literal["generated", "reasoning_gym", "file", "python"] = "generated"
@@ -53,6 +70,7 @@ class TaskConfig(Section):
     system_prompt: str | None = None
     instruction: str | None = None
     answer_format: Literal["answer_tag", "boxed", "last_line"] | None = None
+    environment: EnvironmentConfig | None = None
 
     @model_validator(mode="after")
     def _kind_has_options(self) -> TaskConfig:

@@ -230,6 +230,36 @@ def prompt_text(tokenizer: Tokenizer, problem: Problem) -> str:
     return problem.prompt if messages is None else tokenizer.chat_text(messages)
 
 
+def response_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of a response without the stop token at its end."""
+    ids = list(token_ids)
+    return tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stop_ids else ids)
+
+
+_A_TURN = "the turn that has been said"
+
+
+def observation_text(tokenizer: Tokenizer, text: str, turn: Sequence[int], role: str) -> str:
+    """What the chat template puts between a turn and the start of the next one: the turn's end and a message.
+
+    Args:
+        tokenizer: of the chat.
+        text: the message's.
+        turn: ids of the turn; the end that they contain already is left out.
+        role: the message's.
+
+    Raises:
+        ConfigError: there is no template, it refuses the messages, or it changes a turn that has been said.
+    """
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _A_TURN}]
+    whole = tokenizer.chat_text([*messages, {"role": role, "content": text}])
+    _, found, rest = whole.partition(_A_TURN)
+    if not found:
+        raise ConfigError("the chat template changes the text of an earlier turn; allowed: one that repeats it")
+    ended = turn and turn[-1] in tokenizer.stop_ids
+    return rest.removeprefix(tokenizer.decode([turn[-1]], special_tokens=True)) if ended else rest
+
+
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> list[int]:
     """The ids of :func:`prompt_text`. Raises ConfigError like :func:`prompt_text`; names the problem's id."""
     try:

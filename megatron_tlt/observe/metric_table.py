@@ -89,6 +89,9 @@ METRICS: dict[str, Metric] = {
     "task/<task>/length_mean": M("tokens", "response length"),
     "task/<task>/length_max": M("tokens", "longest response"),
     "task/<task>/truncated": M("share", "responses that end at the length limit"),
+    "task/<task>/turns": M("", "turns per response, of a task with an environment"),
+    "task/<task>/said": M("share", "response tokens that the policy said; the others are the environment's"),
+    "task/<task>/environment_errors": M("share", "responses that an error or time limit of the environment ended"),
     "task/<task>/entropy": M("nats", "entropy per response token, before the update"),
     "task/<task>/eval_pass_at_1": M("share", "eval/pass_at_1 of this task's held-out problems"),
     # time

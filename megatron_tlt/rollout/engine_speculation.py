@@ -115,6 +115,12 @@ class EngineSpeculation:
             self.adaptive.tuner.withhold(self._withheld)
             self.adaptive.begin_rollout({request.request_id: request.problem_key for request in requests})
 
+    def started(self, requests: Sequence[Request]) -> None:
+        """Account for requests that begin during the rollout."""
+        if self._length_policy is not None:
+            for request in requests:
+                self._length_policy.start(request.request_id, request.problem_key)
+
     def _begin_switches(self) -> None:
         self._strategy: Strategy | None = None
         self._switches, self._choosing_s, self._catch_up_s = 0, 0.0, 0.0

@@ -59,7 +59,7 @@ def engine_problems(config: TltConfig) -> list[str]:
     return list(_mismatches(config, cls.capabilities))
 
 
-ALL = Capabilities(weights=True, speculation=True, sleep=True, tensor_parallel=True, vllm=True)
+ALL = Capabilities(weights=True, speculation=True, turns=True, sleep=True, tensor_parallel=True, vllm=True)
 """Capabilities of ``vllm``."""
 
 
@@ -71,6 +71,9 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
         yield f"rollout.vllm: found {', '.join(rollout.vllm)}; engine {name} does not read it; allowed: null"
     if config.speculation.enabled and not can.speculation:
         yield f"speculation.enabled: found true; engine {name} does not speculate; allowed: false"
+    several = [task.name for task in config.all_tasks if task.environment is not None]
+    if several and not can.turns:
+        yield f"tasks.environment: {several[0]} has one; engine {name} answers a request once; allowed: null"
     if rollout.tensor_parallel_size > 1 and not can.tensor_parallel:
         size = rollout.tensor_parallel_size
         yield f"rollout.tensor_parallel_size: found {size}; engine {name} is of one rank; allowed: 1"

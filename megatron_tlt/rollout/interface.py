@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.recorded_states import RecordedStates
     from megatron_tlt.speculation.token_drafter import TokenDrafter
 
+
+class TurnSource(Protocol):
+    """Requests that are not known when a rollout begins: the next turns of its responses."""
+
+    def take(self, wait: bool) -> list[Request] | None:
+        """The new requests, none of them, or None if none will come. With ``wait`` it may wait up to a second."""
+
+
 OnFinished = Callable[[Response], None]
 OnStep = Callable[[StepRecord], None]
 
@@ -41,6 +49,7 @@ class Capabilities:
         weights: it generates with the actor's weights, which each step writes into it. Without it, responses come from
             elsewhere: weights are not transferred (``reshard.method: none``), and there is no evaluation.
         speculation: it drafts as the ``speculation`` section says, and records the drafter model's inputs.
+        turns: it takes requests during a rollout, so that responses can have several turns.
         sleep: it frees the device's memory between rollouts, or uses none.
         tensor_parallel: several ranks can form one engine.
         vllm: it is built on vLLM and reads ``rollout.vllm``.
@@ -48,6 +57,7 @@ class Capabilities:
 
     weights: bool = False
     speculation: bool = False
+    turns: bool = False
     sleep: bool = False
     tensor_parallel: bool = False
     vllm: bool = False
@@ -85,12 +95,15 @@ class RolloutEngine(Protocol):
         on_finished: OnFinished | None = None,
         on_step: OnStep | None = None,
         chooser: StrategyChooser | None = None,
+        turns: TurnSource | None = None,
     ) -> list[Response]:
         """Generate one response per request, in the order of the requests.
 
         The same weights and requests give the same responses in any process, so a resumed run repeats its steps.
         ``on_finished`` is called with each response when it ends. ``on_step`` is called after each engine step and at
         least once per second; it raises if the run was asked to stop. ``chooser`` selects the speculation strategy.
+        ``turns``, for engines with this capability, is asked before each step and while nothing runs; the responses to
+        its requests go to ``on_finished`` alone.
 
         Raises:
             ConfigError: the engine cannot answer a request; raised before anything is generated.

@@ -23,7 +23,7 @@ from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.chooser import StrategyChooser
-from megatron_tlt.rollout.interface import Capabilities, OnFinished, OnStep, RolloutEngine
+from megatron_tlt.rollout.interface import Capabilities, OnFinished, OnStep, RolloutEngine, TurnSource
 from megatron_tlt.rollout.types import Request, Response
 from megatron_tlt.speculation.strategy import OFF, StepRecord
 
@@ -85,15 +85,16 @@ class ReplayEngine(RolloutEngine):
         on_finished: OnFinished | None = None,
         on_step: OnStep | None = None,
         chooser: StrategyChooser | None = None,
+        turns: TurnSource | None = None,
     ) -> list[Response]:
         """See ``RolloutEngine.generate``; each response is an engine step of its own.
 
         Raises:
             ConfigError: the recording has no response to a request.
-            RunError: a ``chooser`` was given, but a replay does not draft.
+            RunError: a ``chooser`` or ``turns`` were given, but a replay neither drafts nor goes on.
         """
-        if chooser is not None:
-            raise self._lacks("speculation")
+        if chooser is not None or turns is not None:
+            raise self._lacks("speculation" if turns is None else "turns")
         answers = [self._answer(request) for request in requests]
         began = time.perf_counter()
         responses: list[Response] = []

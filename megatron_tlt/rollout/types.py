@@ -92,6 +92,8 @@ class Response:
     ``log_probs[t]`` is the log-probability of ``token_ids[t]`` under the distribution it was sampled from: temperature,
     top-p and top-k applied (vLLM's ``processed_logprobs``).
     ``finish_reason`` is "stop", "length" or "abort". ``finished_at`` is in seconds since the start of the rollout.
+    In a response of several ``turns``, ``loss_mask[t]`` is False for tokens of the environment, whose ``log_probs`` are
+    0; an empty mask is True for all.
     ``top_log_probs[t]`` holds (token, log-probability) of the most likely tokens, in descending order, if requested.
     """
 
@@ -102,6 +104,8 @@ class Response:
     finish_reason: str
     finished_at: float
     draft: DraftStats = field(default_factory=DraftStats)
+    loss_mask: Sequence[bool] = ()
+    turns: int = 1
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_tlt.reshard.views import ViewCache
 from megatron_tlt.rollout import vllm_setup, vllm_weights
 from megatron_tlt.rollout.chooser import StrategyChooser
 from megatron_tlt.rollout.engines import ALL
-from megatron_tlt.rollout.interface import OnFinished, OnStep, RolloutEngine
+from megatron_tlt.rollout.interface import OnFinished, OnStep, RolloutEngine, TurnSource
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.rollout.skipped_states import SkippedCounts
 from megatron_tlt.rollout.token_drafters import token_drafters_of
@@ -31,7 +30,7 @@ from megatron_tlt.rollout.vllm_choices import RunningRequests, broadcast_strateg
 from megatron_tlt.rollout.vllm_drafters import DrafterWeights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_patches import apply_all_patches, draft_without_padding
-from megatron_tlt.rollout.vllm_requests import abort_request, add_request, check_requests, to_response
+from megatron_tlt.rollout.vllm_requests import RolloutState, abort_request, add_request, check_requests, to_response
 from megatron_tlt.rollout.vllm_runner_v2 import SwitchV2
 from megatron_tlt.rollout.vllm_sampling import SeededSampler
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
@@ -39,14 +38,6 @@ from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
 from megatron_tlt.speculation.strategy import StepRecord, Strategy
 from megatron_tlt.speculation.token_drafter import TokenDrafter
-
-
-@dataclass
-class _Rollout:
-    """State of the running rollout: vLLM's ids of unfinished requests, and the requests that a callback aborted."""
-
-    internal_of: dict[str, str] = field(default_factory=dict)
-    aborted: list[str] = field(default_factory=list)
 
 
 class VllmEngine(RolloutEngine):
@@ -117,7 +108,7 @@ class VllmEngine(RolloutEngine):
         if vllm_setup.counts_random_numbers(rollout):
             SeededSampler(self._runner, self._switch.seed_of)
             self._has_generators = False
-        self._rollout_state: _Rollout | None = None
+        self._rollout_state: RolloutState | None = None
         versions: dict[str, int | None] = {POLICY: None if rollout.vllm.get("load_format") == "dummy" else 0}
         if speculation.enabled and speculation.path is not None:
             versions[DRAFTER] = 0
@@ -161,13 +152,14 @@ class VllmEngine(RolloutEngine):
         on_finished: OnFinished | None = None,
         on_step: OnStep | None = None,
         chooser: StrategyChooser | None = None,
+        turns: TurnSource | None = None,
     ) -> list[Response]:
         """Generate one response per request, in the order of the requests.
 
         On a CPU the same weights, requests and strategies give the same tokens and bit-equal log-probabilities, in any
         process. On a GPU they give the same distribution: kernels depend on the batch.
         ``on_finished`` is called with each response when it ends, ``on_step`` after each engine step.
-        ``chooser`` sets the strategy before each step; its last strategy remains active.
+        ``chooser`` sets the strategy before each step; its last strategy remains active. ``turns`` adds requests.
         ``finish_reason`` is "stop" if ``token_ids`` end with a stop token, "abort" after ``abort``, else "length".
 
         Raises:
@@ -177,25 +169,26 @@ class VllmEngine(RolloutEngine):
         self._check_weights()
         check_requests(requests, self._rollout.max_prompt_tokens, self.max_model_len, self.vocab_size)
         self.reset()
-        index_of = {request.request_id: index for index, request in enumerate(requests)}
-        responses: list[Response | None] = [None] * len(requests)
-        rollout = self._rollout_state = _Rollout()
+        responses: dict[str, Response] = {}
+        rollout = self._rollout_state = RolloutState()
         began = time.perf_counter()
 
         def finish(name: str, completion: Any, now: float) -> None:
-            index = index_of[name]
-            response = self._respond(requests[index], rollout.internal_of.pop(name), completion, now)
-            responses[index] = response
+            request = rollout.requests.pop(name)
+            response = responses[name] = self._respond(request, rollout.internal_of.pop(name), completion, now)
             if on_finished is not None:
                 on_finished(response)
 
         with vllm_setup.isolated_random_state(self._seed):
             try:
-                for request in requests:
-                    internal_id = add_request(self._llm, request, own_generator=self._has_generators)
-                    rollout.internal_of[request.request_id] = internal_id
-                    self._switch.add(internal_id, request)
-                while self._llm.has_unfinished_requests():
+                self._queue(requests, rollout)
+                while (more := turns.take(not rollout.requests) if turns else None) is not None or rollout.requests:
+                    check_requests(more or (), self.max_model_len, self.max_model_len, self.vocab_size)
+                    self._queue(more or (), rollout)
+                    if not rollout.requests:
+                        continue
+                    if not self._llm.has_unfinished_requests():
+                        break
                     if chooser is not None:
                         self._choose(chooser)
                     self._check_weights()
@@ -221,7 +214,13 @@ class VllmEngine(RolloutEngine):
                 if rollout.internal_of:  # a callback or a signal interrupted the rollout: empty the engine
                     self._llm.abort_request(list(rollout.internal_of.values()), internal=True)
                 self._switch.clear()
-        return [response for response in responses if response is not None]
+        return [responses[request.request_id] for request in requests]
+
+    def _queue(self, requests: Sequence[Request], rollout: RolloutState) -> None:
+        for request in requests:
+            internal_id = add_request(self._llm, request, own_generator=self._has_generators)
+            rollout.requests[request.request_id], rollout.internal_of[request.request_id] = request, internal_id
+            self._switch.add(internal_id, request)
 
     def _choose(self, chooser: StrategyChooser) -> None:
         """Activate the chooser's strategy on all ranks of the engine; the first rank chooses."""

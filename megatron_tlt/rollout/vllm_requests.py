@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import DraftStats, Request, Response
 
 _FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass
+class RolloutState:
+    """A running rollout: unfinished requests, their ids in vLLM, and those that a callback aborted."""
+
+    requests: dict[str, Request] = field(default_factory=dict)
+    internal_of: dict[str, str] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
 
 
 def check_requests(requests: Sequence[Request], max_prompt_tokens: int, max_model_len: int, vocab_size: int) -> None:

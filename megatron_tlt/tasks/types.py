@@ -13,7 +13,8 @@ class Problem:
     ``uid`` is unique over train and held-out sets and stable across runs. ``verifier`` is a name of
     ``rewards.VERIFIERS`` or a function's import path; ``metadata`` is its input in addition to ``answer``, of JSON
     types. ``solution`` is a step-by-step response ending in the answer, for supervised warm-up, if the task provides
-    one. ``recurs`` is False if a run never repeats the problem.
+    one. ``recurs`` is False if a run never repeats the problem. ``environment`` is the task's section, if its responses
+    have several turns.
     """
 
     uid: str
@@ -24,3 +25,4 @@ class Problem:
     metadata: dict[str, Any] = field(default_factory=dict)
     solution: str | None = None
     recurs: bool = True
+    environment: dict[str, Any] | None = None

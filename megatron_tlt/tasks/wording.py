@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.types import Problem
@@ -30,12 +30,14 @@ class Wording:
         instruction: a paragraph after the prompt; empty for none.
         chat: make a plain prompt a user message for the model's chat template.
         answer_format: the place of the answer for the verifier; None for its own rules.
+        environment: the task's section of this name, as plain data; None: a response has one turn.
     """
 
     system_prompt: str | None = None
     instruction: str = ""
     chat: bool = False
     answer_format: str | None = None
+    environment: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, task: TaskConfig) -> Wording:
@@ -46,6 +48,7 @@ class Wording:
             default if task.instruction is None else task.instruction,
             task.chat,
             task.answer_format,
+            None if task.environment is None else task.environment.model_dump(mode="json"),
         )
 
     def apply(self, problem: Problem) -> Problem:
@@ -70,7 +73,7 @@ class Wording:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if messages is not None:
             metadata["messages"] = messages
-        return replace(problem, prompt=text, metadata=metadata)
+        return replace(problem, prompt=text, metadata=metadata, environment=self.environment)
 
     def _instructed(self, text: str) -> str:
         return f"{text}\n\n{self.instruction}" if self.instruction else text

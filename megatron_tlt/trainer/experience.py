@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ import torch
 from megatron_tlt.config.evaluation import EvaluationSettings
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
-from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, prompt_lengths
+from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, prompt_lengths, response_text
+from megatron_tlt.environments.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data, any_rank, failing_together
@@ -33,6 +34,8 @@ from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.engine_track import EngineTrack
+from megatron_tlt.trainer.episodes import Episodes, first_turn
+from megatron_tlt.trainer.turns import EngineTurns
 
 
 class StopRequested(Exception):
@@ -54,6 +57,9 @@ class ScoredResponse:
     finish_reason: str
     draft: DraftStats
     reward: Reward
+    turns: int = 1
+    said: int | None = None
+    """Tokens of the response that the policy said; None: all, as no task has an environment."""
 
     def of_problem(self, problem: int) -> ScoredResponse:
         """The same response as one to problem number ``problem``."""
@@ -63,7 +69,9 @@ class ScoredResponse:
     def of(problem: int, sample: int, response: Response, reward: Reward) -> ScoredResponse:
         """From a response and its reward; the tokens are left out."""
         lengths = len(response.prompt_token_ids), len(response.token_ids)
-        return ScoredResponse(problem, sample, *lengths, response.finish_reason, response.draft, reward)
+        scored = ScoredResponse(problem, sample, *lengths, response.finish_reason, response.draft, reward)
+        said = sum(response.loss_mask) if response.loss_mask else None
+        return replace(scored, turns=response.turns, said=said)
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ class ExperienceCollector:
         engine: this rank's engine.
         tokenizer: converts between text and token ids.
         pool: verifies responses, on the first rank of each engine.
+        environments: holds episodes, on the first rank of each engine; None: no task has an environment.
         max_prompt_tokens: longer prompts are refused.
         max_response_tokens: responses are truncated at this length.
         tensor_parallel_size: ranks per engine.
@@ -157,6 +166,7 @@ class ExperienceCollector:
         max_response_tokens: int,
         tensor_parallel_size: int,
         timeline: Timeline,
+        environments: EnvironmentPool | None = None,
         speculation: EngineSpeculation | None = None,
         on_collected: Callable[[Sequence[Problem], Sequence[ScoredResponse], RolloutBatch], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -165,6 +175,7 @@ class ExperienceCollector:
         self._engine = engine
         self._tokenizer = tokenizer
         self._pool = pool
+        self._environments = environments
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
         self._tp = tensor_parallel_size
@@ -200,41 +211,69 @@ class ExperienceCollector:
             StopRequested: on every rank, when any rank was asked to stop before the last engine ended.
         """
         requests, keys = self._requests(problems, samples, sampling, seed_parts)
+        masked = next((problem.source for problem in problems if problem.environment is not None), None)
+        if masked is not None and recording is not None:
+            raise ConfigError(f"task {masked}: its environment's rewards cannot be recorded; allowed: no environment")
         leads = rank() % self._tp == 0
         start = time.perf_counter()
         stopped = False
         responses: list[Response] = []
         stop = StopAgreement(self._should_stop, self._engine.tensor_parallel_group)
 
-        def finished(response: Response) -> None:
-            if leads:
+        whole: dict[str, Response] = {}
+        given: dict[str, Reward] = {}
+
+        def judge(response: Response, reward: Reward | None, text: str) -> None:
+            whole[response.request_id] = response
+            if reward is not None:
+                given[response.request_id] = reward
+            elif leads:
                 problem = problems[keys[response.request_id][0]]
                 # collect() below reports a failed pool on all ranks. An error raised here, on one rank, would leave
                 # the other ranks blocked in a collective.
                 with contextlib.suppress(RunError):
-                    self._pool.submit(response.request_id, problem, self._text(response))
-            if self._speculation is not None:
-                self._speculation.finished(response)
+                    self._pool.submit(response.request_id, problem, text)
             if on_finished is not None:
                 on_finished(1)
 
-        def stepped(record: StepRecord) -> None:
-            self._track.add(record)
+        def check_stop() -> None:
             if stop():
                 raise StopRequested
+
+        asked = [(request, problems[keys[request.request_id][0]]) for request in requests]
+        episodes = self._begin_episodes(asked, judge) if leads else None
+        turns = None
+        if masked is not None:
+            turns = EngineTurns(episodes, self._engine.tensor_parallel_group, self._speculation, check_stop)
+            requests = [first_turn(request, problem) for request, problem in asked]
+
+        def finished(response: Response) -> None:
+            if self._speculation is not None:
+                self._speculation.finished(response)
+            if episodes is not None:
+                episodes.finished(response)
+            elif turns is None:
+                judge(response, None, response_text(self._tokenizer, response.token_ids))
+
+        def stepped(record: StepRecord) -> None:
+            self._track.add(record)
+            check_stop()
 
         if self._speculation is not None:
             self._speculation.begin_rollout(requests, self._engine.versions.get("drafter"))
         with self._timeline.span("rollout", requests=len(requests)):
             self._track.begin_rollout()
             try:
-                responses = self._engine.generate(requests, finished, stepped, self._speculation)
+                more = {} if turns is None else {"turns": turns}
+                responses = self._engine.generate(requests, finished, stepped, self._speculation, **more)
             except StopRequested:
                 stopped = True
             finally:
                 self._track.flush()
+                if episodes is not None:
+                    episodes.close()
                 if self._speculation is not None:
-                    self._speculation.end_rollout(requests)
+                    self._speculation.end_rollout([*requests, *(turns.requests if turns else ())])
         decoded = time.perf_counter()
         with self._timeline.span("idle"):
             if while_idle is not None:
@@ -243,10 +282,12 @@ class ExperienceCollector:
             barrier()
         waited = time.perf_counter()
         with self._timeline.span("reward"), failing_together():
+            if turns is not None:
+                responses = [whole[request.request_id] for request in requests] if leads and not stopped else []
             _check_lengths(responses)
             if recording is not None and leads and not stopped:
                 append_recording(recording / f"rank_{rank():05d}.jsonl", requests, responses)
-            rewards = self._pool.collect()
+            rewards = self._pool.collect() | dict[Hashable, Reward](given)
         if stopped:
             raise StopRequested
         judged = time.perf_counter()
@@ -254,7 +295,7 @@ class ExperienceCollector:
         mine = [ScoredResponse.of(*key, r, rewards[r.request_id]) for key, r in own.items()]
         everyone = all_gather_data(mine, list[ScoredResponse])
         scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
-        batch = _batch_of(scored, own, self._engine.versions.get("policy") or 0)
+        batch = _batch_of(scored, own, self._engine.versions.get("policy") or 0, masked=masked is not None)
         if self._on_collected is not None:
             self._on_collected(problems, scored, batch)
         return scored, batch, PhaseTimes(decoded - start, waited - decoded, judged - waited)
@@ -285,11 +326,14 @@ class ExperienceCollector:
                 keys[name] = (index, sample)
         return requests, keys
 
-    def _text(self, response: Response) -> str:
-        tokens = response.token_ids
-        if tokens and tokens[-1] in self._tokenizer.stop_ids:
-            tokens = tokens[:-1]
-        return self._tokenizer.decode(list(tokens))
+    def _begin_episodes(
+        self, asked: Sequence[tuple[Request, Problem]], judge: Callable[[Response, Reward | None, str], None]
+    ) -> Episodes | None:
+        if all(problem.environment is None for _, problem in asked):
+            return None
+        if self._environments is None:
+            raise RunError("a task has an environment, but nothing here holds episodes")
+        return Episodes(asked, self._tokenizer, self._environments, judge)
 
 
 def _check_lengths(responses: Iterable[Response]) -> None:
@@ -306,11 +350,17 @@ def _check_lengths(responses: Iterable[Response]) -> None:
             )
 
 
-def _batch_of(scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Response], version: int) -> RolloutBatch:
-    """The batch of all responses, with the tokens of this rank's ``own`` responses (keyed by problem and sample)."""
+def _batch_of(
+    scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Response], version: int, *, masked: bool
+) -> RolloutBatch:
+    """The batch of all responses, with the tokens of this rank's ``own`` responses (keyed by problem and sample).
+
+    ``masked``: some may have tokens of an environment.
+    """
     held = [(i, own[s.problem, s.sample]) for i, s in enumerate(scored) if (s.problem, s.sample) in own]
     parts = [np.asarray(ids, np.int32) for _, r in held for ids in (r.prompt_token_ids, r.token_ids)]
     log_probs = [np.asarray(r.log_probs, np.float32) for _, r in held]
+    masks = [np.asarray(r.loss_mask, bool) if r.loss_mask else np.ones(len(r.token_ids), bool) for _, r in held]
     return RolloutBatch(
         prompt_lengths_N=torch.tensor([s.prompt_length for s in scored], dtype=torch.int64),
         lengths_N=torch.tensor([s.prompt_length + s.length for s in scored], dtype=torch.int64),
@@ -320,4 +370,5 @@ def _batch_of(scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Re
         held=tuple(i for i, _ in held),
         tokens_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts])),
         rollout_log_probs_G=torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
+        loss_mask_G=torch.from_numpy(np.concatenate([np.empty(0, bool), *masks])) if masked else None,
     )

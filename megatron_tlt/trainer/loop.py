@@ -16,20 +16,14 @@ from megatron_tlt.config.evaluation import EvaluationSettings
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter.folder import NEWEST_DRAFTER
+from megatron_tlt.environments.pool import EnvironmentPool
 from megatron_tlt.errors import TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
 from megatron_tlt.observe.samples import EVALUATION, GREEDY_EVALUATION, SampleRow
 from megatron_tlt.observe.timeline import Timeline
-from megatron_tlt.platform.device import (
-    initialize_distributed,
-    log_once,
-    prepare,
-    rank,
-    seed_everything,
-    warn,
-)
+from megatron_tlt.platform.device import initialize_distributed, log_once, prepare, rank, seed_everything, warn
 from megatron_tlt.platform.phase_watch import PhaseWatch
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
@@ -147,10 +141,12 @@ class Run:
         self._curriculum = CurriculumMixture(problems, curriculum, config.run.seed) if curriculum else None
         needed = sorted({*verifiers_of(config.all_tasks), *verifiers})
         self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, needed)
+        self._environments = EnvironmentPool(config.rewards.workers, config.rewards.timeout_s)
         self._collector = ExperienceCollector(
             self.engine,
             self.tokenizer,
             self._pool,
+            environments=self._environments,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
@@ -268,7 +264,7 @@ class Run:
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Runs the reward pool and the spot trainer's coordinator while steps execute."""
-        with self._pool:
+        with self._pool, self._environments:
             if self.bubble is None:
                 yield
                 return

@@ -64,6 +64,10 @@ def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_s
             "length_max": max(lengths),
             "truncated": np.mean([s.finish_reason == "length" for s in own]),
         }
+        if any(s.said is not None for s in own):
+            found["turns"] = np.mean([s.turns for s in own])
+            found["said"] = sum(s.length if s.said is None else s.said for s in own) / sum(lengths)
+            found["environment_errors"] = np.mean([s.reward.error is not None for s in own])
         metrics |= {f"task/{task}/{name}": float(value) for name, value in found.items()}
     return metrics
 

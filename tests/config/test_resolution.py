@@ -1,8 +1,10 @@
-"""pip finds versions for the whole GPU stack, as on a user's machine; nothing is downloaded but metadata."""
+"""A resolver finds versions for the whole GPU stack, from the index that users have; only metadata is downloaded.
+
+uv takes seconds where ``pip install --dry-run`` takes minutes; both follow the same rules for pins.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,42 +14,30 @@ import pytest
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 FILES = ("base.txt", "gpu.txt")
-SOURCES_ONLY = ("reasoning_gym", "math-verify")
-"""Packages with dependencies that have no wheel; pip builds them, which it can for its own Python only."""
-NO_NETWORK = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "Max retries exceeded")
+NO_NETWORK = ("error sending request", "dns error", "Connection refused", "timed out")
 
 pytestmark = pytest.mark.slow
 
 
 def resolve(folder: Path, python: str, replace: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """What pip says of an error, and name to version of everything that it would install.
-
-    This machine's settings of pip (local wheels, constraints) do not apply.
-    """
-    native = python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    """What uv says of an error, and name to version of everything that would be installed on 64-bit Linux."""
     lines = [line for name in FILES for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()]
-    pins = [line for line in lines if line and line[0] != "#" and (native or not line.startswith(SOURCES_ONLY))]
-    wanted = folder / "requirements.txt"
+    pins = [line for line in lines if line and line[0] != "#"]
+    wanted = folder / "requirements.in"
     wanted.write_text("\n".join(replace.get(pin.partition("==")[0], pin) for pin in pins))
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-q"]
-    if not native:
-        command += ["--python-version", python, "--only-binary=:all:", "--target", str(folder)]
-    report = folder / "report.json"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    environment |= {name: os.environ[name] for name in ("PIP_CERT", "PIP_INDEX_URL") if name in os.environ}
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-config"]
+    command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28", str(wanted)]
+    certificates = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
+    index = {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
     done = subprocess.run(
-        [*command, "--report", str(report), "-r", str(wanted)],
-        env=environment | {"PIP_CONFIG_FILE": os.devnull},
-        capture_output=True,
-        text=True,
-        timeout=500,
+        command, env={**os.environ, **certificates, **index}, capture_output=True, text=True, timeout=500
     )
     if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
         pytest.skip(f"no package index can be reached: {done.stderr.splitlines()[-1]}")
     if done.returncode:
         return done.stderr, {}
-    found = json.loads(report.read_text())["install"]
-    return "", {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in found}
+    pairs = (line.split("==") for line in done.stdout.splitlines() if "==" in line)
+    return "", {name.lower(): version.split()[0] for name, version in pairs}
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
@@ -60,4 +50,4 @@ def test_the_gpu_stack_resolves(python: str, tmp_path: Path) -> None:
 def test_pins_that_contradict_each_other_are_found(tmp_path: Path) -> None:
     """numba 0.61 refuses numpy 2.3; numba compiles the n-gram and suffix drafters."""
     error, _ = resolve(tmp_path, "3.12", {"numba": "numba==0.61.0"})
-    assert "ResolutionImpossible" in error or "conflict" in error, error
+    assert "No solution found" in error and "numba==0.61.0" in error, error

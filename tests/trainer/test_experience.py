@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
 from megatron_tlt.config.task import TaskConfig
-from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_tlt.data.tokenizer import Tokenizer, load_tokenizer, response_text
 from megatron_tlt.data.tokenizer_training import train_tokenizer
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
@@ -59,11 +59,10 @@ def test_whichever_token_ended_a_response_is_not_in_its_text(tmp_path: Path) -> 
     (turn_ends,) = plain.encode("+")  # as in chat models, whose turns end with another token than their sequences
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [plain.eos_id, turn_ends]}))
     tokenizer = load_tokenizer(tmp_path)
-    collector = collector_with(tokenizer)
     answer = tuple(tokenizer.encode("sum 1+2"))
     for end in tokenizer.stop_ids:
-        assert collector._text(Response("0-0", (), (*answer, end), (), "stop", 0.0)) == "sum 1+2"
-    assert collector._text(Response("0-0", (), answer, (), "length", 0.0)) == "sum 1+2"
+        assert response_text(tokenizer, (*answer, end)) == "sum 1+2"
+    assert response_text(tokenizer, answer) == "sum 1+2"
 
 
 def test_a_run_leaves_out_the_prompts_that_its_collector_would_refuse(tmp_path: Path) -> None:

@@ -208,7 +208,10 @@ def main(given_json: str, work: str, out: str) -> None:
     parallel_state.initialize_model_parallel()
     if hasattr(experience, "encode_prompt"):  # older releases encode elsewhere
         experience.encode_prompt = lambda tokenizer, problem: list(range(PROMPT_TOKENS))
-    experience.ExperienceCollector._text = lambda self, response: ""  # type: ignore[method-assign]
+    if hasattr(experience, "response_text"):
+        experience.response_text = lambda tokenizer, token_ids: ""
+    else:
+        setattr(experience.ExperienceCollector, "_text", lambda self, response: "")  # noqa: B010
     measure(GROUP * 4, 64)  # what is imported and allocated once
     ranks = all_gather_data(measure(given["responses"], given["tokens"]), dict[str, float])
     if rank() == 0:
