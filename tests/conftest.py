@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _MARKERS = (
-    "slow: takes long; only `tests/run.sh --all` runs it",
+    "slow(seconds=0): takes long; only `tests/run.sh --all` runs it, those that say how long before the others",
     "distributed: starts several processes; only `tests/run.sh --all` runs it, unless it is marked representative",
     "representative(kind): stands for its kind; the contributor's tier runs it although it is distributed or slow",
     "cpu_patch: losslessness at temperature > 0; on CPU builds it must fail without megatron_tlt.rollout.vllm_patches",
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast tests first: plain, then those that start processes, then slow ones (stable within each)."""
     config.stash[_LEFT_OUT] = sum(not _in_contributors_tier(item) for item in items)
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, _starts_processes(item)))
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, _starts_processes(item), -_seconds(item)))
     if not config.getoption("--without-cpu-patch"):
         return
     patched = [item for item in items if item.get_closest_marker("cpu_patch")]
@@ -76,6 +76,12 @@ def pytest_sessionstart() -> None:  # before test modules import what it replace
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.option.markexpr == "representative":
         terminalreporter.line(f"The contributor's tier leaves {config.stash[_LEFT_OUT]} tests to tests/run.sh --all.")
+
+
+def _seconds(item: pytest.Item) -> float:
+    """What a slow test says that it takes; the longest of two workers' tests must not be the last."""
+    marker = item.get_closest_marker("slow")
+    return marker.args[0] if marker is not None and marker.args else 0.0
 
 
 def _starts_processes(item: pytest.Item) -> bool:

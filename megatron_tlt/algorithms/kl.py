@@ -43,12 +43,16 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def kl_per_sample(batch: RolloutBatch, estimator: str) -> torch.Tensor:
-    """The estimates of KL(old policy || reference) summed over each of the H held responses, (H, 1) float64."""
+    """The estimates of KL(old policy || reference) summed over each of the H held responses, (H, 1) float64.
+
+    Tokens outside the loss mask are not counted.
+    """
     estimate = ESTIMATORS[estimator]
     sums_H1 = torch.zeros(len(batch.held), 1, dtype=torch.float64)
     for row, sample in zip(sums_H1, batch.held, strict=True):
         old, reference = (
             batch.response(name, sample).double() for name in ("old_log_probs_G", "reference_log_probs_G")
         )
-        row[0] = estimate(old, reference).sum()
+        kl = estimate(old, reference)
+        row[0] = (kl if batch.loss_mask_G is None else kl[batch.response("loss_mask_G", sample)]).sum()
     return sums_H1

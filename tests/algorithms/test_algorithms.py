@@ -181,3 +181,7 @@ def test_kl_is_summed_over_each_response() -> None:
     )
     assert kl_per_sample(batch, "k1")[:, 0].tolist() == [0.5, 1.0]
     assert kl_per_sample(batch, "k2")[:, 0].tolist() == [0.125, 0.5]
+    first = torch.zeros(len(batch.old_log_probs_G), dtype=torch.bool)  # as of an environment's tokens
+    first[0] = True
+    assert kl_per_sample(batch.with_columns(loss_mask_G=~first), "k1")[1:, 0].tolist() == [1.0]
+    assert kl_per_sample(batch.with_columns(loss_mask_G=first), "k1")[1:, 0].tolist() == [0.0]

@@ -23,12 +23,17 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.experience import one_request_each
 from tests.helpers.samples import Sample, batch_of, log_probs_of_all
 
-PROMPTS, TOKENS, DRAFTS = 50, 20, 3
+PROMPTS, TOKENS, DRAFTS = 50, 12, 3
 CONFIG = Path(__file__).resolve().parents[3] / "launch" / "smollm2-135m-cpu.yaml"
 ROLLOUT = RolloutConfig(
     max_prompt_tokens=96,
     max_response_tokens=TOKENS,
-    vllm={"dtype": "float32", "max_num_seqs": PROMPTS, "num_gpu_blocks_override": 120},
+    vllm={
+        "dtype": "float32",
+        "max_num_seqs": PROMPTS,
+        "max_num_batched_tokens": 1024,
+        "num_gpu_blocks_override": 120,
+    },
 )
 
 
@@ -112,7 +117,7 @@ def main(folder: Path, work: Path) -> None:
         return one_request_each(problems, tokenizer, SamplingSpec(temperature, max_tokens=TOKENS), "r")
 
     greedy, drafted = greedy_responses(folder, work, requests(0.0))
-    sampled = log_probs(folder, requests(1.0)[:16])
+    sampled = log_probs(folder, requests(1.0)[:8])
     (work / "out.json").write_text(json.dumps({"greedy": greedy, "drafted": drafted, "log_probs": sampled}))
 
 
