@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.helpers import put_back
 # before any test module imports torch or vLLM; subprocesses inherit it
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; subprocesses inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MARKERS = (
     "slow(seconds=0): takes long; only `tests/run.sh --all` runs it, those that say how long before the others",
