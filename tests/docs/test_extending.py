@@ -17,7 +17,8 @@ from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.bench.tiny_models import family_config
 from megatron_tlt.cli.preflight import load_checked
 from megatron_tlt.config.schema import AlgorithmConfig, RolloutConfig
-from megatron_tlt.config.task import TaskConfig
+from megatron_tlt.config.task import EnvironmentConfig, TaskConfig
+from megatron_tlt.environments.pool import EnvironmentPool
 from megatron_tlt.models import families
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_architecture
 from megatron_tlt.models.weight_map import WeightMap
@@ -29,7 +30,7 @@ from tests.helpers.user_code import add_module
 
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), re.DOTALL)
 PYTHON = {code.partition("\n")[0].removeprefix("# "): code for language, code in BLOCKS if language == "python"}
-(CONFIG,) = (yaml.safe_load(code) for language, code in BLOCKS if language == "yaml")
+CONFIG, TURNS = (yaml.safe_load(code) for language, code in BLOCKS if language == "yaml")
 TASKS = [TaskConfig.model_validate(task) for task in CONFIG["tasks"]]
 
 
@@ -47,6 +48,7 @@ def test_every_example_is_short_and_names_its_file() -> None:
     assert set(PYTHON) == {
         "mypackage/rewards.py",
         "mypackage/tasks.py",
+        "mypackage/environments.py",
         "mypackage/algorithms.py",
         "mypackage/engines.py",
         "mypackage/heads.py",
@@ -92,6 +94,25 @@ def test_a_function_is_a_task_too() -> None:
     task = TaskConfig(kind="python", name="mypackage.tasks.doubled", params={"largest": 500})
     problems = build_sources([task], "train", 0).problems(0, 50)
     assert all(f"Double {int(problem.answer) // 2}." == problem.prompt for problem in problems)
+
+
+def test_the_environments_pass_the_checks_and_answer_turns(tmp_path: Path) -> None:
+    path = tmp_path / "turns.yaml"
+    rollout = {"max_prompt_tokens": 128, "max_response_tokens": 512}
+    path.write_text(yaml.safe_dump({**TURNS, "model": {"recipe": {}}, "rollout": rollout}))
+    (task,) = load_checked(path, starts=False).tasks
+    assert task.environment is not None and task.environment.name == "calculator"
+    guess = EnvironmentConfig(name="mypackage.environments.Guess", params={"limit": 8})
+    answers = []
+    with EnvironmentPool(1, 20.0) as pool:
+        key = pool.start(build_sources([task], "train", 0).problems(0, 1)[0], guess, seed=13)
+        for turn in ("4", "6", "5"):
+            pool.step(key, turn)
+            while not (taken := pool.take(20.0)):
+                pass
+            answers += taken
+    assert [answer.text for _, answer in answers] == ["too low", "too high", None]
+    assert answers[-1][1].reward == Reward(1.0, True)
 
 
 def test_the_algorithm_gives_credit_and_a_gradient() -> None:

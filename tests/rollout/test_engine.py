@@ -15,6 +15,7 @@ from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.rollout.vllm_weights import read_weights
 from megatron_tlt.speculation.strategy import OFF, StepRecord
 from tests.helpers.launch import run_python
 from tests.helpers.tiny_models import build_qwen2, greedy, load_qwen2, logits_of, processed_log_probs
@@ -250,14 +251,14 @@ def test_weights_in_a_layer_of_an_unknown_kind_are_named(engine: VllmEngine) -> 
     model.model.extra = torch.nn.LayerNorm(4)
     try:
         with pytest.raises(RunError, match=r"model\.extra\.weight is in a layer of kind LayerNorm"):
-            list(engine.read_weights())
+            list(read_weights(model))
     finally:
         del model.model.extra
     scales = model.model.layers[0].mlp.down_proj
     scales.register_parameter("weight_scale", torch.nn.Parameter(torch.ones(1), requires_grad=False))
     try:
         with pytest.raises(RunError, match=r"layers\.0\.mlp\.down_proj\.weight_scale"):
-            list(engine.read_weights())
+            list(read_weights(model))
     finally:
         del scales.weight_scale
 

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -92,15 +92,17 @@ def whole_tensors() -> WholeTensors:
     return WholeTensors(dict.fromkeys(names, (ROWS, COLUMNS)), {name: i % 2 for i, name in enumerate(names)})
 
 
-def held(whole: WholeTensors, version: int, dtype: torch.dtype, missing: str) -> Iterator[tuple[Span, torch.Tensor]]:
+def held(whole: WholeTensors, version: int, dtype: torch.dtype, missing: str) -> list[tuple[Span, torch.Tensor]]:
     """This rank's halves of its stage's tensors."""
     stage, half = divmod(rank(), 2)
+    views = []
     for index, (name, shape) in enumerate(whole.shapes.items()):
         if index * 2 // TENSORS == stage and name != missing:
             dim = whole.cut_dims[name]
             share = shape[dim] // 2
             view = values(name, shape, version).narrow(dim, half * share, share)
-            yield Span(name, half * share, share), view.to(dtype)
+            views.append((Span(name, half * share, share), view.to(dtype)))
+    return views
 
 
 def main(engine_tp: int, actor_dtype: str, engine_dtype: str, staging_kb: int, fault: str, out: str) -> None:
