@@ -29,10 +29,14 @@ if ((${#arguments[@]})); then tier=arguments; fi
 
 setup_env dev || exit $?
 system_packages
-# vLLM's second model runner runs on a CPU by Triton's interpreter; a folder of its own, as other tests must not see it
-if [[ $tier == all && ! -d "$root/.venv/triton/triton" ]]; then
-    "$root/.venv/bin/python" -m pip install --quiet --no-deps --target "$root/.venv/triton" -r "$root/requirements/triton.txt" ||
-        echo "[set-up] pip could not install triton; tests of the second model runner are skipped"
+# vLLM's second model runner runs on a CPU by Triton's interpreter, and one environment needs the verifiers library.
+# Each has a folder of its own, as other tests must not see them.
+if [[ $tier == all ]]; then
+    for name in triton verifiers; do
+        [[ -d "$root/.venv/$name/$name" ]] ||
+            "$root/.venv/bin/python" -m pip install --quiet --no-deps --target "$root/.venv/$name" -r "$root/requirements/$name.txt" ||
+            echo "[set-up] pip could not install $name; its tests are skipped"
+    done
 fi
 if $setup_only; then exit 0; fi
 

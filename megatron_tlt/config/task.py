@@ -30,7 +30,8 @@ class EnvironmentConfig(Section):
     ``name`` is one of ``environments.registry.ENVIRONMENTS`` or the import path of a class; ``params`` are its
     arguments. A response has at most ``max_turns`` turns, of at most ``max_turn_tokens`` tokens each, and
     ``rollout.max_response_tokens`` tokens in all, the environment's included. A text in ``stop`` ends a turn, besides
-    the tokenizer's stop tokens. In chats the environment's answers are messages of ``role``.
+    the tokenizer's stop tokens. In chats the environment's answers are messages of ``role``, and the chat template
+    shows the environment's tools, unless ``tools_in_prompt`` is false.
     """
 
     name: str
@@ -39,6 +40,7 @@ class EnvironmentConfig(Section):
     max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: tuple[str, ...] = ()
     role: Literal["user", "tool"] = "user"
+    tools_in_prompt: bool = True
 
 
 class TaskConfig(Section):

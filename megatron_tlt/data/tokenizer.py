@@ -17,6 +17,8 @@ META_FILE = "tokenizer_meta.json"  # marks the folder's tokenizer.model as ours,
 META_FORMAT = "megatron_tlt.sentencepiece.v1"
 HF_FILES = ("tokenizer.json", "tokenizer_config.json")
 _BATCH = 1000  # number of prompts tokenized at a time
+Messages = list[dict[str, str]]
+Tools = list[dict[str, Any]]
 _NO_TEMPLATE = "{}: its tokenizer has no chat template; allowed: one with a template, or prompts that are plain text"
 
 
@@ -50,13 +52,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """The text of ids; special tokens (end of sequence, padding) are dropped, or shown by name on request."""
 
-    def chat_text(self, messages: list[dict[str, str]], *, answered: bool = False) -> str:
+    def chat_text(self, messages: Messages, *, answered: bool = False, tools: Tools | None = None) -> str:
         """Formats chat messages with the chat template, up to the start of the answer.
 
-        With ``answered`` the last message is the answer, up to what the template adds after it.
+        With ``answered`` the last message is the answer, up to what the template adds after it. The template shows
+        ``tools``, in the form of ``transformers``.
 
         Raises:
-            ConfigError: there is no chat template, or the template rejects the messages.
+            ConfigError: there is no chat template, it rejects the messages, or it does not show the tools.
         """
 
     def save(self, folder: Path) -> None:
@@ -108,7 +111,7 @@ class SentencePieceTokenizer:
             for special, run in runs
         )
 
-    def chat_text(self, messages: list[dict[str, str]], *, answered: bool = False) -> str:
+    def chat_text(self, messages: Messages, *, answered: bool = False, tools: Tools | None = None) -> str:
         raise ConfigError(_NO_TEMPLATE.format(self._folder))
 
     def save(self, folder: Path) -> None:
@@ -162,14 +165,22 @@ class HuggingFaceTokenizer:
         ids = [int(i) for i in ids]
         return str(self._hf.decode(ids, skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False))
 
-    def chat_text(self, messages: list[dict[str, str]], *, answered: bool = False) -> str:
+    def chat_text(self, messages: Messages, *, answered: bool = False, tools: Tools | None = None) -> str:
         if not self.has_chat_template:
             raise ConfigError(_NO_TEMPLATE.format(self._folder))
         try:
-            return str(self._hf.apply_chat_template(messages, add_generation_prompt=not answered, tokenize=False))
+            text = self._hf.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=not answered, tokenize=False
+            )
         except Exception as error:  # a template is a program and may raise any error
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(f"the chat template of {self._folder} refuses the messages: {reason[0]}") from error
+        if tools and any(tool["function"]["name"] not in text for tool in tools):
+            raise ConfigError(
+                f"the chat template of {self._folder} does not show tools; allowed: a template that does, or "
+                "tasks[].environment.tools_in_prompt: false with a system prompt that describes them"
+            )
+        return str(text)
 
     def save(self, folder: Path) -> None:
         self._hf.save_pretrained(str(folder))
@@ -227,7 +238,7 @@ def prompt_text(tokenizer: Tokenizer, problem: Problem) -> str:
         ConfigError: the problem has messages, but the tokenizer has no chat template or its template rejects them.
     """
     messages = problem.metadata.get("messages")
-    return problem.prompt if messages is None else tokenizer.chat_text(messages)
+    return problem.prompt if messages is None else tokenizer.chat_text(messages, tools=problem.tools)
 
 
 def response_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -6,9 +6,12 @@ import ast
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from megatron_tlt.environments.interface import Observation
-from megatron_tlt.tasks.types import Problem
+
+if TYPE_CHECKING:
+    from megatron_tlt.tasks.types import Problem
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,

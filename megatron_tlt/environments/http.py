@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import urllib.request
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.environments.interface import Observation
-from megatron_tlt.tasks.types import Problem
+
+if TYPE_CHECKING:
+    from megatron_tlt.tasks.types import Problem
 
 
 class HttpEnvironment:

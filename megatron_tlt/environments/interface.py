@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_tlt.tasks.types import Problem
+if TYPE_CHECKING:
+    from megatron_tlt.tasks.types import Problem
 
 
 @dataclass(frozen=True)

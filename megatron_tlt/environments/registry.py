@@ -7,14 +7,20 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_tlt.config.import_path import is_import_path, load_object, one_line
-from megatron_tlt.config.task import TaskConfig
+from megatron_tlt.config.task import EnvironmentConfig, TaskConfig
 from megatron_tlt.environments.calculator import Calculator
 from megatron_tlt.environments.http import HttpEnvironment
 from megatron_tlt.environments.search import Search
 from megatron_tlt.environments.tools import ToolEnvironment, tools_of
+from megatron_tlt.environments.verifiers_library import VerifiersEnvironment
 from megatron_tlt.errors import ConfigError
 
-ENVIRONMENTS: dict[str, type] = {"calculator": Calculator, "search": Search, "http": HttpEnvironment}
+ENVIRONMENTS: dict[str, type] = {
+    "calculator": Calculator,
+    "search": Search,
+    "http": HttpEnvironment,
+    "verifiers": VerifiersEnvironment,
+}
 """By name in ``tasks[].environment.name``."""
 
 
@@ -46,6 +52,21 @@ def load_environment(name: str, params: Mapping[str, Any], key: str) -> Callable
     return lambda: ToolEnvironment(found(**params))
 
 
+def tool_schemas(environment: EnvironmentConfig, key: str) -> list[dict[str, Any]] | None:
+    """What a chat template shows of an environment's tools; None without tools or with ``tools_in_prompt: false``.
+
+    Raises:
+        ConfigError: as :func:`load_environment`; or a tool cannot be described.
+    """
+    made = load_environment(environment.name, environment.params, key)()
+    if not environment.tools_in_prompt or not hasattr(made, "tool_schemas"):
+        return None
+    try:
+        return made.tool_schemas() or None
+    except ConfigError as error:
+        raise ConfigError(f"{key}.name: {environment.name}: {error}") from error
+
+
 def environment_problems(tasks: Iterable[TaskConfig], *, recording: bool = False) -> list[str]:
     """One line per task whose environment cannot be made, or whose responses cannot be recorded."""
     lines = []
@@ -54,7 +75,7 @@ def environment_problems(tasks: Iterable[TaskConfig], *, recording: bool = False
         if task.environment is None:
             continue
         try:
-            load_environment(task.environment.name, task.environment.params, key)
+            tool_schemas(task.environment, key)
         except ConfigError as error:
             lines.append(str(error))
         if recording:

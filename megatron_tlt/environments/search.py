@@ -7,10 +7,13 @@ import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_tlt.environments.interface import Observation
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.tasks.types import Problem
+
+if TYPE_CHECKING:
+    from megatron_tlt.tasks.types import Problem
 
 _WORD = re.compile(r"\w+")
 

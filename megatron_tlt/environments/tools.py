@@ -6,10 +6,14 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.config.import_path import one_line
 from megatron_tlt.environments.interface import Observation
-from megatron_tlt.tasks.types import Problem
+from megatron_tlt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_tlt.tasks.types import Problem
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OWN = frozenset({"reset", "get_reward", "close"})
@@ -27,6 +31,25 @@ class ToolEnvironment:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._tools = tools_of(inner)
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """What a chat template shows of the tools: name, description, and parameters as a JSON schema, sorted by name.
+
+        Raises:
+            ConfigError: a tool lacks type hints or a docstring that describes its arguments.
+        """
+        from transformers.utils import get_json_schema
+
+        schemas = []
+        for name, method in self._tools.items():
+            try:
+                schemas.append(get_json_schema(method))
+            except Exception as error:  # transformers has its own for hints and for docstrings
+                raise ConfigError(
+                    f"tool {name} cannot be described: {one_line(error)}; allowed: type hints and a docstring with "
+                    "Args, or tools_in_prompt: false"
+                ) from error
+        return schemas
 
     async def reset(self, problem: Problem, seed: int) -> None:
         """See ``Environment.reset``."""
@@ -58,6 +81,25 @@ class ToolEnvironment:
             return str(await _result(self._tools[name](**arguments)))
         except Exception as error:  # of the policy's JSON or of a tool: the policy reads what is wrong
             return f"error: {type(error).__name__}: {error}"
+
+
+def find_calls(turn: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each well-formed call of a turn, in order."""
+    found = []
+    for text in _CALL.findall(turn):
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        if isinstance(name, str) and isinstance(arguments, dict):
+            found.append((name, arguments))
+    return found
+
+
+def without_calls(turn: str) -> str:
+    """A turn's text around its calls."""
+    return _CALL.sub("", turn).strip()
 
 
 def tools_of(inner: Any) -> dict[str, Callable[..., Any]]:

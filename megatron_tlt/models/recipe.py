@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_tlt.config.model import require_model_folder
 from megatron_tlt.config.schema import ArchitectureConfig, RecipeConfig, TltConfig
+from megatron_tlt.config.task import TaskConfig
 
 RECIPE_FILE = "recipe.json"
 _DIGESTED_BYTES = 1 << 20
@@ -38,14 +39,19 @@ def recipe_description(config: TltConfig) -> str:
         "recipe": recipe.model_dump(mode="json", exclude={"cache_dir": True, "base": True, "supervised": {"data"}}),
         **({} if recipe.base is None else {"base": _contents(recipe.base)}),
         **({"conversations": data} if (data := _digests(recipe.supervised.data)) else {}),
-        # solutions are not verified: use the verifier that earlier releases wrote here
-        "tasks": [{**task.model_dump(mode="json"), "verifier": "math"} for task in config.tasks],
+        "tasks": [_task(task) for task in config.tasks],
         "world_size": config.launcher.world_size,
         "megatron": config.actor.megatron,
         **warm_up_optimizer(config),
         **({"solutions": "in the answer format"} if formatted else {}),
     }
     return json.dumps(parts, sort_keys=True, indent=1)
+
+
+def _task(task: TaskConfig) -> dict[str, Any]:
+    """As earlier releases wrote it, so that their folders are found: solutions are not verified."""
+    fields = {**task.model_dump(mode="json"), "verifier": "math"}
+    return fields if task.environment is not None else {k: v for k, v in fields.items() if k != "environment"}
 
 
 def recipe_folder(config: TltConfig) -> Path:

@@ -174,7 +174,7 @@ def evaluation_problems(
 
 
 def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, limit: PromptLimit | None) -> Source:
-    wording = Wording.of(task)
+    wording = Wording.of(task, key)
     if task.kind == "file":
         assert task.path is not None  # required by the schema
         for name, file in (("path", task.path), ("held_out_path", task.held_out_path)):

@@ -14,7 +14,7 @@ class Problem:
     ``rewards.VERIFIERS`` or a function's import path; ``metadata`` is its input in addition to ``answer``, of JSON
     types. ``solution`` is a step-by-step response ending in the answer, for supervised warm-up, if the task provides
     one. ``recurs`` is False if a run never repeats the problem. ``environment`` is the task's section, if its responses
-    have several turns.
+    have several turns; ``tools`` are those that the chat template shows, each with a JSON schema.
     """
 
     uid: str
@@ -26,3 +26,4 @@ class Problem:
     solution: str | None = None
     recurs: bool = True
     environment: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.environments.registry import tool_schemas
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.types import Problem
 
@@ -31,6 +32,7 @@ class Wording:
         chat: make a plain prompt a user message for the model's chat template.
         answer_format: the place of the answer for the verifier; None for its own rules.
         environment: the task's section of this name, as plain data; None: a response has one turn.
+        tools: the environment's tools for the chat template.
     """
 
     system_prompt: str | None = None
@@ -38,10 +40,15 @@ class Wording:
     chat: bool = False
     answer_format: str | None = None
     environment: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
     @classmethod
-    def of(cls, task: TaskConfig) -> Wording:
-        """From a task's config."""
+    def of(cls, task: TaskConfig, key: str) -> Wording:
+        """From a task's config at ``key``.
+
+        Raises:
+            ConfigError: the environment cannot be made, or its tools cannot be described.
+        """
         default = INSTRUCTIONS[task.answer_format] if task.answer_format is not None else ""
         return cls(
             task.system_prompt,
@@ -49,6 +56,7 @@ class Wording:
             task.chat,
             task.answer_format,
             None if task.environment is None else task.environment.model_dump(mode="json"),
+            None if task.environment is None else tool_schemas(task.environment, f"{key}.environment"),
         )
 
     def apply(self, problem: Problem) -> Problem:
@@ -73,7 +81,7 @@ class Wording:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if messages is not None:
             metadata["messages"] = messages
-        return replace(problem, prompt=text, metadata=metadata, environment=self.environment)
+        return replace(problem, prompt=text, metadata=metadata, environment=self.environment, tools=self.tools)
 
     def _instructed(self, text: str) -> str:
         return f"{text}\n\n{self.instruction}" if self.instruction else text

@@ -16,9 +16,11 @@ from megatron_tlt.algorithms.losses import LossInputs
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.bench.tiny_models import family_config
 from megatron_tlt.cli.preflight import load_checked
+from megatron_tlt.config.import_path import load_object
 from megatron_tlt.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_tlt.config.task import EnvironmentConfig, TaskConfig
 from megatron_tlt.environments.pool import EnvironmentPool
+from megatron_tlt.environments.verifiers_library import VerifiersRows
 from megatron_tlt.models import families
 from megatron_tlt.models.hf_folder import SafetensorsFolder, read_architecture
 from megatron_tlt.models.weight_map import WeightMap
@@ -30,7 +32,7 @@ from tests.helpers.user_code import add_module
 
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), re.DOTALL)
 PYTHON = {code.partition("\n")[0].removeprefix("# "): code for language, code in BLOCKS if language == "python"}
-CONFIG, TURNS = (yaml.safe_load(code) for language, code in BLOCKS if language == "yaml")
+CONFIG, TURNS, LIBRARY = (yaml.safe_load(code) for language, code in BLOCKS if language == "yaml")
 TASKS = [TaskConfig.model_validate(task) for task in CONFIG["tasks"]]
 
 
@@ -113,6 +115,10 @@ def test_the_environments_pass_the_checks_and_answer_turns(tmp_path: Path) -> No
             answers += taken
     assert [answer.text for _, answer in answers] == ["too low", "too high", None]
     assert answers[-1][1].reward == Reward(1.0, True)
+    (rows,) = LIBRARY["tasks"]
+    assert rows["params"] == rows["environment"]["params"]
+    assert load_object(rows["name"], "name", callable, "class", "a class") is VerifiersRows
+    TaskConfig.model_validate(rows)
 
 
 def test_the_algorithm_gives_credit_and_a_gradient() -> None:

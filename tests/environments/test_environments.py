@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.config.task import TaskConfig
+from megatron_tlt.data.tokenizer import load_tokenizer, prompt_text
 from megatron_tlt.environments.calculator import Calculator, calculate
 from megatron_tlt.environments.http import HttpEnvironment
 from megatron_tlt.environments.interface import Observation
@@ -22,7 +23,9 @@ from megatron_tlt.environments.registry import environment_problems, load_enviro
 from megatron_tlt.environments.search import Search
 from megatron_tlt.environments.tools import ToolEnvironment
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks import build_sources
 from megatron_tlt.tasks.types import Problem
+from tests.helpers.chat import TEMPLATE, chat_folder
 
 PROBLEM = Problem("p/1", "p", "What is 2 + 3?", "5", "math", {"low": 3})
 
@@ -46,6 +49,21 @@ class Counter:
 
     def get_reward(self) -> float:
         return float(self._count == int(self._answer))
+
+
+class Weather:
+    """Tools that a chat template can show."""
+
+    def reset(self) -> None: ...
+
+    def look_up(self, city: str, days: int = 1) -> str:
+        """Looks up the weather.
+
+        Args:
+            city: its name.
+            days: how many days from now.
+        """
+        return f"{city}: sun"
 
 
 class Neither:
@@ -150,7 +168,10 @@ def test_an_environment_behind_http() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"name": "nothing"}, "unknown environment 'nothing'; allowed: calculator, http, search, or the import path"),
+        (
+            {"name": "nothing"},
+            "unknown environment 'nothing'; allowed: calculator, http, search, verifiers, or the ",
+        ),
         ({"name": "calculator", "params": {"x": 1}}, r"environment.params: found {'x': 1}; calculator refuses them"),
         ({"name": "tests.environments.test_environments.Neither"}, "has neither a method step nor any tool"),
         ({"name": "tests.environments.test_environments.NoReset"}, "has no method reset"),
@@ -161,6 +182,33 @@ def test_what_is_no_environment_is_refused_by_key(environment: dict[str, Any], m
     task = TaskConfig.model_validate({"name": "gcd", "environment": environment})
     (line,) = environment_problems([TaskConfig(name="gcd"), task])
     assert line.startswith("tasks[1].environment") and message in line.replace("\\", "")
+
+
+def test_the_chat_template_shows_tools(tmp_path: Path) -> None:
+    name = "tests.environments.test_environments.Weather"
+    task = TaskConfig.model_validate({"name": "gcd", "chat": True, "environment": {"name": name}})
+    problem = build_sources([task], "train", 0).problems(0, 1)[0]
+    (tool,) = problem.tools or ()
+    assert tool["function"]["name"] == "look_up" and tool["function"]["parameters"]["required"] == ["city"]
+    shows = "{% for t in tools or [] %}[{{ t.function.name }}: {{ t.function.description }}]{% endfor %}" + TEMPLATE
+    text = prompt_text(load_tokenizer(chat_folder(tmp_path / "shows", shows)), problem)
+    assert text.startswith("[look_up: Looks up the weather.]user:")
+    ignores = load_tokenizer(chat_folder(tmp_path / "ignores"))
+    with pytest.raises(ConfigError, match=r"does not show tools; allowed: .*tools_in_prompt: false"):
+        prompt_text(ignores, problem)
+    task = TaskConfig.model_validate(
+        {"name": "gcd", "chat": True, "environment": {"name": name, "tools_in_prompt": False}}
+    )
+    assert prompt_text(ignores, build_sources([task], "train", 0).problems(0, 1)[0]).startswith("user:")
+
+
+def test_tools_without_a_description_are_refused() -> None:
+    counter = {"name": "tests.environments.test_environments.Counter", "params": {"start": 1}}
+    task = TaskConfig.model_validate({"name": "gcd", "environment": counter})
+    (line,) = environment_problems([task])
+    assert line.startswith("tasks[0].environment.name: ") and "tool add cannot be described: " in line
+    allowed = {**counter, "tools_in_prompt": False}
+    assert environment_problems([TaskConfig.model_validate({"name": "gcd", "environment": allowed})]) == []
 
 
 def test_responses_of_environments_are_not_recorded() -> None:
