@@ -22,7 +22,7 @@ class PolicyScores(NamedTuple):
     Args:
         samples: indices, ascending.
         log_probs_G: of the response tokens, concatenated over samples, float32.
-        entropy_sums_H: sum of the entropies (nats) over a response's tokens, float64.
+        entropy_sums_H: sum of the entropies (nats) over a response's tokens in the loss mask, float64.
     """
 
     samples: tuple[int, ...]
@@ -41,8 +41,15 @@ def assemble_scores(batch: RolloutBatch, samples: Iterable[int], collected: Iter
     sums_H = torch.zeros(len(order), dtype=torch.float64)
     if rows:
         torch.cat([rows[i][0] for i in order], out=log_probs_G)
-        sums_H = torch.stack([rows[i][1].double().sum() for i in order])
+        sums_H = torch.stack([entropy_sum(batch, i, rows[i][1]) for i in order])
     return PolicyScores(order, _from_last_stage(log_probs_G), _from_last_stage(sums_H))
+
+
+def entropy_sum(batch: RolloutBatch, sample: int, entropies: torch.Tensor) -> torch.Tensor:
+    """The sum over a sample's response ``entropies`` (nats) in the loss mask: float64, no dimension."""
+    if batch.loss_mask_G is not None:
+        entropies = entropies[batch.response("loss_mask_G", sample)]
+    return entropies.double().sum()
 
 
 def _from_last_stage(values: torch.Tensor) -> torch.Tensor:

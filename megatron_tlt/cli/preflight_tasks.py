@@ -68,7 +68,7 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
             except ConfigError as error:
                 found.add(error)
     found.add(verifier_problems(config.tasks))
-    found.add(environment_problems(config.tasks, recording=config.observe.recording))
+    found.add(environment_problems(config.tasks))
     for position, task in enumerate(config.tasks):
         if task.kind == "file":
             found.add(list(_rows(config, f"tasks[{position}]", task, has_tokenizer=lengths is not None)))

@@ -67,8 +67,8 @@ def tool_schemas(environment: EnvironmentConfig, key: str) -> list[dict[str, Any
         raise ConfigError(f"{key}.name: {environment.name}: {error}") from error
 
 
-def environment_problems(tasks: Iterable[TaskConfig], *, recording: bool = False) -> list[str]:
-    """One line per task whose environment cannot be made, or whose responses cannot be recorded."""
+def environment_problems(tasks: Iterable[TaskConfig]) -> list[str]:
+    """One line per task whose environment cannot be made or described."""
     lines = []
     for position, task in enumerate(tasks):
         key = f"tasks[{position}].environment"
@@ -78,8 +78,6 @@ def environment_problems(tasks: Iterable[TaskConfig], *, recording: bool = False
             tool_schemas(task.environment, key)
         except ConfigError as error:
             lines.append(str(error))
-        if recording:
-            lines.append(f"observe.recording: found true; {key} gives rewards that a replay lacks; allowed: false")
     return lines
 
 

@@ -92,7 +92,7 @@ METRICS: dict[str, Metric] = {
     "task/<task>/turns": M("", "turns per response, of a task with an environment"),
     "task/<task>/said": M("share", "response tokens that the policy said; the others are the environment's"),
     "task/<task>/environment_errors": M("share", "responses that an error or time limit of the environment ended"),
-    "task/<task>/entropy": M("nats", "entropy per response token, before the update"),
+    "task/<task>/entropy": M("nats", "entropy per response token that is trained on, before the update"),
     "task/<task>/eval_pass_at_1": M("share", "eval/pass_at_1 of this task's held-out problems"),
     # time
     "time/total": M(
@@ -150,7 +150,7 @@ METRICS: dict[str, Metric] = {
     "correction/zero_weight_share": M("share", "response tokens outside of token_bounds"),
     "correction/rejected_token_share": M("share", "response tokens of rejected responses"),
     "correction/rejected_share": M("share", "responses left out of the loss"),
-    "rollout/entropy": M("nats", "entropy per response token, before the update"),
+    "rollout/entropy": M("nats", "entropy per response token that is trained on, before the update"),
     "mismatch/mean_abs": M(
         "nats",
         "|actor - rollout| log-probability per token",

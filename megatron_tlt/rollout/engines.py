@@ -72,7 +72,7 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
     if config.speculation.enabled and not can.speculation:
         yield f"speculation.enabled: found true; engine {name} does not speculate; allowed: false"
     several = [task.name for task in config.all_tasks if task.environment is not None]
-    if several and not can.turns:
+    if several and not (can.turns or can.whole_episodes):
         yield f"tasks.environment: {several[0]} has one; engine {name} answers a request once; allowed: null"
     if rollout.tensor_parallel_size > 1 and not can.tensor_parallel:
         size = rollout.tensor_parallel_size

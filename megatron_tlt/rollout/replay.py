@@ -6,7 +6,9 @@ A recording is a JSON-lines file, or a folder of ``*.jsonl`` files, with one res
 - ``prompt_token_ids`` (list of P integers), ``sample`` (its number among the responses to a problem, from 0);
 - ``token_ids`` (list of T integers, at least 1), ``log_probs`` (T numbers, each at most 0: the natural logarithm of
   the token's probability under the distribution that it was sampled from);
-- ``finish_reason`` (optional, ``stop`` unless given) and ``seed`` (optional: that of the request it answered).
+- ``finish_reason`` (optional, ``stop`` unless given) and ``seed`` (optional: that of the request it answered);
+- of a task with an environment, optional: ``loss_mask`` (T times true or false; false: the environment's token),
+  ``turns`` (their number) and ``reward`` (the environment's: ``value``, ``correct``, ``extracted``, ``error``).
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ import json
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rewards.functions import as_reward
+from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.chooser import StrategyChooser
 from megatron_tlt.rollout.interface import Capabilities, OnFinished, OnStep, RolloutEngine, TurnSource
 from megatron_tlt.rollout.types import Request, Response
 from megatron_tlt.speculation.strategy import OFF, StepRecord
 
 _REQUIRED = ("prompt_token_ids", "sample", "token_ids", "log_probs")
-_KEYS = (*_REQUIRED, "finish_reason", "seed")
+_KEYS = (*_REQUIRED, "finish_reason", "seed", "loss_mask", "turns", "reward")
 _FINISH_REASONS = ("stop", "length", "abort")
 _MOST_PROBLEMS = 10
 _ROUNDING = 1e-6
@@ -43,13 +47,25 @@ class RecordedAnswer:
     log_probs: tuple[float, ...]
     finish_reason: str
     seed: int | None
+    loss_mask: tuple[bool, ...] = ()
+    turns: int = 1
+    reward: Reward | None = None
 
     def response(self, request: Request, seconds: float) -> Response:
         """Convert to the answer to ``request``, truncated at the request's limit."""
         most = request.sampling.max_tokens
         reason = self.finish_reason if len(self.token_ids) <= most else "length"
-        tokens, log_probs = self.token_ids[:most], self.log_probs[:most]
-        return Response(request.request_id, request.prompt_token_ids, tokens, log_probs, reason, seconds)
+        return Response(
+            request.request_id,
+            request.prompt_token_ids,
+            self.token_ids[:most],
+            self.log_probs[:most],
+            reason,
+            seconds,
+            loss_mask=self.loss_mask[:most],
+            turns=self.turns,
+            reward=self.reward,
+        )
 
 
 class ReplayEngine(RolloutEngine):
@@ -70,7 +86,7 @@ class ReplayEngine(RolloutEngine):
         ConfigError: the file cannot be read or has malformed rows; the message names the first ten.
     """
 
-    capabilities = Capabilities(sleep=True)  # it uses no device memory
+    capabilities = Capabilities(sleep=True, whole_episodes=True)  # it uses no device memory
 
     def __init__(
         self, model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int, *, path: str
@@ -150,7 +166,13 @@ def read_recording(path: Path, vocab_size: int) -> Recording:
             continue
         key = tuple(row["prompt_token_ids"]), row["sample"]
         answer = RecordedAnswer(
-            tuple(row["token_ids"]), tuple(row["log_probs"]), row.get("finish_reason", "stop"), row.get("seed")
+            tuple(row["token_ids"]),
+            tuple(row["log_probs"]),
+            row.get("finish_reason", "stop"),
+            row.get("seed"),
+            tuple(row.get("loss_mask", ())),
+            row.get("turns", 1),
+            None if row.get("reward") is None else Reward(**row["reward"]),
         )
         answers.setdefault(key, []).append(answer)
     if not rows:
@@ -191,7 +213,25 @@ def _checked(row: Any, vocab_size: int) -> dict[str, Any]:
         raise ValueError(f"seed: found {row['seed']!r}; allowed: a whole number")
     if row.get("finish_reason", "stop") not in _FINISH_REASONS:
         raise ValueError(f"finish_reason: found {row['finish_reason']!r}; allowed: {', '.join(_FINISH_REASONS)}")
+    _check_episode(row)
     return row
+
+
+def _check_episode(row: dict[str, Any]) -> None:
+    mask, turns, reward = row.get("loss_mask", ()), row.get("turns", 1), row.get("reward")
+    if "loss_mask" in row and not (
+        isinstance(mask, list) and len(mask) == len(row["token_ids"]) and {type(one) for one in mask} == {bool}
+    ):
+        raise ValueError("loss_mask: allowed: true or false for each of token_ids")
+    if type(turns) is not int or turns < 1:
+        raise ValueError(f"turns: found {turns!r}; allowed: 1 and more")
+    try:
+        if reward is not None:
+            as_reward({name: value for name, value in reward.items() if name != "error"}, "reward")
+            if not isinstance(reward.get("error"), str | None):
+                raise TypeError(f"found the error {reward['error']!r}; allowed: text or null")
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"reward: {error}") from error
 
 
 def append_recording(path: Path, requests: Iterable[Request], responses: Iterable[Response]) -> None:
@@ -208,6 +248,8 @@ def append_recording(path: Path, requests: Iterable[Request], responses: Iterabl
             "log_probs": list(response.log_probs),
             "finish_reason": response.finish_reason,
             "seed": request.seed,
+            **({"loss_mask": list(response.loss_mask), "turns": response.turns} if response.loss_mask else {}),
+            **({"reward": asdict(response.reward)} if response.reward is not None else {}),
         }
         for request, response in zip(requests, responses, strict=True)
     ]

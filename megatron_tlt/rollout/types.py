@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_tlt.rewards.types import Reward
+
 if TYPE_CHECKING:
     import torch
 
@@ -93,7 +95,7 @@ class Response:
     top-p and top-k applied (vLLM's ``processed_logprobs``).
     ``finish_reason`` is "stop", "length" or "abort". ``finished_at`` is in seconds since the start of the rollout.
     In a response of several ``turns``, ``loss_mask[t]`` is False for tokens of the environment, whose ``log_probs`` are
-    0; an empty mask is True for all.
+    0; an empty mask is True for all. ``reward`` is the environment's, in a replay.
     ``top_log_probs[t]`` holds (token, log-probability) of the most likely tokens, in descending order, if requested.
     """
 
@@ -106,6 +108,7 @@ class Response:
     draft: DraftStats = field(default_factory=DraftStats)
     loss_mask: Sequence[bool] = ()
     turns: int = 1
+    reward: Reward | None = None
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 

@@ -59,6 +59,12 @@ def first_turn(request: Request, problem: Problem) -> Request:
     )
 
 
+def last_turn(response: Response) -> Sequence[int]:
+    """The ids of the last turn of a response with all its turns."""
+    others = [place for place, own in enumerate(response.loss_mask) if not own]
+    return response.token_ids[others[-1] + 1 :] if others else response.token_ids
+
+
 class Episodes:
     """The turns of one rollout; a source of the engine's requests (``rollout.interface.TurnSource``).
 

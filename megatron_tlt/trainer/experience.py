@@ -34,7 +34,7 @@ from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.engine_track import EngineTrack
-from megatron_tlt.trainer.episodes import Episodes, first_turn
+from megatron_tlt.trainer.episodes import Episodes, first_turn, last_turn
 from megatron_tlt.trainer.turns import EngineTurns
 
 
@@ -212,8 +212,6 @@ class ExperienceCollector:
         """
         requests, keys = self._requests(problems, samples, sampling, seed_parts)
         masked = next((problem.source for problem in problems if problem.environment is not None), None)
-        if masked is not None and recording is not None:
-            raise ConfigError(f"task {masked}: its environment's rewards cannot be recorded; allowed: no environment")
         leads = rank() % self._tp == 0
         start = time.perf_counter()
         stopped = False
@@ -241,9 +239,9 @@ class ExperienceCollector:
                 raise StopRequested
 
         asked = [(request, problems[keys[request.request_id][0]]) for request in requests]
-        episodes = self._begin_episodes(asked, judge) if leads else None
-        turns = None
-        if masked is not None:
+        episodes, turns = None, None
+        if masked is not None and not self._engine.capabilities.whole_episodes:
+            episodes = self._begin_episodes(asked, judge) if leads else None
             turns = EngineTurns(episodes, self._engine.tensor_parallel_group, self._speculation, check_stop)
             requests = [first_turn(request, problem) for request, problem in asked]
 
@@ -253,7 +251,7 @@ class ExperienceCollector:
             if episodes is not None:
                 episodes.finished(response)
             elif turns is None:
-                judge(response, None, response_text(self._tokenizer, response.token_ids))
+                judge(response, response.reward, response_text(self._tokenizer, last_turn(response)))
 
         def stepped(record: StepRecord) -> None:
             self._track.add(record)
@@ -286,7 +284,8 @@ class ExperienceCollector:
                 responses = [whole[request.request_id] for request in requests] if leads and not stopped else []
             _check_lengths(responses)
             if recording is not None and leads and not stopped:
-                append_recording(recording / f"rank_{rank():05d}.jsonl", requests, responses)
+                rewarded = [replace(one, reward=given.get(one.request_id)) for one in responses]
+                append_recording(recording / f"rank_{rank():05d}.jsonl", requests, rewarded)
             rewards = self._pool.collect() | dict[Hashable, Reward](given)
         if stopped:
             raise StopRequested

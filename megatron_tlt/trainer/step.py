@@ -329,7 +329,7 @@ class TrainingStep:
         result.metrics["mismatch/mean_abs"] = mismatch.mean_abs
         result.metrics["mismatch/max_abs"] = mismatch.max_abs
         result.metrics["mismatch/k3_kl"] = mismatch.k3_kl
-        result.metrics.update(entropy_metrics(result.tasks, rows_NK[:, 4].tolist(), result.lengths))
+        result.metrics.update(entropy_metrics(result.tasks, rows_NK[:, 4].tolist(), rows_NK[:, 3].tolist()))
         enforce(mismatch, self._config.algorithm.mismatch, step)
         correction = self._config.algorithm.correction
         if correction.compares:

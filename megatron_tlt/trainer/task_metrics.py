@@ -72,14 +72,14 @@ def task_metrics(tasks: Sequence[str], scored: Sequence[ScoredResponse], group_s
     return metrics
 
 
-def entropy_metrics(tasks: Sequence[str], sums: Sequence[float], lengths: Sequence[int]) -> dict[str, float]:
+def entropy_metrics(tasks: Sequence[str], sums: Sequence[float], lengths: Sequence[float]) -> dict[str, float]:
     """Mean entropy per response token (nats) of the sampling policy, before the step's first update.
 
-    ``sums[i]`` is the summed entropy of the ``lengths[i]`` tokens of response i, whose task is ``tasks[i]``. The
-    distribution is that at the rollout's temperature, without top-p and top-k.
+    ``sums[i]`` is the summed entropy of the ``lengths[i]`` tokens of response i that are in the loss mask, whose task
+    is ``tasks[i]``. The distribution is that at the rollout's temperature, without top-p and top-k.
     """
     totals: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    counts: dict[str, float] = {}
     for task, entropy, length in zip(tasks, sums, lengths, strict=True):
         totals[task] = totals.get(task, 0.0) + entropy
         counts[task] = counts.get(task, 0) + length

@@ -209,10 +209,3 @@ def test_tools_without_a_description_are_refused() -> None:
     assert line.startswith("tasks[0].environment.name: ") and "tool add cannot be described: " in line
     allowed = {**counter, "tools_in_prompt": False}
     assert environment_problems([TaskConfig.model_validate({"name": "gcd", "environment": allowed})]) == []
-
-
-def test_responses_of_environments_are_not_recorded() -> None:
-    task = TaskConfig.model_validate({"name": "gcd", "environment": {"name": "calculator"}})
-    assert environment_problems([task]) == []
-    (line,) = environment_problems([task], recording=True)
-    assert line.startswith("observe.recording: found true; tasks[0].environment")

@@ -17,6 +17,7 @@ from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_con
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.engines import ALL, ENGINES, build_engine, engine_class, engine_problems, libraries_not_needed
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.replay import ReplayEngine, append_recording
@@ -246,6 +247,22 @@ def test_what_is_appended_is_what_is_replayed(tmp_path: Path) -> None:
     ]
 
 
+def test_an_episode_is_replayed_with_its_mask_and_reward(tmp_path: Path) -> None:
+    reward = Reward(0.5, False, "5", None)
+    said = Response(
+        "0-0", PROMPT, (4, 5, 6), (-1.0, 0.0, -2.0), "stop", 0.0, loss_mask=(True, False, True), turns=2, reward=reward
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 16}))
+    append_recording(tmp_path / "made.jsonl", [request(0)], [said])
+    made = ReplayEngine(
+        tmp_path, RolloutConfig(), SpeculationConfig(enabled=False), 0, path=str(tmp_path / "made.jsonl")
+    )
+    (found,) = made.generate([request(0)])
+    assert (found.loss_mask, found.turns, found.reward) == ((True, False, True), 2, reward)
+    (cut,) = made.generate([request(0, max_tokens=2)])
+    assert (cut.loss_mask, cut.finish_reason) == ((True, False), "length")
+
+
 def test_a_request_without_a_recorded_response_is_refused_before_anything_is_given(tmp_path: Path) -> None:
     engine = replay(tmp_path, [row(0)])
     ended: list[Response] = []
@@ -268,6 +285,12 @@ def test_a_request_without_a_recorded_response_is_refused_before_anything_is_giv
         (row(log_probs=[-0.5, 0.5]), "log_probs: allowed: a number of at most 0"),
         (row(sample=-1), "sample: found -1; allowed: 0 and more"),
         (row(seed="a"), "seed: found 'a'; allowed: a whole number"),
+        (row(loss_mask=[True]), "loss_mask: allowed: true or false for each of token_ids"),
+        (row(loss_mask=[1, 0]), "loss_mask: allowed: true or false for each of token_ids"),
+        (row(turns=0), "turns: found 0; allowed: 1 and more"),
+        (row(reward=0.5), "reward: "),
+        (row(reward={"value": "high"}), "reward: "),
+        (row(reward={"value": 1, "error": 3}), "reward: found the error 3; allowed: text or null"),
         (row(finish_reason="done"), "finish_reason: found 'done'; allowed: stop, length, abort"),
     ],
 )

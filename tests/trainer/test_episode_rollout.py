@@ -25,6 +25,7 @@ def test_the_policys_tokens_are_what_the_environment_read(ranks: int, tmp_path: 
     run_torchrun(WORKER, ranks, [str(folder), str(tmp_path)], timeout_s=300)
     found = json.loads((tmp_path / "rank0.json").read_text())
     assert found["mixed"] and found["plain"]
+    assert found["same"], "replayed without an environment, from a recording"
     rows = found["rows"]
     assert len(rows) == 40
     whole = [row for row in rows if row["turns"] == 3 and row["heard"]]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megatron_tlt.actor.scores import entropy_sum
+from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.trainer.experience import ScoredResponse
@@ -72,3 +75,12 @@ def test_entropy_is_a_mean_over_tokens_not_over_responses() -> None:
     found = entropy_metrics(["a", "b", "a"], [3.0, 2.0, 0.0], [1, 2, 2])
     assert found == {"rollout/entropy": 1.0, "task/a/entropy": 1.0, "task/b/entropy": 1.0}
     assert entropy_metrics(["a", "b"], [9.0, 1.0], [3, 1])["rollout/entropy"] == 2.5
+
+
+def test_the_entropy_is_of_tokens_in_the_loss_mask() -> None:
+    entropies = torch.tensor([1.0, 2.0, 4.0])
+    plain = RolloutBatch.of_sequences([[7, 1, 2, 3], [7, 8, 4, 5, 6]], [1, 2])
+    mask = torch.tensor([True, True, True, True, False, True])
+    assert entropy_sum(plain, 1, entropies).item() == 7.0
+    masked = plain.with_columns(loss_mask_G=mask)
+    assert [entropy_sum(masked, sample, entropies).item() for sample in (0, 1)] == [7.0, 5.0]

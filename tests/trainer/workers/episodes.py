@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import string
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.schema import RolloutConfig
@@ -19,7 +22,8 @@ from megatron_tlt.platform.device import initialize_distributed
 from megatron_tlt.rewards import RewardPool
 from megatron_tlt.rollout.adaptive import build_controller
 from megatron_tlt.rollout.engine_speculation import EngineSpeculation
-from megatron_tlt.rollout.types import SamplingSpec
+from megatron_tlt.rollout.replay import ReplayEngine
+from megatron_tlt.rollout.types import DraftStats, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.experience import ExperienceCollector
@@ -43,19 +47,34 @@ def main(model_folder: str, out: str) -> None:
     engine = VllmEngine(folder, rollout, speculation, seed=7)
     tokenizer = load_tokenizer(folder)
     with RewardPool(1, 30.0, ["math"]) as pool, EnvironmentPool(1, 30.0) as environments:
+        given: dict[str, Any] = {
+            "max_prompt_tokens": rollout.max_prompt_tokens,
+            "max_response_tokens": rollout.max_response_tokens,
+            "timeline": Timeline(0),
+        }
+        drafts = EngineSpeculation(speculation, build_controller(speculation, 40, 0, 32))
         collector = ExperienceCollector(
             engine,
             tokenizer,
             pool,
-            max_prompt_tokens=rollout.max_prompt_tokens,
-            max_response_tokens=rollout.max_response_tokens,
             tensor_parallel_size=ranks,
-            timeline=Timeline(0),
             environments=environments,
-            speculation=EngineSpeculation(speculation, build_controller(speculation, 40, 0, 32)),
+            speculation=drafting,
+            **given,
         )
         sampling = SamplingSpec(max_tokens=40, stop_token_ids=tokenizer.stop_ids)
-        scored, batch, _ = collector.collect([*PROBLEMS, PLAIN], 8, sampling, (0,))
+        recording = Path(out, "recording")
+        scored, batch, _ = collector.collect([*PROBLEMS, PLAIN], 8, sampling, (0,), recording=recording)
+        dist.barrier()
+        replay = ReplayEngine(folder, rollout, SpeculationConfig(enabled=False), 7, path=str(recording))
+        replayed = ExperienceCollector(replay, tokenizer, pool, tensor_parallel_size=1, **given)
+        again, repeated, _ = replayed.collect([*PROBLEMS, PLAIN], 8, sampling, (0,))
+        same = [replace(one, draft=DraftStats()) for one in scored] == again
+        if ranks == 1:
+            same &= all(
+                torch.equal(getattr(batch, name), getattr(repeated, name))
+                for name in ("tokens_S", "rollout_log_probs_G", "loss_mask_G", "rewards_N")
+            )
         mixed = batch.loss_mask_G is not None
         plain, second, _ = collector.collect([PLAIN], 2, sampling, (0,))
     rows = []
@@ -85,7 +104,7 @@ def main(model_folder: str, out: str) -> None:
                 "problem": one.problem,
             }
         )
-    found = {"rows": rows, "mixed": mixed, "plain": second.loss_mask_G is None and len(plain) == 2}
+    found = {"rows": rows, "mixed": mixed, "plain": second.loss_mask_G is None and len(plain) == 2, "same": same}
     Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     engine.shutdown()
