@@ -59,7 +59,7 @@ def main(model_folder: str, out: str) -> None:
             pool,
             tensor_parallel_size=ranks,
             environments=environments,
-            speculation=drafting,
+            speculation=drafts,
             **given,
         )
         sampling = SamplingSpec(max_tokens=40, stop_token_ids=tokenizer.stop_ids)
