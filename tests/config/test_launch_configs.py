@@ -46,7 +46,8 @@ def load(path: Path) -> TltConfig:
 
 def test_what_is_promised_is_there() -> None:
     found = {path.stem for path in CONFIGS}
-    assert found == {"quickstart-cpu", "quickstart-deterministic", "smollm2-135m-cpu"} | {path.stem for path in LARGE}
+    on_cpu = {"calculator-cpu", "quickstart-cpu", "quickstart-deterministic", "smollm2-135m-cpu"}
+    assert found == on_cpu | {path.stem for path in LARGE}
     seven, thirty_two = {f"qwen2.5-7b-{n}n8g" for n in (1, 2, 8)}, {f"qwen2.5-32b-{n}n8g" for n in (4, 8)}
     small = {"qwen2.5-0.5b-1n8g", "qwen2.5-1.5b-1n8g"}
     assert found >= seven | thirty_two | small | {"llama-3.3-70b-16n8g", "qwen3-30b-a3b-4n8g"}
