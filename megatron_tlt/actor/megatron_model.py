@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from megatron_tlt.actor.megatron_config import initialize_parallel_state, scale_rotary, transformer_config
 from megatron_tlt.actor.megatron_layers import block_spec
+from megatron_tlt.actor.megatron_lora import add_adapters, check_lora
 from megatron_tlt.actor.megatron_weights import load_checkpoint_weights, load_weights
 from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.config.schema import ActorConfig
@@ -78,7 +79,7 @@ def build_model(
         model_folder: ``config.json`` and safetensors.
         actor: layout and pass-through options.
         seed: of Megatron's RNG trackers.
-        trainable: wrap in Megatron's DDP; False for a reference model.
+        trainable: wrap in Megatron's DDP, and add the adapters of ``actor.lora``; False for a reference model.
         verify: compare the weights with the folder's manifest first.
 
     Raises:
@@ -98,6 +99,9 @@ def build_model(
         load_checkpoint_weights(chunks, model_folder / MEGATRON_PART)
     else:
         load_weights(weights, chunks, model_folder)
+    if trainable and actor.lora is not None:
+        check_lora(config)
+        add_adapters(chunks, weights, actor.lora, seed)
     wrapped = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
     ddp_chunks = []
     if trainable:

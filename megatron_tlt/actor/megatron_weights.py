@@ -18,6 +18,7 @@ from megatron_tlt.actor.megatron_reader import load_sharded
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.weight_map import Piece, WeightMap
+from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 
 # Transformer Engine fuses a norm with the linear layer after it; grouped experts are numbered at the end.
@@ -25,6 +26,9 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+ADAPTERS = "lora"
+"""Name of a chunk's submodule with adapters, whose parameters are no tensors of the model."""
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d\.weight)|(linear_fc\d\.weight)(\d+))")
 
@@ -60,6 +64,8 @@ def shards(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[Shard]:
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         for local, parameter in chunk.named_parameters():
+            if local.startswith(f"{ADAPTERS}."):
+                continue
             name = whole_model_name(local, first_layer, first_expert)
             rank, size = tensor
             if weights.is_expert(name):
@@ -139,16 +145,29 @@ def export_weights(
                 part = shard.parameter.detach().narrow(piece.dim, piece.offset, piece.length)
                 held.setdefault(piece.name, []).append((part, piece))
     some = next(chunks[0].parameters())
-    dense_group = parallel_state.get_model_parallel_group()
-    expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     for name, shape in weights.shapes.items():
         if names is not None and name not in names:
             continue
-        group = expert_group if weights.is_expert_tensor(name) else dense_group
-        parts = held.get(name, [])
-        full = torch.zeros(shape, dtype=some.dtype, device=some.device)
-        for part, piece in parts:
-            full.narrow(piece.dim, piece.start, piece.length).copy_(part)
-        if dist.get_world_size(group) > 1:
-            _sum_bits(full, group)
-        yield name, full
+        parts = [(part, piece.dim, piece.start) for part, piece in held.get(name, [])]
+        yield name, whole_tensor(name, shape, parts, some.dtype)
+
+
+def whole_tensor(
+    name: str, shape: tuple[int, ...], parts: Sequence[tuple[torch.Tensor, int, int]], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor from the parts that ranks hold, each with its dimension and start; a collective of model-parallel ranks.
+
+    Each entry must be held by one rank alone.
+    """
+    full = torch.zeros(shape, dtype=dtype, device=current_device().torch_device)
+    for part, dim, start in parts:
+        full.narrow(dim, start, part.shape[dim]).copy_(part)
+    expert = WeightMap.is_expert_tensor(name)
+    group = (
+        parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        if expert
+        else parallel_state.get_model_parallel_group()
+    )
+    if dist.get_world_size(group) > 1:
+        _sum_bits(full, group)
+    return full

@@ -18,6 +18,7 @@ from megatron_tlt.actor.hidden_states import StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
 from megatron_tlt.actor.megatron_layers import packed_seq_params
+from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, export_merged
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
@@ -90,7 +91,9 @@ class Policy:
             )
         self.memory = PhaseOffload(self.model, self.optimizer)
         """Offloads this policy between its phases."""
+        self.lora = actor.lora if trainable else None
         self._views = ViewCache[tuple[Span, torch.Tensor]](self.model.chunks)
+        self._adapter_views = ViewCache[tuple[Span, torch.Tensor]](self.model.chunks)
         self.on_forward: Callable[[int], None] = lambda responses: None
         """Called with the number of responses of each micro-batch that passes through this rank."""
 
@@ -335,14 +338,32 @@ class Policy:
         return dict(zip(names, values.tolist(), strict=True))
 
     def held_spans(self) -> list[tuple[Span, torch.Tensor]]:
-        """This rank's spans of every Hugging Face tensor, with views of the data; a collective."""
+        """This rank's spans of every Hugging Face tensor, with views of the data; a collective. Without adapters."""
         self.synchronize_parameters()
         return self._views.get(lambda: held_spans(self.model.weights, self.model.chunks))
 
     def export_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every full weight (or those of ``names``) under its Hugging Face name, on every rank.
+        """Yields every full weight (or those of ``names``) under its Hugging Face name, with what adapters add.
 
         A collective: all ranks must exhaust the iterator.
         """
         self.synchronize_parameters()
-        return export_weights(self.model.weights, self.model.chunks, names)
+        if self.lora is None:
+            return export_weights(self.model.weights, self.model.chunks, names)
+        return export_merged(self.model.weights, self.model.chunks, self.lora, names)
+
+    def adapter_spans(self) -> list[tuple[Span, torch.Tensor]]:
+        """As :meth:`held_spans`, of the adapters' tensors; empty without ``actor.lora``."""
+        self.synchronize_parameters()
+        return self._adapter_views.get(lambda: adapter_spans(self.model.chunks))
+
+    def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every full tensor of the adapters on every rank; a collective.
+
+        Raises:
+            RunError: the policy has no adapters.
+        """
+        if self.lora is None:
+            raise RunError("the policy has no adapters; allowed: a trainable policy with actor.lora")
+        self.synchronize_parameters()
+        return export_adapters(self.model.weights, self.model.chunks, self.lora)

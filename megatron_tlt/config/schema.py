@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
+from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.spot import SpotConfig
@@ -186,7 +187,8 @@ class ActorConfig(Section):
     """The Megatron-Core policy. ``megatron``, ``ddp`` and ``optimizer`` are passed to the library unchanged.
 
     ``optimizer.optimizer`` is ``adam``, ``sgd`` or the import path of an element-wise ``torch.optim.Optimizer`` class,
-    which takes ``optimizer_arguments``. ``packing`` concatenates sequences; false pads them to equal length.
+    which takes ``optimizer_arguments``. ``packing`` concatenates sequences; false pads them to equal length. With
+    ``lora`` the update trains low-rank adapters, and all other weights are frozen.
     """
 
     transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
@@ -198,6 +200,13 @@ class ActorConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = 8192
     packing: bool = True
     log_prob_chunk_tokens: PositiveInt = 4096
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _layers_take_adapters(self) -> ActorConfig:
+        if self.lora is not None and self.transformer_impl != "local":
+            raise ValueError(f"lora: transformer_impl is {self.transformer_impl}; allowed with adapters: local")
+        return self
 
     @property
     def tensor_parallel_size(self) -> int:
