@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from safetensors.torch import save_file
 
 from megatron_tlt.checkpoint.chunks import Chunk, ChunkReader, write_chunks
+from megatron_tlt.checkpoint.metadata import refuse_adapters
 from megatron_tlt.checkpoint.shared import shared_folder
 from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.errors import ConfigError
@@ -139,13 +140,14 @@ def megatron_to_hf(source: Path, target: Path, side_files: Path | None = None, d
         done: called with the progress.
 
     Raises:
-        ConfigError: no config is found, or its architecture is not supported.
+        ConfigError: no config is found, its architecture is not supported, or the checkpoint has adapters.
         RunError: the checkpoint lacks a tensor or is damaged, or a file operation fails; ``target`` is complete or
             absent.
     """
     config_folder = side_files or source / SIDE_FILES
     weights = WeightMap(read_hf_config(config_folder), str(config_folder))
     reader = ChunkReader(source / MEGATRON_PART)
+    refuse_adapters(source / MEGATRON_PART)
     sizes = {
         name: prod(shape) * reader.dtype(checkpoint_box(weights, name)[0]).itemsize
         for name, shape in weights.parameters.items()

@@ -265,10 +265,12 @@ def _initial(rank: int, columns: int, key: str) -> torch.Tensor:
 
 def _mark(parameter: torch.nn.Parameter, like: torch.Tensor, dim: int | None, sequence_parallel: bool) -> None:
     """Megatron's attributes of a parameter: how it is cut, and over which ranks its gradient is summed."""
+    is_summed_over_all = getattr(like, "allreduce", True)
     attributes = {
-        "allreduce": getattr(like, "allreduce", True),
+        "allreduce": is_summed_over_all,
         "sequence_parallel": sequence_parallel,
-        "tensor_model_parallel": dim is not None,
+        # False: only the first tensor-parallel rank counts it in the gradient's norm; each has other experts
+        "tensor_model_parallel": dim is not None or not is_summed_over_all,
         "partition_dim": -1 if dim is None else dim,
         "partition_stride": 1,
     }

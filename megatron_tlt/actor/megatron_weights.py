@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor.megatron_reader import load_sharded
+from megatron_tlt.checkpoint.metadata import METADATA, refuse_adapters
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf_folder import SafetensorsFolder
 from megatron_tlt.models.weight_map import Piece, WeightMap
@@ -102,8 +103,10 @@ def load_checkpoint_weights(chunks: Sequence[GPTModel], folder: Path) -> None:
     """Loads this rank's shards from a Megatron distributed checkpoint of any layout; a collective over the world.
 
     Raises:
-        ConfigError: the checkpoint belongs to another model, or cannot be read.
+        ConfigError: the checkpoint belongs to another model, has adapters, or cannot be read.
     """
+    if (folder / METADATA).is_file():
+        refuse_adapters(folder)
     for chunk in chunks:
         # Transformer Engine's extra state contains no weights.
         state = {name: part for name, part in chunk.sharded_state_dict().items() if not name.endswith("_extra_state")}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.models.lora_weights import LORA_A
 
 METADATA = ".metadata"
 _KNOWN = {
@@ -42,6 +43,19 @@ class _Unpickler(pickle.Unpickler):
         if is_dtype or global_name in _KNOWN.get(module_name, ()):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(f"names {module_name}.{global_name}, which is not part of a checkpoint's metadata")
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Refuses a checkpoint with LoRA adapters where the model's weights alone are read.
+
+    Raises:
+        ConfigError: it holds adapters.
+        RunError: as :func:`read_metadata`.
+    """
+    if any(key.endswith(LORA_A) for key in read_metadata(folder).state_dict_metadata):
+        raise ConfigError(
+            f"{folder}: a checkpoint with LoRA adapters; allowed: the folder hf of its run, where they are merged"
+        )
 
 
 def read_metadata(folder: Path) -> Metadata:

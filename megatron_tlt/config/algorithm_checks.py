@@ -25,6 +25,9 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
     if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
         found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
         yield f"algorithm.dual_clip: found {found}; allowed: null"
+    if algorithm.kl.update_every and config.actor.lora is not None:
+        found = f"{algorithm.kl.update_every}; with actor.lora the reference is the policy without adapters"
+        yield f"algorithm.kl.update_every: found {found}; allowed: 0"
     if algorithm.correction.bypass:
         if algorithm.correction.compares:
             yield (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of an adapter's tensors after the name of the adapted module, as in PEFT."""
@@ -40,6 +42,15 @@ def adapter_shapes(
         if is_adapted(name, targets):
             module = name.removesuffix(".weight")
             found |= {module + LORA_A: (rank, shape[1]), module + LORA_B: (shape[0], rank)}
+    return found
+
+
+def adapter_cut_dims(cut_dims: Mapping[str, int], adapters: Iterable[str]) -> dict[str, int]:
+    """The dimension along which ranks of the actor cut each adapter's tensor, from that of the adapted weight."""
+    found = {}
+    for name in adapters:
+        module = name.removesuffix(LORA_A).removesuffix(LORA_B)
+        found[name] = cut_dims[f"{module}.weight"] if name.endswith(LORA_A) else 0
     return found
 
 

@@ -133,7 +133,7 @@ def _stage(job: Job, number: int, layers: int, one: LayerActivations) -> StageMe
     # the distributed optimizer shards its state over data and context parallelism; experts over what EP leaves of both
     replicas = layout.dp * layout.cp
     expert_replicas = max(1, layout.world // ((layout.etp or layout.tp) * layout.ep * layout.pp))
-    optimizer = actor.state_bytes * (own.dense / replicas + own.expert / expert_replicas)
+    optimizer = actor.trained * actor.state_bytes * (own.dense / replicas + own.expert / expert_replicas)
     tokens = actor.max_tokens / layout.cp
     vocabulary = -(-model.vocab // layout.tp)
     # logits and their gradient in float32, or the logits briefly in both dtypes
@@ -145,15 +145,15 @@ def _stage(job: Job, number: int, layers: int, one: LayerActivations) -> StageMe
     ends = one.input if layout.pp > 1 else 0.0  # the output to the next stage is kept until its gradient returns
     return StageMemory(
         held=own,
-        weights=own.total * actor.itemsize,
-        gradients=own.total * actor.gradient_bytes,
+        weights=own.total * (1.0 if actor.trained == 1.0 else 1.0 + actor.trained) * actor.itemsize,
+        gradients=own.total * actor.trained * actor.gradient_bytes,
         optimizer=optimizer,
         activations=_in_flight(job, number) * (_kept(actor, layers, one) + ends)
         + _transient(actor, layers, one)
         + norms * last
         + widest * actor.itemsize,
         logits=max(2 * whole + chunk - one.working, 0.0) if last else 0.0,
-        reduced=own.total * actor.gradient_bytes / (layout.vpp or 1) if replicas > 1 else 0.0,
+        reduced=own.total * actor.trained * actor.gradient_bytes / (layout.vpp or 1) if replicas > 1 else 0.0,
         scoring=2 * one.input + max(one.kept, (whole * (1.5 if actor.bf16 else 1.0) + chunk) * last),
     )
 

@@ -180,14 +180,14 @@ def _accumulation(job: Job, machine: Machine, stage: StageMemory) -> float:
     """Seconds to accumulate a micro-batch's gradients; unless fused, they are written first and read again."""
     actor = job.actor
     touched = 2 * actor.gradient_bytes + (0 if actor.fused else 2 * actor.itemsize)
-    return stage.held.total * touched / machine.memory_bandwidth
+    return stage.held.total * actor.trained * touched / machine.memory_bandwidth
 
 
 def optimizer_seconds(job: Job, machine: Machine) -> float:
     """Reduces gradients, steps and gathers weights, clears gradients; once."""
     actor, layout = job.actor, job.actor.layout
     stages = stage_memory(job)
-    weights = max(stage.held.total for stage in stages)
+    weights = max(stage.held.total for stage in stages) * actor.trained
     replicas = layout.dp * layout.cp
     passes = constants()["time"]["fused_step_passes" if actor.fused else "step_passes"]
     stepped = weights * (actor.state_bytes + actor.gradient_bytes) * passes / replicas

@@ -7,8 +7,10 @@ from typing import Any
 
 from megatron_tlt.config.drafter_kinds import kind_of
 from megatron_tlt.config.layouts import Layout
+from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.models.architecture import sizes_of
+from megatron_tlt.models.lora_weights import PROJECTIONS
 from megatron_tlt.planning.model_size import ModelSize
 
 _WIDE = ("float32", "float")
@@ -53,6 +55,8 @@ class ActorJob:
     fused_activation: bool = False
     overlap: bool = False
     """Whether the traffic of data parallelism overlaps compute."""
+    trained: float = 1.0
+    """Weights with gradients and optimizer state, as a share of the model's; with LoRA they come on top of these."""
 
     @property
     def itemsize(self) -> int:
@@ -129,7 +133,7 @@ def job_of(config: TltConfig) -> Job:
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
     return Job(
         model=model,
-        actor=_actor(config, layout),
+        actor=_actor(config, layout, model),
         engine=_engine(config),
         drafter=_drafter(config),
         spot=config.spot is not None,
@@ -145,7 +149,7 @@ def job_of(config: TltConfig) -> Job:
     )
 
 
-def _actor(config: TltConfig, layout: Layout) -> ActorJob:
+def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
     actor, megatron, ddp = config.actor, config.actor.megatron, config.actor.ddp
     bf16 = megatron.get("bf16") is True
     modules = megatron.get("recompute_modules") or Recompute.modules
@@ -165,7 +169,19 @@ def _actor(config: TltConfig, layout: Layout) -> ActorJob:
         gradient_bytes=4 if not bf16 or ddp.get("grad_reduce_in_fp32", True) else 2,
         fused_activation=megatron.get("bias_activation_fusion", actor.transformer_impl == "transformer_engine") is True,
         overlap=ddp.get("overlap_grad_reduce") is True,
+        trained=1.0 if actor.lora is None else adapter_weights(model, actor.lora) / model.parameters,
     )
+
+
+def adapter_weights(model: ModelSize, lora: LoraConfig) -> int:
+    """Weights of all adapters: for each adapted projection, rank times the sum of its widths."""
+    narrow, feed = model.hidden + model.key, model.hidden + model.ffn
+    wide = model.hidden + model.query
+    sums = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow, "o_proj": wide}
+    sums |= dict.fromkeys(PROJECTIONS["mlp"], 0 if model.experts else feed)
+    chosen = {name for target in lora.targets if target != "experts" for name in PROJECTIONS.get(target, (target,))}
+    layer = sum(sums[name] for name in chosen) + ("experts" in lora.targets) * 3 * feed * model.experts
+    return model.layers * lora.rank * layer
 
 
 def _state_bytes(optimizer: dict[str, Any], bf16: bool) -> float:

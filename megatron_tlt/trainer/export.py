@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -15,6 +16,54 @@ from megatron_tlt.platform.device import rank
 from megatron_tlt.platform.files import write_errors
 
 _WEIGHTS = "model.safetensors"
+
+
+def save_adapter_folder(policy: Policy, source: Path, folder: Path) -> None:
+    """Writes the adapters as a folder that PEFT and vLLM load; a collective.
+
+    Args:
+        policy: with ``actor.lora``.
+        source: the folder of the base's weights.
+        folder: written to.
+
+    Raises:
+        RunError: the policy has no adapters, or a write fails; ``folder`` is complete or absent.
+    """
+    tensors = {
+        f"base_model.model.{name}": tensor.to("cpu", copy=True).contiguous()
+        for name, tensor in policy.export_adapters()
+        if rank() == 0
+    }
+    lora = policy.lora
+    assert lora is not None
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+    def write() -> None:
+        if rank() == 0:
+            with write_errors(folder):
+                (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+                _save(tensors, temporary / "adapter_model.safetensors")
+
+    with shared_folder(folder) as temporary:
+        run_together(write)
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # carries the operating system's message
+        raise OSError(str(error)) from error
 
 
 def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
@@ -33,10 +82,7 @@ def save_hf_folder(policy: Policy, source: Path, folder: Path) -> None:
             return
         with write_errors(folder):
             copy_side_files(source, temporary)
-            try:
-                save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
-            except SafetensorError as error:  # carries the operating system's message
-                raise OSError(str(error)) from error
+            _save(tensors, temporary / _WEIGHTS)
 
     with shared_folder(folder) as temporary:
         run_together(write)

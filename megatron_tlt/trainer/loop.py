@@ -45,7 +45,7 @@ from megatron_tlt.trainer.experience import (
     prompt_limit,
     training_sampling,
 )
-from megatron_tlt.trainer.export import save_hf_folder
+from megatron_tlt.trainer.export import save_adapter_folder, save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.samples import SampleRows
@@ -247,6 +247,8 @@ class Run:
             self._watch.begin("export")
             with self._timeline.span("export"):
                 save_hf_folder(self.policy, self._side_files, self._folder / "hf")
+                if self.policy.lora is not None:
+                    save_adapter_folder(self.policy, model_folder(self._config), self._folder / "adapter")
                 if self.drafting is not None:
                     self.drafting.write(self._folder / NEWEST_DRAFTER)
             record.finish(self._state, self.policy.layout)

@@ -119,6 +119,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
             **warm_up_optimizer(config),
             "lr_warmup_steps": supervised.lr_warmup_steps,
             "max_tokens_per_micro_batch": supervised.max_tokens_per_micro_batch,
+            "lora": None,  # a warm-up trains all weights
         }
     )
     policy = Policy(

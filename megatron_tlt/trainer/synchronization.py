@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.models.lora_weights import adapter_cut_dims, adapter_shapes
 from megatron_tlt.platform.device import world_size
+from megatron_tlt.reshard.adapters import AdapterSync, MergingTarget
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.interface import NoTransfer, SpanViews, WeightSync
 from megatron_tlt.reshard.spans import Span
@@ -61,11 +64,16 @@ def policy_sync(config: TltConfig, policy: Policy, engine: RolloutEngine) -> Wei
     if config.reshard.method == "none":
         return NoTransfer()
     weights, world = policy.model.weights, world_size()
-    return DirectSync(
-        policy.held_spans,
-        engine,
-        WholeTensors(weights.shapes, weights.cut_dims),
+    made = partial(
+        DirectSync,
         source_layout=f"actor {Layout.read(config.actor.megatron, world)}",
         engine_layout=engine_layout(config, world),
         staging_bytes=int(config.reshard.staging_mb * 2**20),
     )
+    base = made(policy.held_spans, engine, WholeTensors(weights.shapes, weights.cut_dims))
+    if (lora := policy.lora) is None:
+        return base
+    shapes = adapter_shapes(weights.shapes, lora.targets, lora.rank)
+    target = MergingTarget(engine, shapes, lora.alpha / lora.rank)
+    whole = WholeTensors(shapes, adapter_cut_dims(weights.cut_dims, shapes))
+    return AdapterSync(base, made(policy.adapter_spans, target, whole), target)

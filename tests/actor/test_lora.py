@@ -88,7 +88,7 @@ def test_adapters_learn_as_pefts_do_under_every_layout(tmp_path: Path) -> None:
 
 def test_experts_learn_the_same_under_every_layout(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_tiny_model("qwen3_moe", folder, vocab_size=lora.VOCABULARY)
+    write_tiny_model("qwen3-moe", folder, vocab_size=lora.VOCABULARY)
     found = results(folder, "experts", tmp_path)
     assert_the_layouts_agree(found)
     assert any(".experts.1.up_proj.lora_B" in name for name in found["dp4"])

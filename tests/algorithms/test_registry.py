@@ -206,6 +206,19 @@ def test_dr_grpo_sets_what_makes_it_and_refuses_the_rest(tmp_path: Path) -> None
     ]
 
 
+def test_adapters_refuse_what_they_cannot_do(tmp_path: Path) -> None:
+    lora = "actor={transformer_impl: local, lora: {rank: 4}}"
+    config = load_config(write(tmp_path), [lora], check_libraries=False)
+    assert config.actor.lora is not None and config.actor.lora.targets == ("attention", "mlp")
+    local, kl = "actor.transformer_impl=local", "algorithm.kl={coefficient: 0.1, update_every: 2}"
+    for overrides, said in {
+        (lora, kl): "algorithm.kl.update_every: found 2; with actor.lora the reference is the policy without adapters",
+        ("actor={transformer_impl: transformer_engine, lora: {rank: 4}}",): "allowed with adapters: local",
+        (local, "actor.lora={targets: [router]}"): "actor.lora.targets",
+    }.items():
+        assert said in "\n".join(violations(write(tmp_path), *overrides))
+
+
 def test_a_run_of_a_release_without_arguments_goes_on_and_another_algorithm_is_another_run(tmp_path: Path) -> None:
     path = tmp_path / "config.resolved.yaml"
     path.write_text(dump_resolved(load_config(write(tmp_path), check_libraries=False)).replace("  arguments: {}\n", ""))

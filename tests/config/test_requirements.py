@@ -21,7 +21,7 @@ def pins(file: Path) -> dict[str, str]:
 
 def test_packages_pinned_twice_have_one_version() -> None:
     seen: dict[str, tuple[str, str]] = {}
-    assert len(FILES) == 9
+    assert len(FILES) == 10
     for file in FILES:
         for name, version in pins(file).items():
             other, where = seen.setdefault(name, (version, file.name))

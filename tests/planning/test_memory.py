@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,9 +16,12 @@ from hypothesis import strategies as st
 
 from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.config.layouts import Layout, problems
+from megatron_tlt.config.lora import LoraConfig
+from megatron_tlt.models.lora_weights import adapter_shapes
+from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.actor_memory import layer_activations, micro_batches, stage_memory
 from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
-from megatron_tlt.planning.job import DrafterJob, Job, Recompute
+from megatron_tlt.planning.job import DrafterJob, Job, Recompute, adapter_weights
 from megatron_tlt.planning.memory import plan_memory
 from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.remedies import remedies
@@ -65,6 +70,25 @@ def test_states_by_hand() -> None:
     assert stage.optimizer == 12 * weights / 2  # over two data-parallel ranks
     (wide,) = stage_memory(job(layout=Layout(8, tp=4, sp=True), bf16=False, state_bytes=8))
     assert (wide.weights, wide.optimizer) == (4 * weights, 4 * weights)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("qwen2-untied", ("attention", "mlp")), ("qwen3-moe", ("q_proj", "experts"))]
+)
+def test_adapters_are_counted_as_their_tensors(family: str, targets: tuple[Any, ...]) -> None:
+    kind, own = TINY_MODELS[family]
+    config = family_config(kind, **own)
+    tensors = adapter_shapes(WeightMap(config).shapes, targets, 4)
+    assert adapter_weights(ModelSize.of(config), LoraConfig(rank=4, targets=targets)) == sum(
+        prod(shape) for shape in tensors.values()
+    )
+
+
+def test_frozen_weights_have_neither_gradients_nor_states() -> None:
+    (whole,), (few,) = stage_memory(job(trained=1.0)), stage_memory(job(trained=0.01))
+    assert few.gradients == pytest.approx(0.01 * whole.gradients)
+    assert few.optimizer == pytest.approx(0.01 * whole.optimizer)
+    assert few.weights == pytest.approx(1.01 * whole.weights)
 
 
 def test_pipeline_stages_hold_the_micro_batches_that_are_in_flight() -> None:

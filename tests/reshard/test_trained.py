@@ -32,6 +32,21 @@ CASES: dict[str, dict[str, Any]] = {
         "engine_tp": 2,
         "vllm": {"enable_expert_parallel": True},
     },
+    "adapters, EP2 to TP1 x 2": {
+        "model": "moe",
+        "megatron": {EP: 2},
+        "engine_tp": 1,
+        "lora": {"rank": 4, "targets": ["q_proj", "experts"]},
+        "lr": 3e-2,
+    },
+    "adapters, TP2 to TP1 x 2": {
+        "model": "tied",
+        "megatron": {TP: 2, "sequence_parallel": True},
+        "engine_tp": 1,
+        "lora": {"rank": 4},
+        "lr": 3e-2,
+    },
+    "adapters, PP2 to TP2": {"model": "untied", "megatron": {PP: 2}, "engine_tp": 2, "lora": {"rank": 4}, "lr": 3e-2},
     "TP2 to TP1 x 2": {"model": "tied", "megatron": {TP: 2}, "engine_tp": 1},
     "PP2 to TP1 x 2": {"model": "tied", "megatron": {PP: 2}, "engine_tp": 1},
     "PP2 to TP2": {"model": "untied", "megatron": {PP: 2}, "engine_tp": 2},
@@ -51,5 +66,6 @@ def test_engines_hold_and_say_what_the_trained_actor_would(tmp_path: Path, engin
     assert ranks[0].keys() == cases.keys()
     for name in cases:
         sent, bound = sum(rank[name]["sent"] for rank in ranks), ranks[0][name]["bound"]
-        assert bound <= sent <= 1.3 * bound, name  # tiny tensors: checksums and alignment count
+        most = 2.0 if "adapters" in name else 1.3  # tiny tensors: checksums and alignment count
+        assert bound <= sent <= most * bound, name
         assert all(rank[name]["staging"] <= 2**18 for rank in ranks), name

@@ -42,8 +42,9 @@ def config_of(folder: Path, case: dict[str, Any]) -> TltConfig:
         actor=ActorConfig(
             transformer_impl="local",
             megatron=case["megatron"],
-            optimizer={"lr": 3e-3},
+            optimizer={"lr": case.get("lr", 3e-3)},
             max_tokens_per_micro_batch=96,
+            lora=case.get("lora"),
         ),
         rollout=RolloutConfig(
             tensor_parallel_size=case["engine_tp"],
