@@ -71,12 +71,12 @@ case $tier in
         ran="Tests: those that the arguments select."
         ;;
     all)
-        check "pytest, one process each" python -m pytest -n 2 --dist loadfile -m "not distributed"
+        check "pytest, one process each" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not distributed"
         check "pytest, several processes each" python -m pytest -m distributed
         ran="Tests: all."
         ;;
     contributor)
-        check "pytest, one process each" python -m pytest -n 2 --dist loadfile -m "not distributed and not slow"
+        check "pytest, one process each" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not distributed and not slow"
         check "pytest, one test of each kind that is distributed or slow" python -m pytest -m representative
         ran="Tests: the contributor's tier; all run with --all."
         ;;

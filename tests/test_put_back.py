@@ -11,7 +11,7 @@ from tests.helpers.launch import REPOSITORY
 from tests.helpers.put_back import BUGS
 
 
-@pytest.mark.slow
+@pytest.mark.slow(300)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_that_is_put_back_is_found(name: str) -> None:
     bug = BUGS[name]

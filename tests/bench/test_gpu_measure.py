@@ -233,7 +233,7 @@ def test_names_of_a_package_list(tmp_path: Path) -> None:
     assert gpu_wheels.read_have(file) == {"torch": "2.11.0", "pyyaml": "6.0.3", "local-one": ""}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(150)
 @pytest.mark.parametrize("part", ["smoke", "steps"])
 def test_a_rehearsal_runs_the_real_libraries(part: str, tmp_path: Path) -> None:
     run = [sys.executable, "-m", "tools.bench.gpu_measure", part, "--small", "--out", str(tmp_path), "--repeats", "1"]

@@ -12,7 +12,7 @@ from tests.helpers.launch import run_logged
 from tools import fetch_model
 
 
-@pytest.mark.slow
+@pytest.mark.slow(100)
 def test_the_folder_holds_the_model_in_bfloat16_with_its_chat_template(smollm2: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
