@@ -239,7 +239,9 @@ def export_merged(
     weights: WeightMap, chunks: Sequence[GPTModel], config: LoraConfig, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As ``export_weights``, with the adapters added to the weights."""
-    adapters = dict(export_adapters(weights, chunks, config))
+    wanted = weights.shapes if names is None else names
+    has_adapted = any(is_adapted(name, config.targets) for name in wanted)
+    adapters = dict(export_adapters(weights, chunks, config)) if has_adapted else {}
     for name, tensor in export_weights(weights, chunks, names):
         module = name.removesuffix(".weight")
         if module + LORA_A in adapters:
