@@ -67,31 +67,33 @@ def main(folder: str, out: str) -> None:
     initialize_distributed(120)
     found: dict[str, dict[str, list[float]]] = {}
     for name, layouts in LAYOUTS.items():
-        for source in layouts:
-            found[source] = resume_everywhere(Path(folder, name), layouts, source, Path(out, source))
+        found |= resume_everywhere(Path(folder, name), layouts, Path(out))
     if rank() == 0:
         Path(out, "rows.json").write_text(json.dumps(found))
     barrier()
 
 
-def resume_everywhere(
-    model: Path, layouts: dict[str, dict[str, Any]], source: str, checkpoint: Path
-) -> dict[str, list[float]]:
-    policy = policy_of(model, layouts[source])
-    losses(policy, 3)
-    if rank() == 0:
-        checkpoint.mkdir()
-    barrier()
-    save_policy(policy, checkpoint)
-    rows = {"uninterrupted": losses(policy, 4)}
+def resume_everywhere(model: Path, layouts: dict[str, dict[str, Any]], out: Path) -> dict[str, dict[str, list[float]]]:
+    """Losses by source and target; each target is built once and loads all checkpoints, as building takes the time."""
+    found = {}
+    for source, megatron in layouts.items():
+        policy = policy_of(model, megatron)
+        losses(policy, 3)
+        if rank() == 0:
+            (out / source).mkdir()
+        barrier()
+        save_policy(policy, out / source)
+        found[source] = {"uninterrupted": losses(policy, 4)}
     for target, megatron in layouts.items():
         resumed = policy_of(model, megatron)
-        load_policy(resumed, checkpoint)
-        rows[target] = losses(resumed, 4)
-    load_policy(resumed, checkpoint)
-    forget_optimizer(resumed)
-    rows["without optimizer state"] = losses(resumed, 4)
-    return rows
+        for source, rows in found.items():
+            load_policy(resumed, out / source)
+            rows[target] = losses(resumed, 4)
+    for source, rows in found.items():
+        load_policy(resumed, out / source)
+        forget_optimizer(resumed)
+        rows["without optimizer state"] = losses(resumed, 4)
+    return found
 
 
 if __name__ == "__main__":
