@@ -32,8 +32,7 @@ def found(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return results
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.slow(200)
 def test_greedy_responses_are_the_models_own_under_every_strategy(found: dict[str, Any]) -> None:
     assert found["reference"]
     for name in ("off", "ngram-3", "suffix-2", "ngram-1"):
@@ -43,16 +42,14 @@ def test_greedy_responses_are_the_models_own_under_every_strategy(found: dict[st
     assert found["suffix-2"]["accepted"] > 0
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.slow(200)
 def test_the_strategy_changes_between_steps(found: dict[str, Any]) -> None:
     changed = found["changed"]
     assert changed["same"] and changed["accepted"] > 0
     assert changed["strategies"] == ["ngram-1", "ngram-3", "off", "suffix-2"]
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.slow(200)
 @pytest.mark.parametrize("strategy", ["ngram-2", "off"])
 def test_samples_have_the_exact_marginals_and_depend_on_their_seeds(found: dict[str, Any], strategy: str) -> None:
     sampled = found[f"sampled {strategy}"]
