@@ -102,7 +102,7 @@ def _words(annotation: Any) -> list[str]:
         return [" or ".join(map(str, parts))]
     if origin in (typing.Union, UnionType):
         return [word for part in parts for word in _words(part)]
-    if origin is list:
+    if origin in (list, tuple):
         return ["list of " + ("sections" if _sections(parts[0]) else " or ".join(_words(parts[0])))]
     return ["mapping" if origin is dict else _WORDS.get(annotation, str(annotation))]
 
@@ -120,4 +120,6 @@ def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
         return {dict: "{}", list: "[]"}.get(field.default_factory, "depends on other keys")  # type: ignore[call-overload]
     value = field.default
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

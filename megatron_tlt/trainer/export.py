@@ -19,7 +19,7 @@ _WEIGHTS = "model.safetensors"
 
 
 def save_adapter_folder(policy: Policy, source: Path, folder: Path) -> None:
-    """Writes the adapters as a folder that PEFT and vLLM load; a collective.
+    """Writes the adapters as a folder in PEFT's format; a collective.
 
     Args:
         policy: with ``actor.lora``.

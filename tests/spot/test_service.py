@@ -223,8 +223,7 @@ def test_a_service_delayed_for_five_seconds_blocks_and_loses_no_rank(stack: Exit
     assert slowest < 0.5
     assert all(client.is_silent and client.poll() is Advice.WAIT for client in run.clients)
     run.clock.go_on.set()
-    until(lambda: all(client.rollout_over(0) for client in run.clients))
-    assert not any(client.is_silent for client in run.clients)
+    until(lambda: all(client.rollout_over(0) and not client.is_silent for client in run.clients))
     assert run.count("replicas lost") == 0, "what had arrived meanwhile counts first"
     for client in run.clients:
         client.rollout_started(1)
