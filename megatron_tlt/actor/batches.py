@@ -33,6 +33,8 @@ class MicroBatch:
     response_spans: tuple[tuple[int, int], ...]
     gather_BW: torch.Tensor | None
     """Packed: index in the row of each label position of a sample; 0 after its end, where the loss mask is 0."""
+    routes_RTF: torch.Tensor | None = None
+    """The engine's experts for each token, of which all bytes are 255 where there are none (padding); uint8."""
 
     @property
     def packed(self) -> bool:
@@ -50,7 +52,8 @@ class MicroBatch:
         index = torch.tensor(context_positions(self.cu_seqlens, rank, size), device=self.tokens_RT.device)
         rows = (self.tokens_RT, self.labels_RT, self.positions_RT)
         tokens, labels, positions = (tensor[:, index].contiguous() for tensor in rows)
-        return replace(self, tokens_RT=tokens, labels_RT=labels, positions_RT=positions)
+        routes = None if self.routes_RTF is None else self.routes_RTF[:, index]
+        return replace(self, tokens_RT=tokens, labels_RT=labels, positions_RT=positions, routes_RTF=routes)
 
     def response_values(self, values_BW: torch.Tensor) -> torch.Tensor:
         """The entries of ``values_BW`` that belong to response tokens, concatenated over samples, (G) float32."""
@@ -85,14 +88,23 @@ def _spans(batch: RolloutBatch, indices: Sequence[int]) -> tuple[tuple[int, int]
     return tuple((batch.prompt_lengths[i] - 1, batch.lengths[i] - 1) for i in indices)
 
 
+def _no_routes(batch: RolloutBatch, rows: int, width: int) -> torch.Tensor | None:
+    if batch.routes_SF is None:
+        return None
+    return torch.full((rows, width, batch.routes_SF.shape[1]), 255, dtype=torch.uint8)
+
+
 def collate(batch: RolloutBatch, indices: Sequence[int], pad_to_multiple: int, device: torch.device) -> MicroBatch:
     """Pads the samples ``indices`` to one length, a multiple of ``pad_to_multiple``."""
     longest = max((batch.lengths[i] for i in indices), default=1)
     width = -(-longest // pad_to_multiple) * pad_to_multiple
     rows = max(1, len(indices))
     tokens = torch.zeros((rows, width + 1), dtype=torch.int64)
+    routes = _no_routes(batch, rows, width)
     for row, i in enumerate(indices):
         tokens[row, : batch.lengths[i]] = batch.tokens(i)
+        if routes is not None:
+            routes[row, : batch.lengths[i] - 1] = batch.routes(i)[:-1]
     tokens = tokens.to(device)
     return MicroBatch(
         indices=tuple(indices),
@@ -103,6 +115,7 @@ def collate(batch: RolloutBatch, indices: Sequence[int], pad_to_multiple: int, d
         loss_inputs=_columns(batch, indices, width, device),
         response_spans=_spans(batch, indices),
         gather_BW=None,
+        routes_RTF=None if routes is None else routes.to(device),
     )
 
 
@@ -124,10 +137,13 @@ def pack(
     ends = torch.tensor([0, *spans, *([filler] if filler else [])]).cumsum(0).tolist()
     row = torch.zeros((2, ends[-1]), dtype=torch.int64)
     gather = torch.zeros((len(indices), max(lengths, default=0)), dtype=torch.int64)
+    routes = _no_routes(batch, 1, ends[-1])
     for at, (sample, length) in enumerate(zip(indices, lengths, strict=True)):
         tokens, start = batch.tokens(sample), ends[at]
         row[0, start : start + length], row[1, start : start + length] = tokens[:-1], tokens[1:]
         gather[at, :length] = torch.arange(start, start + length)
+        if routes is not None:
+            routes[0, start : start + length] = batch.routes(sample)[:-1]
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(ends)])
     return MicroBatch(
         indices=tuple(indices),
@@ -138,6 +154,7 @@ def pack(
         loss_inputs=_columns(batch, indices, gather.shape[1], device),
         response_spans=_spans(batch, indices),
         gather_BW=gather.to(device),
+        routes_RTF=None if routes is None else routes.to(device),
     )
 
 

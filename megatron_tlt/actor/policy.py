@@ -22,6 +22,7 @@ from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, exp
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
+from megatron_tlt.actor.megatron_routing import RouterReplays
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
 from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores
 from megatron_tlt.algorithms.losses import Loss
@@ -34,7 +35,7 @@ from megatron_tlt.reshard.spans import Span
 from megatron_tlt.reshard.views import ViewCache
 
 AfterForward = Callable[..., Any]
-RESERVED_METRICS = ("tokens", "grad_norm", "lr")
+RESERVED_METRICS = ("tokens", "grad_norm", "lr", "router_agreement")
 """Metric names that an update reports itself; a loss must not use them."""
 
 
@@ -89,6 +90,9 @@ class Policy:
                 lr_decay_style=lr_decay_style,
                 min_lr_fraction=min_lr_fraction,
             )
+        self._routing = RouterReplays(self.model.chunks, self.model.config)
+        self.agreement: float | None = None
+        """Of the last pass: the share of (token, layer) whose experts the routers would have chosen too."""
         self.memory = PhaseOffload(self.model, self.optimizer)
         """Offloads this policy between its phases."""
         self.lora = actor.lora if trainable else None
@@ -175,11 +179,13 @@ class Policy:
             packed = packed_seq_params(batch.cu_seqlens) if batch.packed else None
             if chunk is chunks[0]:
                 self.on_forward(len(batch.indices))
+            self._routing.load(chunks.index(chunk), held)
             output = chunk(held.tokens_RT, held.positions_RT, None, packed_seq_params=packed, **as_computed)
             return output, partial(after_forward, batch)
 
         chunks = self.model.ddp_chunks
         rows, width = batches[0].tokens_RT.shape
+        self._routing.begin(training=not forward_only)
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
@@ -255,6 +261,7 @@ class Policy:
             return batch.indices, batch.response_values(log_probs).cpu(), batch.response_values(entropy).cpu()
 
         collected = self.run_schedule(batches, collect, forward_only=True)
+        self.agreement = self._routing.end()
         for chunk in self.model.ddp_chunks:
             chunk.train()
         return assemble_scores(samples, (i for group in batches.groups for i in group), collected or [])
@@ -284,7 +291,7 @@ class Policy:
 
         Returns:
             Means over response tokens of the loss's metrics; the number of ``tokens``; ``grad_norm`` before clipping;
-            and ``lr``. The same on every rank.
+            ``lr``; and ``router_agreement`` where the samples have routes. The same on every rank.
 
         Raises:
             RunError: the gradient is not finite, or a metric is not a number; the policy must not be used any more.
@@ -308,6 +315,7 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.run_schedule(batches, compute, forward_only=False)
+        self.agreement = self._routing.end()
         lr = self.optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
@@ -317,7 +325,8 @@ class Policy:
         named = self._sums_of_all_ranks(sums if counts else {})
         tokens = named.pop("tokens")
         means = {name: value / max(tokens, 1.0) for name, value in named.items()}
-        return {**means, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
+        routing = {} if self.agreement is None else {"router_agreement": self.agreement}
+        return {**means, **routing, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
 
     def _metric(self, name: str, value: Any) -> torch.Tensor:
         """A metric that the loss returned for a micro-batch, checked and converted to float64."""

@@ -29,6 +29,7 @@ _NAMES = (
     "real",
     "reshard",
     "rollout",
+    "router",
     "simulate",
     "speculation",
     "spot",

@@ -241,6 +241,9 @@ class RolloutConfig(Section):
     the attention backend allows it for any batch (FlashAttention 3), and piecewise graphs elsewhere.
 
     ``model_runner`` is the generation of vLLM's model runner. ``v2``, vLLM's own default, drafts without a model only.
+
+    ``router_replay: ids`` lets the actor's routers take the experts that the engine chose for each token;
+    ``ids_and_weights`` also how much each of them counts.
     """
 
     engine: str = "vllm"
@@ -253,6 +256,7 @@ class RolloutConfig(Section):
     random_numbers: Literal["auto", "generator", "counter"] = "auto"
     cuda_graphs: Literal["auto", "full", "piecewise"] = "auto"
     model_runner: Literal["v1", "v2"] = "v1"
+    router_replay: Literal["none", "ids", "ids_and_weights"] = "none"
     # null resets the value of a parent file
     vllm: Annotated[dict[str, Any], BeforeValidator(lambda found: {} if found is None else found)] = Field(
         default_factory=dict

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.data.rollout_batch import RESPONSE_COLUMNS, TOKENS, RolloutBatch
+from megatron_tlt.data.rollout_batch import RESPONSE_COLUMNS, ROUTES, TOKENS, RolloutBatch
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device, rank, world_size
 
@@ -41,7 +41,8 @@ def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence
     """The batch holding the samples ``wanted``; every rank calls this with its own. What it holds does not travel.
 
     The batch has the same samples on every rank, and on one rank at least the tokens of each wanted one. ``columns``
-    are those per response token that are still needed; None: all that there are.
+    are those per response token that are still needed; None: all that there are. ``routes_SF`` is on all ranks or on
+    none.
 
     Raises:
         RunError: on every rank: no rank holds a wanted sample, or holders of samples differ in their columns.
@@ -61,12 +62,13 @@ def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence
     arriving = [i for samples in incoming for i in samples]
     held = sorted((*kept, *arriving))
     moved: dict[str, torch.Tensor] = {}
-    for name in (TOKENS, *names):  # one after another, so that only one column is in buffers
-        length = batch.lengths.__getitem__ if name == TOKENS else batch.response_length
+    routes = [] if batch.routes_SF is None else [ROUTES]
+    for name in (TOKENS, *routes, *names):  # one after another, so that only one column is in buffers
+        length = batch.lengths.__getitem__ if name in (TOKENS, ROUTES) else batch.response_length
         found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming])
         parts = dict(zip(arriving, found.split([length(i) for i in arriving]), strict=True))
-        parts |= {i: batch.tokens(i) if name == TOKENS else batch.response(name, i) for i in kept}
-        moved[name] = torch.cat([found.new_empty(0), *(parts[i] for i in held)])
+        parts |= {i: _entries(batch, name, i) for i in kept}
+        moved[name] = torch.cat([found[:0], *(parts[i] for i in held)])
     return replace(batch, held=tuple(held), **moved)
 
 
@@ -99,16 +101,23 @@ def _with_empty(batch: RolloutBatch, names: Sequence[str]) -> RolloutBatch:
     return batch.with_columns(**empty)
 
 
+def _entries(batch: RolloutBatch, name: str, sample: int) -> torch.Tensor:
+    """A held sample's part of a column."""
+    if name == ROUTES:
+        return batch.routes(sample)
+    return batch.tokens(sample) if name == TOKENS else batch.response(name, sample)
+
+
 def _exchange(
     batch: RolloutBatch, name: str, outgoing: Sequence[Sequence[int]], receives: Sequence[int]
 ) -> torch.Tensor:
     """One column's entries from all ranks, one rank's behind another's; ``receives`` counts them by rank."""
-    pieces = [[batch.tokens(i) if name == TOKENS else batch.response(name, i) for i in row] for row in outgoing]
-    like = batch.tokens_S if name == TOKENS else batch.columns[name]
-    data = torch.cat([like.new_empty(0), *(piece for row in pieces for piece in row)])
+    pieces = [[_entries(batch, name, i) for i in row] for row in outgoing]
+    like = getattr(batch, name)
+    data = torch.cat([like[:0], *(piece for row in pieces for piece in row)])
     if like.dtype == torch.bool:  # which neither gloo nor NCCL sends
         data = data.to(torch.uint8)
     data = data.to(current_device().torch_device)
-    found = data.new_empty(sum(receives))
+    found = data.new_empty((sum(receives), *data.shape[1:]))
     dist.all_to_all_single(found, data, list(receives), [sum(map(len, row)) for row in pieces])
     return found.cpu().to(like.dtype)

@@ -26,6 +26,8 @@ RESPONSE_COLUMNS = {
 }
 """Columns with an entry per response token, and their types."""
 TOKENS = "tokens_S"
+ROUTES = "routes_SF"
+"""Rows per token of prompt and response, uint8."""
 _PER_SAMPLE = {
     "prompt_lengths_N": torch.int64,
     "lengths_N": torch.int64,
@@ -55,6 +57,7 @@ class RolloutBatch:
         reference_log_probs_G: of the frozen first policy, float32.
         token_weights_G: a factor for a token's part of the loss, float32; 1 where there is none.
         loss_mask_G: False leaves a token out of the loss, bool; all True where there is none.
+        routes_SF: the experts that the engine chose for each token (``data.routes``), F bytes, uint8.
 
     Raises:
         ValueError: shapes or types that contradict each other, a prompt or a response without tokens.
@@ -72,6 +75,7 @@ class RolloutBatch:
     reference_log_probs_G: torch.Tensor | None = None
     token_weights_G: torch.Tensor | None = None
     loss_mask_G: torch.Tensor | None = None
+    routes_SF: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _PER_SAMPLE.items():
@@ -85,6 +89,8 @@ class RolloutBatch:
         _check(TOKENS, self.tokens_S, (self._starts[-1],), torch.int32)
         for name, column in self.columns.items():
             _check(name, column, (self._response_starts[-1],), RESPONSE_COLUMNS[name])
+        if self.routes_SF is not None:
+            _check(ROUTES, self.routes_SF, (self._starts[-1], self.routes_SF.shape[-1]), torch.uint8)
 
     @staticmethod
     def of_sequences(
@@ -136,6 +142,12 @@ class RolloutBatch:
         at = self._places[sample]
         return self.tokens_S[self._starts[at] : self._starts[at + 1]]
 
+    def routes(self, sample: int) -> torch.Tensor:
+        """A held sample's rows of ``routes_SF``, a view; raises KeyError if this rank does not hold it."""
+        at = self._places[sample]
+        assert self.routes_SF is not None
+        return self.routes_SF[self._starts[at] : self._starts[at + 1]]
+
     def response(self, name: str, sample: int) -> torch.Tensor:
         """A held sample's entries of the column ``name``, or its response tokens for ``tokens_S``; a view.
 
@@ -169,6 +181,8 @@ class RolloutBatch:
         found = {TOKENS: _joined(self.tokens_S, [self.tokens(i) for i in samples])}
         for name, column in self.columns.items():
             found[name] = _joined(column, [self.response(name, i) for i in samples])
+        if self.routes_SF is not None:
+            found[ROUTES] = _joined(self.routes_SF, [self.routes(i) for i in samples])
         return found
 
     def select(self, samples: Sequence[int]) -> RolloutBatch:
@@ -203,6 +217,8 @@ class RolloutBatch:
         for name in names:
             empty = torch.empty(0, dtype=RESPONSE_COLUMNS[name])
             columns[name] = torch.cat([batch.columns.get(name, empty) for batch in batches])
+        if routes := [batch.routes_SF for batch in batches if batch.routes_SF is not None]:
+            columns[ROUTES] = torch.cat(routes)
         per_sample = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in _PER_SAMPLE}
         return RolloutBatch(held=held, tokens_S=torch.cat([b.tokens_S for b in batches]), **per_sample, **columns)
 
@@ -229,7 +245,7 @@ def _int32(values: Sequence[int]) -> torch.Tensor:
 
 
 def _joined(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts)) if parts else like.new_empty(0)
+    return torch.cat(list(parts)) if parts else like[:0]
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -121,6 +121,7 @@ METRICS: dict[str, Metric] = {
     # update
     "actor/loss": M("", "loss per response token", "actor/pg_loss", "train/loss train/pg_loss", "loss"),
     "actor/grad_norm": M("", "gradient norm before clipping", "", "train/grad_norm", "grad_norm"),
+    "actor/router_agreement": M("", "share of (token, layer) whose experts the actor would have chosen too"),
     "actor/lr": M("", "learning rate", "", "train/lr-pg_0", "learning_rate"),
     "actor/entropy": M(
         "nats", "entropy per response token, during the update", "actor/entropy_loss", "train/entropy_loss", "entropy"

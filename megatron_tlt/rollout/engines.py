@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.import_path import check_arguments, is_import_path, load_object
+from megatron_tlt.config.layouts import ModelShape
+from megatron_tlt.config.model import read_model
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
@@ -59,7 +61,7 @@ def engine_problems(config: TltConfig) -> list[str]:
     return list(_mismatches(config, cls.capabilities))
 
 
-ALL = Capabilities(weights=True, speculation=True, turns=True, sleep=True, tensor_parallel=True, vllm=True)
+ALL = Capabilities(weights=True, speculation=True, turns=True, routes=True, sleep=True, tensor_parallel=True, vllm=True)
 """Capabilities of ``vllm``."""
 
 
@@ -74,6 +76,8 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
     several = [task.name for task in config.all_tasks if task.environment is not None]
     if several and not (can.turns or can.whole_episodes):
         yield f"tasks.environment: {several[0]} has one; engine {name} answers a request once; allowed: null"
+    if rollout.router_replay != "none":
+        yield from _replay_mismatches(config, can, several)
     if rollout.tensor_parallel_size > 1 and not can.tensor_parallel:
         size = rollout.tensor_parallel_size
         yield f"rollout.tensor_parallel_size: found {size}; engine {name} is of one rank; allowed: 1"
@@ -81,6 +85,25 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
         yield f"reshard.method: found none; engine {name} generates with the actor's weights; allowed: direct"
     if method != "none" and not can.weights:
         yield f"reshard.method: found {method}; engine {name} takes no weights; allowed: none"
+
+
+def _replay_mismatches(config: TltConfig, can: Capabilities, several: list[str]) -> Iterator[str]:
+    found = f"rollout.router_replay: found {config.rollout.router_replay}"
+    if not can.routes:
+        yield f"{found}; engine {config.rollout.engine} records no experts; allowed: none"
+    if config.rollout.model_runner == "v2":
+        yield f"{found}; rollout.model_runner v2 records no experts; allowed: none, or v1"
+    if several:
+        yield f"{found}; task {several[0]} has an environment, whose turns are not recorded; allowed: none"
+    if config.actor.megatron.get("moe_router_fusion"):
+        yield f"{found}; actor.megatron.moe_router_fusion takes no experts; allowed: none, or no fusion"
+    try:
+        model, where = read_model(config)
+    except ConfigError:
+        return  # reported by the checks of the model
+    shape = ModelShape.read(model, where)
+    if shape is not None and not shape.experts:
+        yield f"{found}; the model has no experts; allowed: none"
 
 
 def libraries_not_needed(rollout: RolloutConfig) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class Capabilities:
             elsewhere: weights are not transferred (``reshard.method: none``), and there is no evaluation.
         speculation: it drafts as the ``speculation`` section says, and records the drafter model's inputs.
         turns: it takes requests during a rollout, so that responses can have several turns.
+        routes: it records the experts of each token (``rollout.router_replay``).
         whole_episodes: its responses to tasks with an environment have all turns already.
         sleep: it frees the device's memory between rollouts, or uses none.
         tensor_parallel: several ranks can form one engine.
@@ -59,6 +60,7 @@ class Capabilities:
     weights: bool = False
     speculation: bool = False
     turns: bool = False
+    routes: bool = False
     whole_episodes: bool = False
     sleep: bool = False
     tensor_parallel: bool = False

@@ -126,15 +126,15 @@ class RecordedStates:
         self.end()
         computed: dict[tuple[int, ...], torch.Tensor] = {}  # states of full prompts, each once
         for one in recordings:
-            if one.prompt not in computed and (states := _joined(one.pieces, len(one.prompt))) is not None:
+            if one.prompt not in computed and (states := joined_rows(one.pieces, len(one.prompt))) is not None:
                 computed[one.prompt] = states
         found = []
         for one in recordings[first::every]:
             assert one.response is not None
             last = len(one.prompt) + len(one.response) - 1
-            states = _joined(one.pieces, last)
+            states = joined_rows(one.pieces, last)
             if states is None and (beginning := _beginning(one, computed)) is not None:
-                states = _joined([(0, beginning), *one.pieces], last)
+                states = joined_rows([(0, beginning), *one.pieces], last)
             one.pieces.clear()  # joining copies; keeping the pieces too would double the memory
             if states is None or last <= len(one.prompt):
                 self.dropped += states is None
@@ -155,7 +155,7 @@ def _beginning(one: _Recording, computed: dict[tuple[int, ...], torch.Tensor]) -
     return None if states is None else states[:count]
 
 
-def _joined(pieces: Iterable[tuple[int, torch.Tensor]], end: int) -> torch.Tensor | None:
+def joined_rows(pieces: Iterable[tuple[int, torch.Tensor]], end: int) -> torch.Tensor | None:
     """States of the positions before ``end``; later pieces replace earlier ones. None if a position is missing."""
     joined: torch.Tensor | None = None
     missing = torch.ones(end, dtype=torch.bool)

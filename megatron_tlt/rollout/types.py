@@ -96,6 +96,8 @@ class Response:
     ``finish_reason`` is "stop", "length" or "abort". ``finished_at`` is in seconds since the start of the rollout.
     In a response of several ``turns``, ``loss_mask[t]`` is False for tokens of the environment, whose ``log_probs`` are
     0; an empty mask is True for all. ``reward`` is the environment's, in a replay.
+    ``routes`` are the experts of all tokens but the last, prompt included, if they are recorded: uint8, as
+    ``data.routes`` encodes them.
     ``top_log_probs[t]`` holds (token, log-probability) of the most likely tokens, in descending order, if requested.
     """
 
@@ -109,6 +111,7 @@ class Response:
     loss_mask: Sequence[bool] = ()
     turns: int = 1
     reward: Reward | None = None
+    routes: torch.Tensor | None = None
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 

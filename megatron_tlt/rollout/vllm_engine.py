@@ -31,6 +31,7 @@ from megatron_tlt.rollout.vllm_drafters import DrafterWeights
 from megatron_tlt.rollout.vllm_experts import check_experts
 from megatron_tlt.rollout.vllm_patches import apply_all_patches, draft_without_padding
 from megatron_tlt.rollout.vllm_requests import RolloutState, abort_request, add_request, check_requests, to_response
+from megatron_tlt.rollout.vllm_routing import RoutingRecorder
 from megatron_tlt.rollout.vllm_runner_v2 import SwitchV2
 from megatron_tlt.rollout.vllm_sampling import SeededSampler
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
@@ -79,10 +80,11 @@ class VllmEngine(RolloutEngine):
                 f"rollout.tensor_parallel_size is {self._tp_size}; allowed are divisors of the world size, "
                 f"{dist.get_world_size()}"
             )
-        self._rollout = rollout
-        self._seed = seed
+        self._rollout, self._seed = rollout, seed
         self._tp_rank = dist.get_rank() % self._tp_size
-        self._llm = self._build(model_path, rollout, speculation, seed)
+        self._routing = RoutingRecorder(rollout)
+        with self._routing.attached():
+            self._llm = self._build(model_path, rollout, speculation, seed)
         self._tp_group = vllm_setup.engine_group()
         self._scheduler = self._llm.engine_core.engine_core.scheduler
         self._runner = vllm_setup.model_runner_of(self._llm)
@@ -90,9 +92,8 @@ class VllmEngine(RolloutEngine):
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation.enabled else 0
-        draft_without_padding(
-            self._scheduler, self.num_speculative_tokens, self._llm.vllm_config.scheduler_config.max_num_seqs
-        )
+        most = self._llm.vllm_config.scheduler_config.max_num_seqs
+        draft_without_padding(self._scheduler, self.num_speculative_tokens, most)
         self.token_drafters = token_drafters_of(speculation) | dict(token_drafters or {})
         switch = SwitchV2 if rollout.model_runner == "v2" else StrategySwitch
         self._switch = switch(
@@ -214,6 +215,7 @@ class VllmEngine(RolloutEngine):
                 if rollout.internal_of:  # a callback or a signal interrupted the rollout: empty the engine
                     self._llm.abort_request(list(rollout.internal_of.values()), internal=True)
                 self._switch.clear()
+                self._routing.clear()
         return [responses[request.request_id] for request in requests]
 
     def _queue(self, requests: Sequence[Request], rollout: RolloutState) -> None:
@@ -249,7 +251,8 @@ class VllmEngine(RolloutEngine):
 
     def _respond(self, request: Request, internal_id: str, completion: Any, now: float) -> Response:
         self._switch.finish(internal_id, completion.token_ids)
-        return to_response(request, completion, self._accounts.take_request(internal_id), now)
+        draft = self._accounts.take_request(internal_id)
+        return self._routing.attach(to_response(request, completion, draft, now), internal_id)
 
     def abort(self, request_id: str) -> None:
         """End a request of the running rollout from a callback; its response has the tokens generated so far.

@@ -149,6 +149,7 @@ class ExperienceCollector:
         max_response_tokens: responses are truncated at this length.
         tensor_parallel_size: ranks per engine.
         speculation: drafts in the engine's steps; None: the drafter that the engine was built with.
+        has_routes: the engines' responses have the experts of their tokens (``rollout.router_replay``).
         on_collected: called on every rank after scoring, with the problems, all responses and the batch of this rank's
             tokens.
         should_stop: polled after every engine step; True ends the rollout early.
@@ -168,6 +169,7 @@ class ExperienceCollector:
         timeline: Timeline,
         environments: EnvironmentPool | None = None,
         speculation: EngineSpeculation | None = None,
+        has_routes: bool = False,
         on_collected: Callable[[Sequence[Problem], Sequence[ScoredResponse], RolloutBatch], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         request_transform: Callable[[Request], Request] = lambda request: request,
@@ -182,6 +184,7 @@ class ExperienceCollector:
         self._timeline = timeline
         self._track = EngineTrack(timeline)
         self._speculation = speculation
+        self._has_routes = has_routes
         self._on_collected = on_collected
         self._should_stop = should_stop
         self._request_transform = request_transform
@@ -295,6 +298,9 @@ class ExperienceCollector:
         everyone = all_gather_data(mine, list[ScoredResponse])
         scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
         batch = _batch_of(scored, own, self._engine.versions.get("policy") or 0, masked=masked is not None)
+        if self._has_routes:
+            held = [own[scored[i].problem, scored[i].sample] for i in batch.held]
+            batch = batch.with_columns(routes_SF=routes_of(held))
         if self._on_collected is not None:
             self._on_collected(problems, scored, batch)
         return scored, batch, PhaseTimes(decoded - start, waited - decoded, judged - waited)
@@ -333,6 +339,16 @@ class ExperienceCollector:
         if self._environments is None:
             raise RunError("a task has an environment, but nothing here holds episodes")
         return Episodes(asked, self._tokenizer, self._environments, judge)
+
+
+def routes_of(held: Iterable[Response]) -> torch.Tensor:
+    """The experts of all tokens of this rank's responses, one behind another; the last token of each has none."""
+    parts = []
+    for one in held:
+        assert one.routes is not None
+        parts += [one.routes, torch.full((1, one.routes.shape[1]), 255, dtype=torch.uint8)]
+    width = max(all_gather_data(parts[0].shape[1] if parts else 0, int))
+    return torch.cat(parts) if parts else torch.empty((0, width), dtype=torch.uint8)
 
 
 def _check_lengths(responses: Iterable[Response]) -> None:

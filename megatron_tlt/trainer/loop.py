@@ -152,6 +152,7 @@ class Run:
             tensor_parallel_size=config.rollout.tensor_parallel_size,
             timeline=self._timeline,
             speculation=self._speculation.engine,
+            has_routes=config.rollout.router_replay != "none",
             on_collected=self._speculation.end_rollout,
             should_stop=self._stop,
             request_transform=request_transform,

@@ -39,9 +39,9 @@ class ReferencePolicy:
         policy.memory.offload()
 
     def log_probs(self, batch: RolloutBatch, temperature: float) -> PolicyScores:
-        """As ``Policy.log_probs``."""
+        """As ``Policy.log_probs``, with the routers' own choice: other weights choose other experts."""
         self.policy.memory.reload()
-        scores = self.policy.log_probs(batch, temperature)
+        scores = self.policy.log_probs(batch.with_columns(routes_SF=None), temperature)
         self.policy.memory.offload()
         return scores
 

@@ -25,13 +25,15 @@ def random_batch(count: int, seed: int = 0, columns: tuple[str, ...] = ("rollout
         **{name: column.to(RESPONSE_COLUMNS[name]) for name, column in values.items()},
     )
     rewards = torch.tensor([rng.random() for _ in range(count)], dtype=torch.float64)
-    return batch.with_columns(rewards_N=rewards, versions_N=torch.arange(count) + seed)
+    routes = torch.tensor(list(rng.randbytes(3 * sum(lengths))), dtype=torch.uint8).view(-1, 3)
+    return batch.with_columns(rewards_N=rewards, versions_N=torch.arange(count) + seed, routes_SF=routes)
 
 
 def row(batch: RolloutBatch, sample: int) -> dict[str, Any]:
     """All that a batch says of a sample that it holds."""
     columns = {name: batch.response(name, sample).tolist() for name in batch.columns}
-    return columns | known(batch, sample) | {"tokens": batch.tokens(sample).tolist()}
+    every = {"tokens": batch.tokens(sample).tolist(), "routes": batch.routes(sample).tolist()}
+    return columns | known(batch, sample) | every
 
 
 def known(batch: RolloutBatch, sample: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config
 from megatron_tlt.config.schema import RolloutConfig, TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -23,6 +24,7 @@ from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.replay import ReplayEngine, append_recording
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec
 from tests.helpers.launch import REPOSITORY
+from tests.helpers.tiny_models import build_qwen2
 from tests.helpers.user_code import add_module
 
 MODULE = "tlt_user_engines"
@@ -124,6 +126,48 @@ def test_what_an_engine_cannot_do_is_refused_all_at_once() -> None:
         "rollout.engine_arguments: found {'path': 'r'}; engine vllm takes rollout.vllm; allowed: none",
         "reshard.method: found none; engine vllm generates with the actor's weights; allowed: direct",
     ]
+
+
+REPLAY = "rollout.router_replay: found ids; "
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sections", "said"),
+    [
+        ({}, {}, []),
+        ({}, {"model": {"path": "dense"}}, ["the model has no experts; allowed: none"]),
+        ({}, {"model": {"path": "absent"}}, []),  # which is refused elsewhere
+        ({"model_runner": "v2"}, {}, ["rollout.model_runner v2 records no experts; allowed: none, or v1"]),
+        (
+            {},
+            {"actor": {"megatron": {"moe_router_fusion": True}}},
+            ["actor.megatron.moe_router_fusion takes no experts; allowed: none, or no fusion"],
+        ),
+        (
+            {},
+            {"tasks": [{"name": "products", "environment": {"name": "calculator"}}]},
+            ["task products has an environment, whose turns are not recorded; allowed: none"],
+        ),
+        (
+            {"engine": "replay", "engine_arguments": {"path": "r"}},
+            {"reshard": {"method": "none"}},
+            ["engine replay records no experts; allowed: none"],
+        ),
+    ],
+)
+def test_where_experts_cannot_be_replayed_it_is_refused(
+    rollout: dict[str, Any],
+    sections: dict[str, Any],
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_model("qwen3-moe", Path("moe"))
+    build_qwen2(Path("dense"))
+    given = {"model": {"path": "moe"}, "tasks": [{"name": "gcd"}], "speculation": {"enabled": False}, **sections}
+    read = TltConfig.model_validate({**given, "rollout": {"router_replay": "ids", **rollout}})
+    assert engine_problems(read) == [REPLAY + one for one in said]
 
 
 @pytest.mark.parametrize(
