@@ -64,20 +64,21 @@ check "codespell" codespell
 check "proselint" proselint check --config .proselintrc.json README.md CONTRIBUTING.md CHANGELOG.md tests/README.md docs/*.md docs/*/*.md
 check "mypy" mypy
 check "shellcheck" shellcheck -x launch/*.sh slurm/*.sh slurm/*.sbatch tests/*.sh tools/*.sh tools/bench/*.sh .ci/run
-# Two tests at a time where a test is one process. A test that starts several processes runs alone.
+# Two files at a time: tests that start processes wait for these half of their time.
+two_at_a_time=(-n 2 --dist loadfile --no-loadscope-reorder)
 case $tier in
     arguments)
         check "pytest" python -m pytest "${arguments[@]}"
         ran="Tests: those that the arguments select."
         ;;
     all)
-        check "pytest, one process each" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not distributed"
-        check "pytest, several processes each" python -m pytest -m distributed
+        check "pytest, one process each" python -m pytest "${two_at_a_time[@]}" -m "not distributed"
+        check "pytest, several processes each" python -m pytest "${two_at_a_time[@]}" -m distributed
         ran="Tests: all."
         ;;
     contributor)
-        check "pytest, one process each" python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not distributed and not slow"
-        check "pytest, one test of each kind that is distributed or slow" python -m pytest -m representative
+        check "pytest, one process each" python -m pytest "${two_at_a_time[@]}" -m "not distributed and not slow"
+        check "pytest, one test of each kind that is distributed or slow" python -m pytest "${two_at_a_time[@]}" -m representative
         ran="Tests: the contributor's tier; all run with --all."
         ;;
 esac

@@ -25,13 +25,15 @@ MARK = "TLT_TEST_RUN_ID"
 def slowness() -> float:
     """How much slower than an idle machine of the intended kind this one is right now; at least 1, at most 8.
 
-    Time limits are there so that a hang fails with its reason, not so that a busy machine fails.
+    Time limits are there so that a hang fails with its reason, not so that a busy machine fails. Each worker of pytest
+    counts as much again, as it may start processes a moment later.
     """
     began = time.perf_counter()
     total = 0
     for i in range(3_000_000):
         total += i
-    return min(8.0, max(1.0, (time.perf_counter() - began) / 0.2))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return workers * min(8.0, max(1.0, (time.perf_counter() - began) / 0.2))
 
 
 def free_port() -> int:

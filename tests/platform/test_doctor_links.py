@@ -108,8 +108,8 @@ def test_all_pairs_of_processes_exchange_messages() -> None:
 @pytest.mark.distributed
 def test_pairs_that_do_not_answer_fail_in_time() -> None:
     began = time.monotonic()
-    (check,) = check_pairs(2, timeout_s=6.0)
-    assert check.status == "fail" and "no answer within 6 s" in check.found
+    (check,) = check_pairs(2, timeout_s=0.5)  # no machine imports torch in it
+    assert check.status == "fail" and "no answer within 0.5 s" in check.found
     assert time.monotonic() - began < 30, "the ranks outlived torchrun"
 
 
