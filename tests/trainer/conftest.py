@@ -58,7 +58,7 @@ class Runs:
     def config(self) -> Path:
         return self.folder / "tiny.yaml"
 
-    def command(self, name: str, *overrides: str, fresh: bool = True, command: str = "train") -> list[str]:
+    def command(self, name: str, *overrides: str, fresh: bool = False, command: str = "train") -> list[str]:
         entry = "import sys; from megatron_tlt.cli import main; sys.exit(main())"
         run_dir = f"run.dir={self.folder / name}"
         return [python(fresh), "-c", entry, command, str(self.config), run_dir, *overrides]
@@ -71,7 +71,7 @@ class Runs:
         return log
 
     def evaluate(self, name: str, *overrides: str) -> str:
-        return run_logged(self.command(name, *overrides, fresh=False, command="eval"), timeout_s=600)
+        return run_logged(self.command(name, *overrides, command="eval"), timeout_s=600)
 
     def start(
         self, name: str, *overrides: str, fresh: bool = True, env: Mapping[str, str] | None = None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 
 def evaluate(runs: Runs, name: str, *arguments: str, expect_status: int = 0) -> str:
-    command = runs.command(name, *arguments, fresh=False, command="eval")
+    command = runs.command(name, *arguments, command="eval")
     return run_logged(command, timeout_s=600, expect_status=expect_status)
 
 

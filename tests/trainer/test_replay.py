@@ -48,7 +48,7 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one_and_imports_no
     without = ("rollout.vllm=null", "speculation.enabled=false", "reshard.method=none")
     arguments = {"path": str(recording), "imported": str(tmp_path)}
     given = (f"rollout.engine={MODULE}.Replayed", f"rollout.engine_arguments={json.dumps(arguments)}", *without)
-    run_logged(runs.command("replayed", *given), timeout_s=900, env=environment)
+    run_logged(runs.command("replayed", *given, fresh=True), timeout_s=900, env=environment)
     replayed = runs.folder / "replayed"
 
     assert (replayed / "hf" / "model.safetensors").read_bytes() == (recorded / "hf" / "model.safetensors").read_bytes()
@@ -72,8 +72,11 @@ def test_a_replayed_run_ends_with_the_weights_of_the_recorded_one_and_imports_no
     )
     assert "which takes no weights; allowed for an evaluation" in said
 
-    repeat = [*runs.command("recorded", command="replay")[:3], "replay", str(recorded)]
-    said = run_logged([*repeat, "--step", "3"], timeout_s=600)
+    fresh, repeat = (
+        [*runs.command("recorded", fresh=fresh, command="replay")[:3], "replay", str(recorded)]
+        for fresh in (True, False)
+    )
+    said = run_logged([*fresh, "--step", "3"], timeout_s=600)
     again = runs.folder / "recorded+step-3"
     assert "from the checkpoint of step 2" in said and "differs" not in said and said.count("equal") >= 5
     (row,) = (row for row in rows_of(again))
@@ -98,7 +101,9 @@ def rows_by_request(folder: Path) -> dict[tuple[str, int], list[int]]:
 
 def test_a_rollout_alone_records_what_the_first_steps_of_training_would_sample(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "recorded"
-    said = run_logged([*runs.command("alone", command="rollout"), "--out", str(out), "--steps", "2"], timeout_s=300)
+    said = run_logged(
+        [*runs.command("alone", fresh=True, command="rollout"), "--out", str(out), "--steps", "2"], timeout_s=300
+    )
     assert "rollout of step 1: 16 responses, reward " in said and f"recorded: {out}" in said
     assert not (runs.folder / "alone" / "metrics.jsonl").exists() and not (runs.folder / "alone" / "hf").exists()
     found = rows_by_request(out)
