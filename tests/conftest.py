@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers import put_back
 
@@ -22,6 +23,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; subprocesses inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# a busy machine is no failure
+settings.register_profile("tlt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tlt")
 
 _MARKERS = (
     "slow(seconds=0): takes long; only `tests/run.sh --all` runs it, those that say how long before the others",

@@ -32,7 +32,7 @@ def record(arguments: argparse.Namespace) -> dict[str, object]:
     from megatron_tlt.platform.device import prepare
     from megatron_tlt.rollout.vllm_engine import VllmEngine
     from megatron_tlt.tasks.mixture import build_sources
-    from megatron_tlt.trainer.experience import one_request_each, training_sampling
+    from megatron_tlt.trainer.requests import one_request_each, training_sampling
 
     prepare()
     config = load_config(arguments.config, [])

@@ -56,7 +56,7 @@ def sample_pairs(folder: Path, config: Any, count: int, seed: int, progress: Any
     from megatron_tlt.platform.device import initialize_distributed, prepare
     from megatron_tlt.rollout.vllm_engine import VllmEngine
     from megatron_tlt.tasks.mixture import build_sources
-    from megatron_tlt.trainer.experience import one_request_each, training_sampling
+    from megatron_tlt.trainer.requests import one_request_each, training_sampling
 
     prepare()
     initialize_distributed()

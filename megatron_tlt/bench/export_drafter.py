@@ -39,7 +39,7 @@ from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import one_request_each
+from megatron_tlt.trainer.requests import one_request_each
 
 VOCAB = 64
 PROMPT = 8

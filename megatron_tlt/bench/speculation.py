@@ -27,7 +27,7 @@ from megatron_tlt.rollout.types import DraftStats, Request, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.gain import RolloutGain
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import one_request_each, training_sampling
+from megatron_tlt.trainer.requests import one_request_each, training_sampling
 
 _MEASURING = "measuring"
 _PROBED = 0.25

@@ -24,10 +24,10 @@ from megatron_tlt.config.migrations import LOWEST_TEMPERATURE
 from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.tail import tail_violations
 from megatron_tlt.errors import ConfigError
 
-# vLLM's CPU attention has no kernel for smaller heads.
-_MIN_HEAD_DIM = 32
+_MIN_HEAD_DIM = 32  # vLLM's CPU attention has no kernel for smaller heads
 # Number of fitting layouts that the message for an unfitting one suggests.
 _SUGGESTIONS = 3
 _MEGATRON_OPTIMIZERS = ("adam", "sgd")
@@ -391,9 +391,9 @@ def check_fields_together(config: TltConfig) -> list[str]:
         _temperatures,
         _model_runner,
         algorithm_violations,
+        tail_violations,
         _router,
         _optimizer,
         _adam_only,
     )
-    others = (rule(config) for rule in kinds)
-    return [*lines, *chain(*rules, *others)]
+    return [*lines, *chain(*rules, *(rule(config) for rule in kinds))]

@@ -20,6 +20,7 @@ from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.config.task import CurriculumConfig, TaskConfig
 
 
@@ -353,6 +354,7 @@ class TltConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     drafter: DrafterConfig | None = None
     spot: SpotConfig | None = None
+    tail: TailConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()

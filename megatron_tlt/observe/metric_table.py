@@ -55,6 +55,12 @@ METRICS: dict[str, Metric] = {
     "curriculum/<task>_weight": M("share", "problems of this task in the next step, with trainer.curriculum"),
     "curriculum/<task>_pass_rate": M("share", "moving average of the correct responses to its problems"),
     "sampling/generations": M("", "rollouts of the step, with dynamic sampling"),
+    "tail/long_round": M("", "1 if the round decoded problems that others had left, else 0"),
+    "tail/deferred": M("", "problems that wait for a long round, after the step"),
+    "tail/wasted": M("", "share of the round's response tokens that the step does not train on"),
+    "tail/kept_over_all": M(
+        "", "mean length of the responses kept over that of all, aborted ones as long as they were: the bias, or less"
+    ),
     "sampling/problems_drawn": M("", "problems drawn for the step, used or not"),
     # lengths and tokens
     "length/mean": M(

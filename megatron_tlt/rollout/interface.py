@@ -50,6 +50,7 @@ class Capabilities:
             elsewhere: weights are not transferred (``reshard.method: none``), and there is no evaluation.
         speculation: it drafts as the ``speculation`` section says, and records the drafter model's inputs.
         turns: it takes requests during a rollout, so that responses can have several turns.
+        aborts: it ends requests of a running rollout, so that short rounds can leave what loses (``tail``).
         routes: it records the experts of each token (``rollout.router_replay``).
         whole_episodes: its responses to tasks with an environment have all turns already.
         sleep: it frees the device's memory between rollouts, or uses none.
@@ -60,6 +61,7 @@ class Capabilities:
     weights: bool = False
     speculation: bool = False
     turns: bool = False
+    aborts: bool = False
     routes: bool = False
     whole_episodes: bool = False
     sleep: bool = False
@@ -124,6 +126,16 @@ class RolloutEngine(Protocol):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Reallocate device memory: everything, or only ``weights`` or ``kv_cache``."""
+
+    # capability: aborts
+    @property
+    def unfinished(self) -> Mapping[str, int]:
+        """Tokens so far of each unfinished request of the running rollout, by id; in ``on_step``."""
+        raise self._lacks("aborts")
+
+    def abort(self, request_id: str) -> None:
+        """End a request of the running rollout from a callback; its response has the tokens generated so far."""
+        raise self._lacks("aborts")
 
     # capability: weights; see ``reshard.interface.WeightTarget``
     def begin_update(self, part: Part) -> None:

@@ -254,12 +254,13 @@ class VllmEngine(RolloutEngine):
         draft = self._accounts.take_request(internal_id)
         return self._routing.attach(to_response(request, completion, draft, now), internal_id)
 
-    def abort(self, request_id: str) -> None:
-        """End a request of the running rollout from a callback; its response has the tokens generated so far.
+    @property
+    def unfinished(self) -> dict[str, int]:
+        """See ``RolloutEngine.unfinished``."""
+        return dict(RunningRequests((*self._scheduler.running, *self._scheduler.waiting), self._switch.external_id))
 
-        Raises:
-            RunError: no unfinished request has this id.
-        """
+    def abort(self, request_id: str) -> None:
+        """See ``RolloutEngine.abort``; raises RunError if no unfinished request has this id."""
         if self._rollout_state is None or request_id not in self._rollout_state.internal_of:
             raise RunError(f"request {request_id} cannot be aborted: it is not part of a running rollout")
         self._rollout_state.aborted.append(request_id)
@@ -337,10 +338,7 @@ class VllmEngine(RolloutEngine):
         return count
 
     def read_weights(self) -> list[vllm_weights.HeldWeight]:
-        """List (Hugging Face name, this rank's tensor, its slice of the full one or None) for each weight.
-
-        Tensors are views in the engine's dtype; see ``vllm_weights.read_weights``.
-        """
+        """(Hugging Face name, this rank's view, its slice of the whole or None); see ``vllm_weights.read_weights``."""
         return self._policy_views.get(lambda: vllm_weights.read_weights(self._runner.get_model()))
 
     def read_drafter_weights(self) -> list[vllm_weights.HeldWeight]:
@@ -393,8 +391,7 @@ class VllmEngine(RolloutEngine):
             return
         with nullcontext() if self._owns_group else vllm_setup.kept_process_groups():
             self._llm.engine_core.shutdown()
-        self._runner = None
-        self._llm = None
+        self._runner = self._llm = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_group = False

@@ -77,12 +77,12 @@ class RoutingRecorder:
         self._execute, runner.execute_model = runner.execute_model, self._step
 
     def attach(self, response: Response, internal_id: str) -> Response:
-        """The response with ``routes`` of all its tokens but the last.
+        """The response with ``routes`` of all its tokens but the last, unless it was aborted.
 
         Raises:
             RunError: some token's experts were not recorded.
         """
-        if self._mode == "none":
+        if self._mode == "none" or response.finish_reason == "abort":
             return response
         pieces = self._pieces.get(internal_id, [])
         end = len(response.prompt_token_ids) + len(response.token_ids) - 1

@@ -38,6 +38,7 @@ class TrainerState:
         tokens_seen: prompt and response tokens trained on; 0 in checkpoints of releases that did not count them.
         problems_drawn: index of the next training problem; None in checkpoints of releases without dynamic sampling,
             which drew the same number in each step.
+        deferred: indices of problems that tail batching left for a long round.
         curriculum: state of ``trainer.curriculum``; None without one.
     """
 
@@ -46,6 +47,7 @@ class TrainerState:
     evaluation_settings: dict[str, Any] = field(default_factory=dict)
     tokens_seen: int = 0
     problems_drawn: int | None = None
+    deferred: list[int] = field(default_factory=list)
     curriculum: dict[str, Any] | None = None
 
     @classmethod

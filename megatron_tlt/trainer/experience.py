@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from megatron_tlt.config.evaluation import EvaluationSettings
-from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
-from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, prompt_lengths, response_text
+from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, response_text
 from megatron_tlt.environments.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
@@ -30,11 +27,12 @@ from megatron_tlt.rollout.replay import append_recording
 from megatron_tlt.rollout.stop import StopAgreement
 from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.speculation.strategy import StepRecord
-from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
+from megatron_tlt.tasks.limit import allowed_prompts
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.engine_track import EngineTrack
 from megatron_tlt.trainer.episodes import Episodes, first_turn, last_turn
+from megatron_tlt.trainer.requests import request_seed
 from megatron_tlt.trainer.turns import EngineTurns
 
 
@@ -74,6 +72,20 @@ class ScoredResponse:
         return replace(scored, turns=response.turns, said=said)
 
 
+class Race(Protocol):
+    """Responses of a rollout race, and those that lose are aborted (``trainer.tail_rounds``)."""
+
+    def finished(self, response: Response) -> None:
+        """A response ended or was aborted."""
+
+    def stepped(self) -> None:
+        """The engine made a step; aborts what has lost."""
+
+    def kept(self, own: Mapping[tuple[int, int], Response]) -> dict[tuple[int, int], Response]:
+        """Those of this rank's responses that are returned; a collective."""
+        ...
+
+
 @dataclass(frozen=True)
 class PhaseTimes:
     """Seconds until this rank's engine finished, then until the slowest one finished, then until the last reward."""
@@ -81,58 +93,6 @@ class PhaseTimes:
     rollout: float
     idle: float
     reward: float
-
-
-def request_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on all of ``parts`` and nothing else."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def training_sampling(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingSpec:
-    """Sampling parameters of training rollouts; any of the tokenizer's ``stop_ids`` ends a response."""
-    sampling = rollout.sampling
-    return SamplingSpec(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=rollout.max_response_tokens,
-        stop_token_ids=tokenizer.stop_ids,
-    )
-
-
-def evaluation_sampling(
-    settings: EvaluationSettings, rollout: RolloutConfig, tokenizer: Tokenizer, *, greedy: bool = False
-) -> SamplingSpec:
-    """Sampling parameters of an evaluation; top-p and top-k default to the rollout's if ``settings`` has none."""
-    sampling = rollout.sampling
-    top_p = sampling.top_p if settings.top_p is None else settings.top_p
-    top_k = sampling.top_k if settings.top_k is None else settings.top_k
-    return SamplingSpec(
-        temperature=0.0 if greedy else settings.temperature,
-        top_p=1.0 if greedy else top_p,
-        top_k=-1 if greedy else top_k,
-        max_tokens=rollout.max_response_tokens,
-        stop_token_ids=tokenizer.stop_ids,
-    )
-
-
-def prompt_limit(rollout: RolloutConfig, tokenizer: Tokenizer) -> PromptLimit:
-    """The longest prompt of a run, in this tokenizer's tokens."""
-    return PromptLimit(rollout.max_prompt_tokens, rollout.filter_overlong_prompts, partial(prompt_lengths, tokenizer))
-
-
-def one_request_each(
-    problems: Iterable[Problem], tokenizer: Tokenizer, sampling: SamplingSpec, *seed_parts: object
-) -> list[Request]:
-    """One request per problem, outside of a run; the i-th request's seed depends on ``seed_parts`` and i.
-
-    The requests have no problem key, so drafters keep no history of their responses.
-    """
-    return [
-        Request(str(i), tuple(encode_prompt(tokenizer, problem)), sampling, request_seed(*seed_parts, i))
-        for i, problem in enumerate(problems)
-    ]
 
 
 class ExperienceCollector:
@@ -198,11 +158,14 @@ class ExperienceCollector:
         on_finished: Callable[[int], None] | None = None,
         while_idle: Callable[[], None] | None = None,
         recording: Path | None = None,
+        race: Callable[[RolloutEngine, Mapping[str, tuple[int, int]]], Race] | None = None,
     ) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
         """Generates ``samples`` responses to each problem.
 
         ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has. The first
-        rank of each engine appends its responses to a file of its own in the folder ``recording``, if any.
+        rank of each engine appends its responses to a file of its own in the folder ``recording``, if any. ``race`` is
+        called with the engine and the position of each request's problem and sample; it ends responses early and
+        chooses which are returned.
 
         Returns:
             All responses of all engines, ordered by problem and sample, the same on every rank; their batch, in which
@@ -220,6 +183,7 @@ class ExperienceCollector:
         stopped = False
         responses: list[Response] = []
         stop = StopAgreement(self._should_stop, self._engine.tensor_parallel_group)
+        racing = race(self._engine, keys) if race is not None else None
 
         whole: dict[str, Response] = {}
         given: dict[str, Reward] = {}
@@ -228,7 +192,7 @@ class ExperienceCollector:
             whole[response.request_id] = response
             if reward is not None:
                 given[response.request_id] = reward
-            elif leads:
+            elif leads and response.finish_reason != "abort":
                 problem = problems[keys[response.request_id][0]]
                 # collect() below reports a failed pool on all ranks. An error raised here, on one rank, would leave
                 # the other ranks blocked in a collective.
@@ -251,6 +215,8 @@ class ExperienceCollector:
         def finished(response: Response) -> None:
             if self._speculation is not None:
                 self._speculation.finished(response)
+            if racing is not None:
+                racing.finished(response)
             if episodes is not None:
                 episodes.finished(response)
             elif turns is None:
@@ -259,6 +225,8 @@ class ExperienceCollector:
         def stepped(record: StepRecord) -> None:
             self._track.add(record)
             check_stop()
+            if racing is not None:
+                racing.stepped()
 
         if self._speculation is not None:
             self._speculation.begin_rollout(requests, self._engine.versions.get("drafter"))
@@ -285,7 +253,10 @@ class ExperienceCollector:
         with self._timeline.span("reward"), failing_together():
             if turns is not None:
                 responses = [whole[request.request_id] for request in requests] if leads and not stopped else []
-            _check_lengths(responses)
+            own = {keys[r.request_id]: r for r in responses} if leads and not stopped else {}
+            if racing is not None and not stopped:
+                own = racing.kept(own)
+            _check_lengths(own.values())
             if recording is not None and leads and not stopped:
                 rewarded = [replace(one, reward=given.get(one.request_id)) for one in responses]
                 append_recording(recording / f"rank_{rank():05d}.jsonl", requests, rewarded)
@@ -293,7 +264,6 @@ class ExperienceCollector:
         if stopped:
             raise StopRequested
         judged = time.perf_counter()
-        own = {keys[r.request_id]: r for r in responses} if leads else {}
         mine = [ScoredResponse.of(*key, r, rewards[r.request_id]) for key, r in own.items()]
         everyone = all_gather_data(mine, list[ScoredResponse])
         scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))

@@ -38,16 +38,11 @@ from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
 from megatron_tlt.trainer.drafter_manager import DrafterManager
 from megatron_tlt.trainer.evaluation import Evaluation
-from megatron_tlt.trainer.experience import (
-    ExperienceCollector,
-    StopRequested,
-    evaluation_sampling,
-    prompt_limit,
-    training_sampling,
-)
+from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
 from megatron_tlt.trainer.export import save_adapter_folder, save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
+from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit, training_sampling
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
@@ -284,7 +279,7 @@ class Run:
             step = self._state.step
             self._timeline.begin_step(step + 1)
             drawn = self._state.problems_drawn
-            result = self.step.run(step, progress.start, progress.advance, self._updated, drawn)
+            result = self.step.run(step, progress.start, progress.advance, self._updated, drawn, self._state.deferred)
             record.step(self._state.step, result, progress)
             every = config.evaluation.every
             if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
@@ -297,7 +292,7 @@ class Run:
         """Counts a finished update, and saves a checkpoint if one is due."""
         self._state.step += 1
         self._state.tokens_seen += result.tokens
-        self._state.problems_drawn = result.next_problem
+        self._state.problems_drawn, self._state.deferred = result.next_problem, list(result.deferred)
         if self._curriculum is not None:
             result.metrics |= self._curriculum.end_step(result.next_problem, result.judged)
             self._state.curriculum = self._curriculum.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ import torch
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.actor.scores import PolicyScores, of_all_samples
-from megatron_tlt.algorithms.advantages import mixed_groups
 from megatron_tlt.algorithms.correction import correct, correction_metrics
 from megatron_tlt.algorithms.kl import kl_per_sample
 from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample
@@ -28,26 +28,22 @@ from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device, world_size
 from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.interface import RolloutEngine
-from megatron_tlt.rollout.types import DraftStats, SamplingSpec
+from megatron_tlt.rollout.types import SamplingSpec
 from megatron_tlt.tasks.curriculum import CurriculumMixture
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.acceptance import acceptance_metrics
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.dynamic_sampling import collect_problems
 from megatron_tlt.trainer.experience import ExperienceCollector, PhaseTimes, ScoredResponse
 from megatron_tlt.trainer.memory_ledger import START
 from megatron_tlt.trainer.reference import ReferencePolicy
+from megatron_tlt.trainer.rollout_metrics import rollout_metrics
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
-from megatron_tlt.trainer.task_metrics import (
-    advantage_metrics,
-    entropy_metrics,
-    length_metrics,
-    reward_spread,
-    task_metrics,
-)
+from megatron_tlt.trainer.tail import TailScheduler, TailState
+from megatron_tlt.trainer.tail_rounds import Answers, StartRace, collect_round
+from megatron_tlt.trainer.task_metrics import advantage_metrics, entropy_metrics
 
 
 @dataclass
@@ -63,6 +59,8 @@ class StepResult:
     judged: list[tuple[str, bool]] = field(default_factory=list)  # problem of each response, whether it is correct
     next_problem: int = 0
     """Index of the first training problem that has not been drawn."""
+    deferred: tuple[int, ...] = ()
+    """Training problems that were drawn and left for a long round."""
     tokens: int = 0
     """Prompt and response tokens of all samples; a prompt counts once per response."""
     memory: dict[str, int] = field(default_factory=dict)
@@ -122,6 +120,10 @@ class TrainingStep:
         self.recording = config.run.dir / "recording" if config.observe.recording else None
         self._algorithm = build_algorithm(config.algorithm)
         self._loss = self._algorithm.loss()
+        self._tail: TailScheduler | None = None
+        if config.tail is not None:
+            trainer, group = config.trainer, config.algorithm.group_size
+            self._tail = TailScheduler(config.tail, trainer.prompts_per_step, group)
 
     def run(
         self,
@@ -130,17 +132,19 @@ class TrainingStep:
         on_responses: Callable[[int], None],
         on_updated: Callable[[StepResult], None],
         first_problem: int | None = None,
+        deferred: Sequence[int] = (),
     ) -> StepResult:
         """Runs step number ``step`` (from 0); its problems are drawn from index ``first_problem`` on.
 
-        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``. ``on_responses`` receives the
+        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``. ``deferred`` problems wait
+        for a long round of tail batching. ``on_responses`` receives the
         numbers of responses that a phase deals with. ``on_updated`` is called after the policy's update, while it is
         still on the device, so that it can be saved.
 
         Raises:
             StopRequested: on every rank, during decoding; the policy is unchanged.
         """
-        result = StepResult(memory=self._start_memory)
+        result = StepResult(memory=self._start_memory, deferred=tuple(deferred))
         self._start_memory = {}
         began = time.perf_counter()
         for policy in [self._policy, *([self._reference.policy] if self._reference else [])]:
@@ -188,63 +192,50 @@ class TrainingStep:
         count, group = config.trainer.prompts_per_step, config.algorithm.group_size
         if first_problem is None:
             first_problem = step * count
+        tail = TailState(first_problem, result.deferred)
         generations_vary = config.algorithm.dynamic_sampling.enabled
-        on_phase("rollout", None if generations_vary else self._collector.num_own(count, group))
+        asked = self._tail.round(tail).size if self._tail is not None else (count, group)
+        on_phase("rollout", None if generations_vary else self._collector.num_own(*asked))
         if self._drafter is not None:
             self._drafter.check(self._engine)
         drafter_version = self._engine.versions.get("drafter")  # a sleeping engine has none
         if self._speculation is not None:
             self._speculation.begin_step(drafter_version)
         while_idle = self._while_idle(step)
+        seed = (config.run.seed, "train", step)
 
         def collect(problems: list[Problem], generation: int) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
-            seed = (config.run.seed, "train", step, *([generation] if generation else []))
             # a step has one session of the spot trainer
             idle = while_idle if generation == 0 else None
-            return self._collector.collect(problems, group, self._sampling, seed, on_response, idle, self.recording)
+            parts = (*seed, *([generation] if generation else []))
+            return self._collector.collect(problems, group, self._sampling, parts, on_response, idle, self.recording)
 
-        collected = collect_problems(
-            self._problems.problem, first_problem, count, group, config.algorithm.dynamic_sampling, collect
-        )
+        if self._tail is None:
+            dynamic = config.algorithm.dynamic_sampling
+            collected = collect_problems(self._problems.problem, first_problem, count, group, dynamic, collect)
+            result.next_problem = first_problem + collected.drawn
+        else:
+
+            def run_round(problems: list[Problem], samples: int, race: StartRace | None) -> Answers:
+                return self._collector.collect(
+                    problems, samples, self._sampling, seed, on_response, while_idle, race=race
+                )
+
+            one = collect_round(self._tail, tail, f"step-{step}", self._problems.problem, run_round)
+            collected, result.next_problem, result.deferred = one.collected, one.state.next_problem, one.state.deferred
+            result.metrics |= one.metrics
         problems, scored, batch, times = collected.problems, collected.scored, collected.batch, collected.times
-        result.next_problem = first_problem + collected.drawn
         self._note_memory("rollout", result)
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
-        slowest = max(row[0] for row in ranks)
-        lengths, accounts = [s.length for s in scored], [s.draft for s in scored]
-        drafts = sum(accounts, DraftStats())
-        rewards = [s.reward.value for s in scored]
         if self._samples is not None:
             result.samples = self._samples.rows(TRAIN, problems, scored, batch)
-        result.lengths = lengths
-        result.acceptance = [account.acceptance_length for account in accounts]
+        result.lengths = [s.length for s in scored]
+        result.acceptance = [s.draft.acceptance_length for s in scored]
         result.judged = [(problems[s.problem].uid, s.reward.correct) for s in scored]
         result.tasks = [problems[s.problem].source for s in scored]
-        result.tokens = sum(s.prompt_length for s in scored) + sum(lengths)
-        for s in scored:
-            result.finish_reasons[s.finish_reason] = result.finish_reasons.get(s.finish_reason, 0) + 1
-        result.metrics.update(
-            {
-                "time/rollout": slowest,
-                "time/idle": float(np.mean([row[1] for row in ranks])),
-                "time/reward": max(row[2] for row in ranks),
-                "rollout/tokens_per_s": collected.tokens / slowest,
-                "reward/mean": float(np.mean(rewards)),
-                "reward/correct": float(np.mean([s.reward.correct for s in scored])),
-                "reward/mixed_groups": mixed_groups(rewards, group),
-                "reward/extracted": float(np.mean([s.reward.extracted is not None for s in scored])),
-                "reward/verifier_errors": float(sum(s.reward.error is not None for s in scored)),
-                "reward/verifier_error_share": float(np.mean([s.reward.error is not None for s in scored])),
-                "length/truncated": result.finish_reasons.get("length", 0) / len(scored),
-                **length_metrics(lengths, [s.prompt_length for s in scored]),
-                **reward_spread(rewards, group),
-                **task_metrics(result.tasks, scored, group),
-                "speculation/acceptance_length": drafts.acceptance_length,
-                "speculation/draft_tokens": float(drafts.num_draft_tokens),
-                "speculation/accepted_tokens": float(drafts.num_accepted_tokens),
-                **acceptance_metrics(lengths, accounts, drafter_version),
-            }
-        )
+        result.tokens = sum(s.prompt_length + s.length for s in scored)
+        result.finish_reasons = dict(Counter(s.finish_reason for s in scored))
+        result.metrics |= rollout_metrics(scored, result.tasks, group, ranks, collected.tokens, drafter_version)
         if config.algorithm.dynamic_sampling.enabled:
             result.metrics |= {
                 "sampling/generations": float(collected.generations),

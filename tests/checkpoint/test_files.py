@@ -159,7 +159,7 @@ class TestManifest:
         assert manifest["files"]["shard/0.bin"]["bytes"] == 7
         assert verify_manifest(folder) == []
 
-    @settings(deadline=None, max_examples=15)
+    @settings(max_examples=15)
     @given(content=st.binary(min_size=1, max_size=200), data=st.data())
     def test_any_damage_is_seen(
         self, tmp_path_factory: pytest.TempPathFactory, content: bytes, data: st.DataObject

@@ -91,13 +91,11 @@ def allowed(layout: Layout, shape: ModelShape) -> bool:
     )
 
 
-@settings(deadline=None)
 @given(layouts(), shapes())
 def test_a_layout_fits_exactly_when_megatron_would_take_it(layout: Layout, shape: ModelShape) -> None:
     assert (problems(layout, shape) == []) == allowed(layout, shape)
 
 
-@settings(deadline=None)
 @given(layouts(), st.none() | shapes(), st.none() | st.integers(1, 16))
 def test_suggestions_fit(layout: Layout, shape: ModelShape | None, sequences: int | None) -> None:
     found = nearest(layout, shape, 4, sequences)
@@ -107,7 +105,6 @@ def test_suggestions_fit(layout: Layout, shape: ModelShape | None, sequences: in
         assert sequences is None or one.dp <= sequences
 
 
-@settings(deadline=None)
 @given(layouts(), shapes())
 def test_a_layout_that_fits_is_nearest_to_itself(layout: Layout, shape: ModelShape) -> None:
     if problems(layout, shape) == []:
@@ -138,7 +135,7 @@ def distance(asked: Layout, one: Layout) -> tuple[float, ...]:
     return (added, round(sum(abs(log2(b / a)) for a, b in pairs), 6), round(abs(memory), 6))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(layouts(worlds=(2, 4, 6, 8), uneven=False), shapes(), st.integers(1, 5))
 def test_no_layout_that_fits_is_nearer(layout: Layout, shape: ModelShape, count: int) -> None:
     if layout.etp is not None and not shape.experts:

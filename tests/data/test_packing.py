@@ -14,7 +14,7 @@ from megatron_tlt.errors import ConfigError
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LENGTHS, st.integers(300, 2000))
 def test_micro_batches_hold_everything_once_within_the_bound(lengths: list[int], bound: int) -> None:
     batches = plan_micro_batches(lengths, bound)
@@ -25,7 +25,7 @@ def test_micro_batches_hold_everything_once_within_the_bound(lengths: list[int],
     assert flat == sorted(lengths, reverse=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LENGTHS, st.integers(300, 2000))
 def test_no_two_neighbouring_micro_batches_could_be_one(lengths: list[int], bound: int) -> None:
     batches = plan_micro_batches(lengths, bound)
@@ -43,7 +43,7 @@ def test_a_sequence_above_the_bound_is_refused() -> None:
         plan_micro_batches([3, 41], 40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 8))
 def test_balance_holds_everything_once_and_evenly(lengths: list[int], ranks: int) -> None:
     parts = balance(lengths, ranks)

@@ -15,7 +15,7 @@ from megatron_tlt.data.tokenizer import HuggingFaceTokenizer, Tokenizer, encode_
 from megatron_tlt.data.tokenizer_training import BASE_ALPHABET, train_tokenizer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
-from megatron_tlt.trainer.experience import training_sampling
+from megatron_tlt.trainer.requests import training_sampling
 
 TEXTS = ["sum 3+5-2\n8-2\n6\n#### 6", "naïve café\t€5", "éé ü"]
 TEXT = st.text(alphabet=BASE_ALPHABET + "éï€\tü", max_size=60)
@@ -38,7 +38,7 @@ def hugging_face(folder: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(folder)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXT)
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
@@ -56,7 +56,7 @@ def test_special_tokens_have_their_names_where_asked_for(
         assert read.decode(ids) == " 3+5\n8 "
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(before=TEXT, after=TEXT)
 def test_pieces_do_not_cross_the_prompt(tokenizer: Tokenizer, before: str, after: str) -> None:
     # only the marker is longer than a character
@@ -64,7 +64,7 @@ def test_pieces_do_not_cross_the_prompt(tokenizer: Tokenizer, before: str, after
         assert tokenizer.encode(before) + tokenizer.encode(after) == tokenizer.encode(before + after)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=TEXT)
 def test_hugging_face_reads_the_same_folder(
     tokenizer: Tokenizer, hugging_face: HuggingFaceTokenizer, text: str
@@ -140,7 +140,7 @@ def test_a_chat_template_that_refuses_messages_is_named(tokenizer: Tokenizer, tm
         encode_prompt(load_tokenizer(tmp_path), chat)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(texts=st.lists(TEXT, max_size=5))
 def test_lengths_of_a_batch_are_those_of_single_prompts(
     tokenizer: Tokenizer, hugging_face: HuggingFaceTokenizer, texts: list[str]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.config.drafter import ENTRY_OVERHEAD_BYTES, DrafterBufferConfig, DrafterConfig
@@ -73,7 +73,7 @@ operation = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @example(operations=[("add", 0, 3, 0), ("add", 0, 2, 0)], memory=6000, disk=0, max_age=0)  # too short for a draft
 @example(operations=[("add", 0, 3, 0), ("flush",), ("add", 0, 2, 3), ("reopen",)], memory=6000, disk=9000, max_age=0)
 @example(  # a checkpoint keeps the file of an entry that has expired since

@@ -62,7 +62,7 @@ def test_torn_line_is_dropped_and_repaired(tmp_path: Path, caplog: pytest.LogCap
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=5), st.floats() | st.text(max_size=5)), max_size=5), data=st.data()
 )

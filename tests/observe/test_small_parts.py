@@ -155,7 +155,7 @@ def test_what_all_rows_share_is_printed_once_above_the_table() -> None:
     assert shown.startswith("model: tiny\n") and shown.count("tiny") == 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2))
 def test_interleave_rotates(number: int, repeats: int, warmups: int) -> None:
     order: list[int] = []
@@ -182,7 +182,7 @@ def test_interleave_measures_seconds() -> None:
 POSITIVE = st.floats(1e-3, 1e3)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=9), st.floats(0.1, 10))
 def test_ratio_of_medians(pairs: list[tuple[float, float]], scale: float) -> None:
     a, b = [x for x, _ in pairs], [y for _, y in pairs]

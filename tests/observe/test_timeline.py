@@ -84,7 +84,7 @@ def test_problems_are_seen() -> None:
     assert "without all of" in trace_problems(good)[0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(1e-9, 5)), min_size=1, max_size=30))
 def test_phases_one_after_another_never_overlap(gaps: list[tuple[float, float]]) -> None:
     """What a step records: spans that begin where the last one ended, however short, a million seconds after 1970."""

@@ -155,7 +155,7 @@ def test_wrong_paths_and_arguments_are_said(
     assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     cuts=st.lists(st.integers(0, SHAPE[0] * SHAPE[1]), min_size=1, max_size=5).map(sorted),
     case=st.sampled_from(ELEMENT_WISE),

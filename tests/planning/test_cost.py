@@ -133,7 +133,7 @@ def test_a_rollout_by_hand() -> None:
     assert rollout_seconds(one, fast, engine, 220, flat) == pytest.approx(2.0, rel=1e-3)  # no room for more than two
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(20, 14336), st.integers(1, 300))
 def test_lengths_keep_their_mean_and_their_bound(mean: float, count: int) -> None:
     found = ResponseLengths(mean, 14336, 0.9).quantiles(count)
@@ -142,7 +142,7 @@ def test_lengths_keep_their_mean_and_their_bound(mean: float, count: int) -> Non
         assert sum(found) / count == pytest.approx(mean, rel=0.02)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["H100-80GB", "A100-80GB", "cpu"]),
     st.sampled_from([Layout(8), Layout(8, tp=4, sp=True), Layout(8, pp=4)]),

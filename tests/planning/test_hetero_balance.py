@@ -14,7 +14,7 @@ rates = st.floats(0.01, 100.0)
 curves = st.builds(Curve, st.floats(0, 50), rates, st.floats(0, 50), st.one_of(st.just(0.0), rates))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(curves, min_size=1, max_size=4), st.integers(0, 9))
 def test_shares_add_up_and_no_others_end_sooner(workers: list[Curve], total: int) -> None:
     shares, seconds = apportion(total, workers)
@@ -25,7 +25,7 @@ def test_shares_add_up_and_no_others_end_sooner(workers: list[Curve], total: int
     assert seconds <= best * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(curves, min_size=1, max_size=64), st.integers(0, 5000))
 def test_large_batches_add_up(workers: list[Curve], total: int) -> None:
     shares, seconds = apportion(total, workers)
@@ -47,7 +47,7 @@ tables = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tables)
 def test_no_split_of_layers_has_a_faster_slowest_stage(rows: list[list[float]]) -> None:
     seconds = np.array(rows)

@@ -86,7 +86,7 @@ def test_the_reduced_search_finds_what_the_unreduced_one_does() -> None:
     assert compared == 8
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_random_plans_and_their_changes_are_whole_and_never_below_the_optimum(seed: int) -> None:
     model, space, plan = drawn(seed, 5)
@@ -145,7 +145,7 @@ def test_what_is_fast_on_some_devices_does_not_push_out_what_is_known_of_others(
     assert recall.best(0, others[:1]) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, st.sampled_from(("flops", "memory_bandwidth", "node_bandwidth", "links", "latency", "host")))
 def test_no_plan_gets_slower_with_a_faster_part(seed: int, part: str) -> None:
     model, _, plan = drawn(seed)
@@ -168,7 +168,7 @@ def test_no_plan_gets_slower_with_a_faster_part(seed: int, part: str) -> None:
     assert CostModel(faster, model.workflow)(plan).seconds <= model(plan).seconds * (1 + 1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_a_plan_that_fits_leaves_memory_on_every_device(seed: int) -> None:
     cluster, workflow = small_instance(seed)
@@ -184,7 +184,7 @@ def test_a_plan_that_fits_leaves_memory_on_every_device(seed: int) -> None:
             assert all(0 < stage.needed_bytes <= stage.usable_bytes for stage in replica.stages)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seeds, st.booleans(), st.integers(1, 120))
 def test_the_search_is_seeded_and_keeps_to_its_budget(seed: int, swaps: bool, evaluations: int) -> None:
     cluster, workflow = small_instance(seed)

@@ -43,7 +43,7 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(jobs, st.sampled_from(["H100-80GB", "L4-24GB", "cpu"]), st.floats(3e9, 80e9))
 def test_pruning_keeps_the_best(one: Job, device: str, capacity: float) -> None:
     machine = processor(2, capacity) if device == "cpu" else from_data_sheet(device)

@@ -130,7 +130,7 @@ def largest(one: Job) -> float:
     return max(phase.total for phase in plan_memory(one, 80e9, None).phases if phase.phase == "update")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts, recomputes, st.sampled_from([4096, 16384, 32768]))
 def test_more_to_hold_never_takes_less(layout: Layout, recompute: Recompute, tokens: int) -> None:
     assume(not problems(layout, SEVEN.shape))

@@ -22,7 +22,7 @@ def speculation(acceptance: float, threshold: int = 8, patience: int = 3, hyster
     return Speculation(ARMS, tokens, threshold, patience, hysteresis)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     engines=st.integers(1, 6),
@@ -84,7 +84,7 @@ def test_the_gate_opens_after_patience_steps_and_closes_above_hysteresis() -> No
     assert found.rounds_E[0] > 300
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     low=st.floats(0.0, 1.0),
@@ -103,7 +103,7 @@ def test_more_acceptance_is_never_slower_where_drafts_are_free(
     assert (fast.ends_E <= slow.ends_E * (1 + 1e-9)).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), max_seqs=st.integers(1, 30), room=st.floats(1.1, 4.0))
 def test_an_engine_knows_nothing_of_the_others(seed: int, max_seqs: int, room: float) -> None:
     lengths = random_lengths(seed, 5, 12)

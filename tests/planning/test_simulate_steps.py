@@ -36,7 +36,7 @@ from megatron_tlt.spot.types import Report
 from tests.planning.simulated import scenario
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     prompts=st.integers(4, 24),
@@ -85,7 +85,7 @@ def test_a_least_number_of_drafter_steps_is_made_up_for_behind_the_update() -> N
     assert step.seconds["drafter"] == pytest.approx((5000 - step.drafter_steps) * flops / rate)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ends=st.lists(st.floats(0.1, 50.0), min_size=2, max_size=12),
     entries=st.integers(1, 9),
@@ -194,7 +194,7 @@ def test_what_cannot_run_is_refused_in_one_go() -> None:
 # Lengths
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), median=st.floats(500.0, 3000.0), sigma=st.floats(0.4, 1.3))
 def test_the_fit_finds_the_law_behind_what_was_cut_off(seed: int, median: float, sigma: float) -> None:
     law, normal = LongTail(median, sigma), np.random.default_rng(seed).standard_normal(4000)

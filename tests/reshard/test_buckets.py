@@ -17,7 +17,7 @@ from tests.reshard.test_plan import problems
 TRAILER = 32
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(), st.integers(4 * (128 + TRAILER), 5000))
 def test_both_ends_of_every_bucket_agree_and_nothing_is_left_out(
     problem: tuple[dict[str, TensorForm], ShardMap, ShardMap, list[int]], staging: int

@@ -59,7 +59,7 @@ def entries(spans: Iterable[Span]) -> Counter[tuple[str, int]]:
     return Counter((span.tensor, entry) for span in spans for entry in range(span.start, span.end))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(MODELS), layouts())
 def test_ranks_hold_every_entry_and_replicas_apart_once(name: str, layout: Layout) -> None:
     weights, shape = model(name)
@@ -83,7 +83,7 @@ def test_ranks_hold_every_entry_and_replicas_apart_once(name: str, layout: Layou
         assert count == replicas, (tensor, entry)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(MODELS), st.sampled_from((1, 2, 4)), st.booleans(), st.sampled_from((30, 64, 66, 130)))
 def test_an_engines_ranks_need_every_entry(name: str, size: int, expert_parallel: bool, vocab: int) -> None:
     weights, _ = model(name, vocab)

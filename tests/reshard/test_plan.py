@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, TensorForm], ShardMap, ShardMap
     return forms, *sides, nodes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems())
 def test_every_entry_is_written_once_by_its_nearest_owner(
     problem: tuple[dict[str, TensorForm], ShardMap, ShardMap, list[int]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.speculation.buckets import bucket_of, group_by_verify_tokens, map_buckets, within_budget
@@ -16,7 +16,6 @@ strategies = st.lists(speculating, min_size=1, max_size=12, unique=True).map(lam
 bounds = st.none() | st.lists(st.integers(1, 64), min_size=1, max_size=8, unique=True).map(sorted)
 
 
-@settings(deadline=None)
 @given(strategies, st.integers(1, 64), bounds, st.none() | st.integers(0, 3))
 def test_every_bucket_has_off_and_a_model_free_arm(
     found: list[Strategy], max_batch: int, upper: list[int] | None, neighbours: int | None
@@ -32,7 +31,6 @@ def test_every_bucket_has_off_and_a_model_free_arm(
         assert set(bucket.arms) <= set(found)
 
 
-@settings(deadline=None)
 @given(strategies, st.integers(1, 64), bounds)
 def test_published_larger_verification_on_smaller_batches(
     found: list[Strategy], max_batch: int, upper: list[int] | None
@@ -46,7 +44,6 @@ def test_published_larger_verification_on_smaller_batches(
         assert all(len(set(tokens)) == 1 for tokens in counts), "one group in each"
 
 
-@settings(deadline=None)
 @given(strategies, st.integers(1, 64), st.integers(1, 80))
 def test_the_smallest_bucket_that_a_batch_fits_takes_it(found: list[Strategy], max_batch: int, batch: int) -> None:
     buckets = map_buckets(found, max_batch)
@@ -58,7 +55,6 @@ def test_the_smallest_bucket_that_a_batch_fits_takes_it(found: list[Strategy], m
     assert chosen == 0 or batch > buckets[chosen - 1].upper
 
 
-@settings(deadline=None)
 @given(strategies, st.integers(1, 64), st.integers(1, 300))
 def test_no_arm_is_over_the_budget(found: list[Strategy], batch: int, budget: int) -> None:
     arms = within_budget(found, batch, budget)

@@ -45,7 +45,7 @@ def cost(passes: float, requests: Sequence[tuple[float, AcceptanceCurve]], costs
     return costs.base * passes + costs.token * sum(needed(passes, *request) for request in requests)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(REQUESTS, COSTS)
 def test_the_optimal_number_of_passes_has_the_least_cost(
     requests: list[tuple[float, AcceptanceCurve]], costs: StepCosts
@@ -66,7 +66,6 @@ def test_the_optimal_number_of_passes_has_the_least_cost(
         assert tokens >= 0 and (tokens == 0 or length > optimum.passes)
 
 
-@settings(deadline=None)
 @given(REQUESTS, COSTS)
 def test_the_optimum_is_stationary_or_at_a_length(
     requests: list[tuple[float, AcceptanceCurve]], costs: StepCosts
@@ -90,7 +89,6 @@ def test_the_published_form_is_the_case_k_1() -> None:
     assert optimum.tokens == pytest.approx([1000 / 0.8 * math.log(1000 / n), max(0.0, 200 / 0.8 * math.log(200 / n))])
 
 
-@settings(deadline=None)
 @given(REQUESTS, COSTS, st.integers(0, 16))
 def test_rounds_stay_within_bounds_and_cheaper_tokens_buy_more(
     requests: list[tuple[float, AcceptanceCurve]], costs: StepCosts, most: int
@@ -136,7 +134,7 @@ def test_bad_input_is_named(call: Callable[[], object]) -> None:
         call()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(1e-3, 0.1), st.floats(1e-6, 1e-3), st.integers(0, 10_000))
 def test_costs_are_recovered_from_noise_and_outliers(base: float, token: float, seed: int) -> None:
     rng = random.Random(seed)
@@ -158,7 +156,7 @@ def test_costs_that_cannot_be_identified_are_not_fitted() -> None:
     assert falling is not None and 0 < falling.token < 1e-5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(0.2, 1.5), st.floats(0.3, 1.0), st.integers(0, 10_000))
 def test_acceptance_is_recovered_from_noise_and_outliers(alpha: float, k: float, seed: int) -> None:
     assume(alpha * k <= 1)

@@ -101,7 +101,7 @@ def test_a_new_rollout_closes_the_gate_and_keeps_the_tuner() -> None:
     assert controller.choose(4) == OFF and controller.tuner.state() == learnt
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.sampled_from(["beg_mab", "solver"]), st.integers(0, 99), st.lists(st.integers(1, 20), max_size=60), st.data())
 def test_ranks_with_equal_inputs_decide_alike_also_after_a_resume(
     name: str, seed: int, batches: list[int], data: st.DataObject

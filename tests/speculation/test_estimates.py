@@ -68,7 +68,7 @@ def test_with_budgets_of_one_no_request_gains_more_than_one_token() -> None:
     assert lengths.predict(arm, BudgetMix.of([1] * 8))[0] == pytest.approx(1.7, abs=0.03)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.floats(0.02, 0.98), st.lists(st.integers(1, 7), min_size=1, max_size=24), st.data())
 def test_a_prediction_is_the_expectation_of_any_budgets(alpha: float, seen: list[int], data: st.DataObject) -> None:
     """Independent acceptance; predicted budgets differ from the observed ones, which include some as large."""
@@ -91,7 +91,7 @@ def test_a_prediction_is_the_expectation_of_any_budgets(alpha: float, seen: list
     assert lengths.predict(arm, BudgetMix.of(asked))[0] == pytest.approx(expected_length([alpha] * 7, asked), abs=0.02)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(0.1, 0.95), min_size=5, max_size=5),
     st.lists(st.integers(0, 5), min_size=8, max_size=8),
@@ -109,7 +109,7 @@ def test_a_prediction_equals_simulation(rates: list[float], seen: list[int], ask
     assert abs(predicted - expected_length(rates, asked)) < max(0.1, 5 * error)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.booleans()), max_size=12), st.data())
 def test_no_prediction_is_more_than_all_drafts(steps: list[tuple[list[int], bool]], data: st.DataObject) -> None:
     """For any observations, also if the strategies' budgets differ from step to step."""
@@ -317,7 +317,7 @@ def test_unused_strategies_become_uncertain() -> None:
     assert lengths.predict(Strategy("ngram", 3))[1] > 3 * sure
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(0, 120))
 def test_loaded_states_continue_identically(seed: int, cut: int) -> None:
     rng = random.Random(seed)
@@ -342,7 +342,6 @@ def test_loaded_states_continue_identically(seed: int, cut: int) -> None:
         assert times.predict(strategy, 6) == resumed_times.predict(strategy, 6)
 
 
-@settings(deadline=None)
 @given(st.floats(0.02, 0.98), st.integers(1, 12))
 def test_a_chains_rate_is_recovered(alpha: float, num_tokens: int) -> None:
     assert implied_rate(chain_length(alpha, num_tokens) - 1, num_tokens) == pytest.approx(alpha, abs=1e-3)

@@ -112,7 +112,7 @@ def test_batches_without_speculation_are_those_of_a_queue(lengths: list[int], sl
     assert sum(batch * steps for batch, steps in found) == sum(lengths)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(2, 120), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 99))
 def test_without_noise_the_estimate_is_exact(lengths: list[int], slots: int, seed: int) -> None:
     """Steps without drafts were measured in another rollout of these lengths on this engine."""
@@ -232,7 +232,6 @@ def test_seconds_are_linear_between_measured_batches_and_outliers_are_left_out()
     assert all(times.covers(batch) for batch in range(2, 129))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 64), max_size=3000), st.sampled_from([0.01, 0.05]))
 def test_probed_steps_stay_within_the_share(batches: list[int], share: float) -> None:
     probe, taken, run = PlainStepProbe(share), 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.speculation.gate import ElasticGate
@@ -13,7 +13,6 @@ from megatron_tlt.speculation.gate import ElasticGate
 batches = st.lists(st.integers(0, 40), max_size=80)
 
 
-@settings(deadline=None)
 @given(batches, st.integers(1, 20), st.integers(1, 5), st.integers(0, 6))
 def test_it_never_flaps(sizes: list[int], threshold: int, patience: int, hysteresis: int) -> None:
     gate = ElasticGate(threshold, patience, hysteresis)
@@ -31,7 +30,6 @@ def test_it_never_flaps(sizes: list[int], threshold: int, patience: int, hystere
         assert start - end >= patience
 
 
-@settings(deadline=None)
 @given(batches, batches)
 def test_a_loaded_state_continues(before: list[int], after: list[int]) -> None:
     gate, other = ElasticGate(16, 3, 2), ElasticGate(16, 3, 2)
@@ -57,7 +55,6 @@ def test_invalid_options_are_refused(wrong: dict[str, int]) -> None:
         ElasticGate().update(-1)
 
 
-@settings(deadline=None)
 @given(batches, st.integers(1, 20), st.integers(0, 6))
 def test_it_is_never_open_above_its_largest_batch(sizes: list[int], threshold: int, hysteresis: int) -> None:
     gate = ElasticGate(threshold, 1, hysteresis)

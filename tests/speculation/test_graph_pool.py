@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.bench.graph_memory import (
@@ -47,7 +47,6 @@ def buckets(draw: st.DrawFn) -> tuple[list[BatchBucket], int]:
     return [BatchBucket(*edges) for edges in zip(lows, ends, groups, strict=False)], ends[-1]
 
 
-@settings(deadline=None)
 @given(buckets(), SIZES)
 def test_a_bucketed_plan_has_exactly_the_graphs_of_its_buckets(
     made: tuple[list[BatchBucket], int], sizes: list[int]
@@ -79,7 +78,6 @@ def test_a_bucketed_plan_has_exactly_the_graphs_of_its_buckets(
             assert any(bucket.low <= graph.batch <= bucket.high for bucket in mine)
 
 
-@settings(deadline=None)
 @given(buckets(), SIZES)
 def test_bucketed_never_has_more_target_graphs_than_naive_of_the_same_sizes(
     made: tuple[list[BatchBucket], int], sizes: list[int]
@@ -92,7 +90,6 @@ def test_bucketed_never_has_more_target_graphs_than_naive_of_the_same_sizes(
     assert plan.count() <= naive.count() and memory.plan_bytes(plan, model) <= memory.plan_bytes(naive, model)
 
 
-@settings(deadline=None)
 @given(st.lists(STRATEGIES, min_size=1, max_size=5), SIZES)
 def test_naive_is_each_strategy_alone(strategies: list[Strategy], sizes: list[int]) -> None:
     naive = plan_naive(strategies, sizes)

@@ -28,7 +28,6 @@ def trained(policy: Policy = "classes") -> LengthPolicy:
     return made
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 20), st.integers(0, 60), st.integers(0, 60))
 def test_a_window_is_its_last_lengths(lengths: list[int], size: int, above: int, width: int) -> None:
     window, last = LengthWindow(size, lengths), lengths[-size:]
@@ -77,7 +76,6 @@ def test_without_history_all_are_medium() -> None:
     assert policy.current_class("a") == MEDIUM and policy.budgets(["a"], 4) == {"a": 2}
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 300)), max_size=60),
     st.sampled_from(POLICIES),
@@ -140,7 +138,7 @@ def test_the_optimum_follows_measured_costs() -> None:
     assert dear.budgets(["a"], 7)["a"] == 0 < cheap.budgets(["a"], 7)["a"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from(POLICIES))
 def test_a_loaded_state_continues_identically(seed: int, kind: Policy) -> None:
     def play(policy: LengthPolicy, rng: random.Random, steps: int) -> list[dict[str, int]]:

@@ -38,7 +38,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(OPERATIONS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 7))
 def test_it_finds_the_latest_of_the_longest(
     operations: list[tuple[Any, ...]], min_n: int, more: int, max_tokens: int
@@ -127,7 +127,7 @@ DRAFTERS: list[Callable[[], TokenDrafter]] = [
 
 
 @pytest.mark.parametrize("make", DRAFTERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_proposals_are_valid_and_deterministic(make: Callable[[], TokenDrafter], seed: int) -> None:
     """Never longer than requested, only of tokens seen, and equal for equal histories."""

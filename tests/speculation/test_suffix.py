@@ -66,7 +66,6 @@ def test_newer_epochs_weigh_more_and_old_ones_are_dropped() -> None:
     assert draft(drafter, "p", [5], 1).tokens == []
 
 
-@settings(deadline=None)
 @given(st.floats(0.5, 1.0), st.integers(0, 3000), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_sums_of_weights_are_exact(decay: float, epoch: int, window: int, rng: random.Random) -> None:
     weights = EpochWeights(decay)
@@ -95,7 +94,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(OPERATIONS, st.sampled_from([0, 1, 3]), st.sampled_from([0.5, 0.8, 1.0]), st.booleans(), st.booleans())
 def test_proposals_are_those_of_counting_by_hand(
     operations: list[tuple[Any, ...]], window: int, decay: float, own_tree: bool, everywhere: bool
@@ -174,7 +173,7 @@ def test_proposals_are_those_of_counting_by_hand(
     check()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @example(7, "global")
 @given(st.integers(0, 10**6), st.sampled_from(["problem", "global"]))
 def test_memory_stays_within_its_bound(seed: int, scope: str) -> None:

@@ -66,7 +66,7 @@ DAMAGE = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DAMAGE)
 def test_a_damaged_file_is_refused_and_nothing_of_it_is_loaded(tmp_path: Path, damage: tuple[Any, ...]) -> None:
     path = tmp_path / "suffix.bin"

@@ -44,7 +44,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS, st.sampled_from([2, 3, 5, 8]), RULES)
 def test_counts_and_proposals_are_exact(steps: list[tuple], max_depth: int, rule: SpeculationRule) -> None:
     tree, reference = SuffixTree(max_depth), Reference(max_depth)
@@ -85,7 +85,7 @@ def test_counts_and_proposals_are_exact(steps: list[tuple], max_depth: int, rule
     assert (tree.num_nodes, tree.num_tokens) == (1, 0), "nothing is left of what was removed"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.sampled_from([3, 5, 8]), st.sampled_from([2, 3, 40]))
 def test_sequences_that_grow_side_by_side_and_go(seed: int, max_depth: int, vocabulary: int) -> None:
     """A few tokens at a time, mostly copied from another sequence, so that windows follow and overtake each other."""
@@ -166,7 +166,7 @@ def test_tokens_out_of_range_are_refused_and_nothing_is_added() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_full_tree_reports_it_and_stays_exact(data: st.DataObject) -> None:
     granted = data.draw(st.integers(0, 12))
     allowances = iter([True] * granted)

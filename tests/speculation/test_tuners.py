@@ -72,7 +72,7 @@ def drive(tuner: Tuner, rng: random.Random, steps: int, alpha: float = 0.7) -> l
     return chosen
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(cases, st.integers(0, 1000), st.integers(0, 60))
 def test_a_loaded_state_continues_and_choices_follow_the_seed(
     case: tuple[str, dict[str, Any]], seed: int, cut: int
@@ -89,7 +89,7 @@ def test_a_loaded_state_continues_and_choices_follow_the_seed(
     assert after == drive(resumed, rng, 30)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases, st.integers(0, 1000), st.integers(1, 100), st.lists(st.integers(1, 40), max_size=40))
 def test_no_choice_is_over_the_token_budget(
     case: tuple[str, dict[str, Any]], seed: int, budget: int, batches: list[int]

@@ -38,7 +38,7 @@ def test_invariants_hold_and_every_history_settles(faults: str) -> None:
 shares = st.floats(0.0, 0.6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.builds(Faults, shares, shares, shares, shares, shares))
 def test_invariants_hold_at_any_share_of_faults(seed: int, faults: Faults) -> None:
     assert not run_history(seed, faults).violations

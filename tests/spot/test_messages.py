@@ -6,7 +6,7 @@ import hmac
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.spot.messages import LARGEST_DIRECTIVE, Drop, Dropped, MessageSigner, new_secret
@@ -27,7 +27,6 @@ def reason(frames: list[bytes], kind: type[Report] | type[Directive] = Report) -
     return dropped.value.reason
 
 
-@settings(deadline=None)
 @given(st.builds(Report, place=st.none() | st.builds(MemberProgress, numbers, numbers, numbers)))
 def test_reports_arrive_as_they_were(report: Report) -> None:
     try:
@@ -43,7 +42,6 @@ def test_directives_arrive_as_they_were(order: SessionOrder | None) -> None:
     assert seal.open(seal.close(directive), Directive) == directive
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1), st.integers(0, 10_000), st.integers(1, 255))
 def test_one_changed_byte_is_a_forgery(frame: int, position: int, flip: int) -> None:
     frames = [bytearray(part) for part in seal.close(REPORT)]

@@ -64,7 +64,7 @@ def test_a_tasks_own_weight_counts_and_an_unknown_rate_is_medium() -> None:
     assert metrics == {"curriculum/a_weight": 0.75, "curriculum/b_weight": 0.25}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=6))
 def test_every_problem_of_a_task_is_used_once_and_in_sequence(steps: list[tuple[int, float, float]]) -> None:
     curriculum, first, used = mixture({"a": 1.0, "ab": 2.0}), 0, []

@@ -125,7 +125,7 @@ def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
         build_sources([whole], "train", 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12), st.integers(12, 500))
 def test_shares_add_up_and_follow_the_weights(weights: list[float], total: int) -> None:
     counts = shares(weights, total)

@@ -105,7 +105,7 @@ def test_a_problem_is_what_the_function_drew() -> None:
     assert len({problem.prompt for problem in words}) > 5 and all(len(p.answer.split()) == 9 for p in words)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(3, 30), st.floats(0.2, 0.8), st.lists(st.integers(0, 10), min_size=2, max_size=2, unique=True))
 def test_splits_share_no_prompt_and_no_uid_however_few_there_are(
     largest: int, fraction: float, seeds: list[int]
@@ -120,7 +120,7 @@ def test_splits_share_no_prompt_and_no_uid_however_few_there_are(
     assert len(set(uids)) == len(uids)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20))
 def test_a_problem_is_a_pure_function_of_its_index(indices: list[int]) -> None:
     tasks = [task("sums"), TaskConfig(name="gcd"), task("Words", {"words": list("abcdef"), "length": 6})]

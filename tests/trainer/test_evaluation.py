@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.trainer.evaluation import Evaluation, majority_is_correct, pass_at_k
-from megatron_tlt.trainer.experience import request_seed
+from megatron_tlt.trainer.requests import request_seed
 
 
 @given(st.integers(1, 7), st.data())

@@ -19,7 +19,8 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer import experience
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
-from megatron_tlt.trainer.experience import ExperienceCollector, evaluation_sampling, prompt_limit
+from megatron_tlt.trainer.experience import ExperienceCollector
+from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, write_letters_tokenizer
 

@@ -19,7 +19,7 @@ from megatron_tlt.platform.device import current_device
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import one_request_each, training_sampling
+from megatron_tlt.trainer.requests import one_request_each, training_sampling
 
 ALONE = ("launcher.nproc_per_node=1", "spot=null")
 """Overrides that reduce a launch config to a single process."""

@@ -28,8 +28,8 @@ from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, rank, world_size
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import one_request_each, training_sampling
 from megatron_tlt.trainer.loop import Run
+from megatron_tlt.trainer.requests import one_request_each, training_sampling
 
 _PROMPT = 48
 BUBBLES = ("with", "without", "alone")

@@ -12,7 +12,7 @@ from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.simulation.acceptance import DraftShape
 from megatron_tlt.planning.simulation.constants import Constants
 from megatron_tlt.planning.simulation.lengths import LengthDistribution
-from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot
+from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot, TailBatching
 
 
 def scenario_of(
@@ -27,7 +27,7 @@ def scenario_of(
 
     Without ``prompt_tokens``, a prompt has half of the longest allowed.
     """
-    job, speculation = job_of(config), config.speculation
+    job, speculation, tail = job_of(config), config.speculation, config.tail
     layout, adaptive, drafter = job.actor.layout, speculation.adaptive, config.drafter
     kind = kind_of(speculation.drafter) if speculation.enabled and speculation.drafter not in MODEL_FREE else None
     return Scenario(
@@ -58,6 +58,7 @@ def scenario_of(
         num_aux_layers=0 if kind is None else kind.num_aux_layers,
         drafted=None if kind is None or not kind.own_head or drafter is None else drafter.draft_vocab_size,
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
+        tail=TailBatching() if tail is None else TailBatching(tail.eta_prompts, tail.eta_responses),
         spot=Spot(
             *session_start(config),
             min_steps=0 if config.spot is None else config.spot.min_steps,

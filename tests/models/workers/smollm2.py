@@ -20,7 +20,7 @@ from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSp
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.speculation.strategy import OFF, Strategy
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.trainer.experience import one_request_each
+from megatron_tlt.trainer.requests import one_request_each
 from tests.helpers.samples import Sample, batch_of, log_probs_of_all
 
 PROMPTS, TOKENS, DRAFTS = 50, 12, 3

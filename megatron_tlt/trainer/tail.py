@@ -1,0 +1,174 @@
+"""Tail batching (Gao et al. 2025, RollPacker, arXiv:2509.21009, section 4): short rounds leave long problems for later.
+
+A short round asks for more than a step needs and keeps what ends first. The problems that it leaves are generated anew
+in a long round, by the policy of that step, once they fill a step. Here responses race by their numbers of tokens and
+not by time: what is kept is a function of the responses alone, whatever engines decode them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_tlt.config.tail import TailConfig
+
+Key = tuple[int, int]
+"""Position of a problem in its round, and number of its response."""
+
+
+@dataclass(frozen=True)
+class TailState:
+    """``next_problem`` has not been drawn yet; ``deferred`` ones have, and no step has trained on them."""
+
+    next_problem: int = 0
+    deferred: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TailRound:
+    """What to ask for, and how many of it to keep.
+
+    Args:
+        problems: indices of the training problems.
+        samples: responses to each.
+        keep_problems: problems of a step.
+        keep_samples: responses to each problem that a step trains on.
+    """
+
+    problems: tuple[int, ...]
+    samples: int
+    keep_problems: int
+    keep_samples: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Problems, and responses to each."""
+        return len(self.problems), self.samples
+
+    @property
+    def is_long(self) -> bool:
+        """Whether all of it is kept, so that nothing races."""
+        return (len(self.problems), self.samples) == (self.keep_problems, self.keep_samples)
+
+
+class TailScheduler:
+    """Which problems a step asks for; pure.
+
+    Args:
+        settings: the section ``tail``.
+        prompts: problems of a step.
+        group: responses to each.
+    """
+
+    def __init__(self, settings: TailConfig, prompts: int, group: int) -> None:
+        self._prompts, self._group = prompts, group
+        self._asked_prompts = math.ceil(settings.eta_prompts * prompts)
+        self._asked_group = math.ceil(settings.eta_responses * group)
+
+    def round(self, state: TailState) -> TailRound:
+        """A long round if the deferred problems fill a step, otherwise a short one of new problems."""
+        if len(state.deferred) >= self._prompts:
+            return TailRound(state.deferred[: self._prompts], self._group, self._prompts, self._group)
+        new = range(state.next_problem, state.next_problem + self._asked_prompts)
+        return TailRound(tuple(new), self._asked_group, self._prompts, self._group)
+
+    def after(self, state: TailState, asked: TailRound, kept: Sequence[int]) -> TailState:
+        """The state after a round that kept the problems at the positions ``kept``."""
+        if asked.is_long and asked.problems == state.deferred[: self._prompts]:
+            return TailState(state.next_problem, state.deferred[self._prompts :])
+        left = tuple(problem for at, problem in enumerate(asked.problems) if at not in set(kept))
+        return TailState(state.next_problem + len(asked.problems), (*state.deferred, *left))
+
+
+@dataclass
+class TokenRace:
+    """The race of a short round, as one engine sees it; pure.
+
+    A problem finishes with its ``keep_samples``-th shortest response; the ``keep_problems`` problems that finish at
+    the fewest tokens win, of equal ones those that come first in the round. ``limit`` is the number of tokens at which
+    the last winner known so far finished: it only falls, and a stale one costs time, not correctness.
+
+    Args:
+        samples: responses to each problem.
+        keep_problems: how many problems win.
+        keep_samples: responses that a problem needs.
+    """
+
+    samples: int
+    keep_problems: int
+    keep_samples: int
+    _finished: dict[int, dict[int, int]] = field(default_factory=dict)
+    _aborted: dict[int, set[int]] = field(default_factory=dict)
+    _finishes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> float:
+        """Tokens; infinity while fewer problems than win have finished."""
+        finishes = sorted(self._finishes.values())
+        return finishes[self.keep_problems - 1] if len(finishes) >= self.keep_problems else math.inf
+
+    @property
+    def finishes(self) -> dict[int, int]:
+        """Tokens at which problems finished, by position."""
+        return self._finishes
+
+    def finished(self, key: Key, tokens: int) -> bool:
+        """Accounts for a response; returns whether its problem's finish is new or earlier than it was."""
+        problem, sample = key
+        lengths = self._finished.setdefault(problem, {})
+        lengths[sample] = tokens
+        if len(lengths) < self.keep_samples:
+            return False
+        return self.learn({problem: sorted(lengths.values())[self.keep_samples - 1]})
+
+    def learn(self, finishes: Mapping[int, int]) -> bool:
+        """Accounts for problems that finished in this or another engine; returns whether that is news."""
+        news = {at: tokens for at, tokens in finishes.items() if tokens < self._finishes.get(at, math.inf)}
+        self._finishes |= news
+        return bool(news)
+
+    def lost(self, unfinished: Mapping[Key, int]) -> list[Key]:
+        """Which unfinished responses cannot be kept, given their tokens so far; each is returned once."""
+        limit, found = self.limit, []
+        for key, tokens in unfinished.items():
+            # it ends at more than ``tokens``
+            if tokens >= min(limit, self._finishes.get(key[0], math.inf)):
+                found += self._abort(key)
+        for key in unfinished:
+            if self._is_out(key[0], limit):
+                found += self._abort(key)
+        return found
+
+    def _abort(self, key: Key) -> list[Key]:
+        aborted = self._aborted.setdefault(key[0], set())
+        if key[1] in aborted:
+            return []
+        aborted.add(key[1])
+        return [key]
+
+    def _is_out(self, problem: int, limit: float) -> bool:
+        """Whether too many of its responses are longer than the limit."""
+        short = sum(tokens <= limit for tokens in self._finished.get(problem, {}).values())
+        undecided = self.samples - len(self._finished.get(problem, ())) - len(self._aborted.get(problem, ()))
+        return short + undecided < self.keep_samples
+
+
+def select(asked: TailRound, lengths: Mapping[Key, int]) -> list[Key]:
+    """What a step trains on, ascending: the winners of :class:`TokenRace` and their shortest responses.
+
+    Args:
+        asked: the round.
+        lengths: tokens of the finished responses; aborted ones are absent.
+
+    Raises:
+        ValueError: too few problems have enough finished responses.
+    """
+    finished: dict[int, list[tuple[int, int]]] = {}
+    for (problem, sample), tokens in lengths.items():
+        finished.setdefault(problem, []).append((tokens, sample))
+    best = {at: sorted(rows)[: asked.keep_samples] for at, rows in finished.items() if len(rows) >= asked.keep_samples}
+    winners = sorted(best, key=lambda at: (best[at][-1][0], at))[: asked.keep_problems]
+    if len(winners) < asked.keep_problems:
+        raise ValueError(f"{len(winners)} problems have {asked.keep_samples} responses; needed: {asked.keep_problems}")
+    return sorted((at, sample) for at in winners for _, sample in best[at])

@@ -1,0 +1,45 @@
+"""What the section ``tail`` goes together with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.tail import tail_violations
+from megatron_tlt.rollout.engines import engine_problems
+
+BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "launcher": {"nproc_per_node": 2}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"tail": {}}, []),
+        ({"tail": None, "observe": {"recording": True}}, []),
+        ({"tail": {"eta_prompts": 1}}, ["tail: found eta_prompts and eta_responses of 1"]),
+        (
+            {"tail": {}, "algorithm": {"dynamic_sampling": {"enabled": True}}},
+            ["algorithm.dynamic_sampling.enabled: found true"],
+        ),
+        ({"tail": {}, "trainer": {"curriculum": {}}}, ["trainer.curriculum: found a section"]),
+        ({"tail": {}, "observe": {"recording": True}}, ["observe.recording: found true"]),
+        (
+            {"tail": {}, "tasks": [{"name": "products", "environment": {"name": "calculator"}}]},
+            ["tasks.environment: products has one"],
+        ),
+        ({"tail": {}, "run": {"deterministic": True}}, ["run.deterministic: found true; 2 engines"]),
+        ({"tail": {}, "run": {"deterministic": True}, "rollout": {"tensor_parallel_size": 2}}, []),
+    ],
+)
+def test_what_contradicts_tail_batching_is_named(sections: dict[str, Any], said: list[str]) -> None:
+    found = list(tail_violations(TltConfig.model_validate({**BASE, **sections})))
+    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+
+
+def test_an_engine_that_cannot_end_requests_is_refused() -> None:
+    rollout = {"engine": "replay", "engine_arguments": {"path": "r"}}
+    sections = {"speculation": {"enabled": False}, "reshard": {"method": "none"}, "tail": {}}
+    found = engine_problems(TltConfig.model_validate({**BASE, "rollout": rollout, **sections}))
+    assert found == ["tail: found a section; engine replay cannot end requests early; allowed: null"]
