@@ -26,7 +26,11 @@ def main() -> int:
     from megatron_tlt.cli import main as run
 
     signal.signal(signal.SIGINT, before)
-    return run()
+    try:
+        return run()
+    except KeyboardInterrupt:  # where no command awaits it
+        print("error: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

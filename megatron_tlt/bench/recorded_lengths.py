@@ -21,10 +21,9 @@ class RecordedLengths:
     """
 
     def __init__(self, problems: int, samples: int, longest: int, seed: int) -> None:
-        file = resources.files("megatron_tlt.bench").joinpath("lengths", "quickstart.json")
-        self._rollouts: list[list[list[int]]] = json.loads(file.read_text("utf-8"))["rollouts"]
+        self._rollouts = _recorded()
         self._problems, self._samples, self._seed = problems, samples, seed
-        self._scale = longest / max(max(map(max, rollout)) for rollout in self._rollouts) if longest else 1.0
+        self._scale = _scale(self._rollouts, longest)
         self._now = self.of(0)
 
     def of(self, rollout: int) -> list[list[int]]:
@@ -46,3 +45,37 @@ class RecordedLengths:
         """Sets the length of a request named ``problem-sample`` to exactly its recorded length."""
         problem, sample = map(int, request.request_id.split("-"))
         return of_length(request, self._now[problem][sample])
+
+
+class LengthsByProblem:
+    """Gives a request a length that was recorded for a problem: one problem's lengths stay together.
+
+    A training problem has the lengths of one recorded problem, and each of its responses in each rollout one of these.
+    So a problem that is generated again has other lengths of the same kind. ``longest`` and ``seed`` are as above.
+    """
+
+    def __init__(self, longest: int, seed: int) -> None:
+        rollouts = _recorded()
+        self._problems = list(itertools.chain.from_iterable(rollouts))
+        self._scale, self._seed, self._rollout = _scale(rollouts, longest), seed, 0
+
+    def begin(self, rollout: int) -> None:
+        """Starts a rollout: the following requests belong to it."""
+        self._rollout = rollout
+
+    def __call__(self, request: Request) -> Request:
+        """Sets the request's length, which depends on its problem, sample and rollout."""
+        problem = random.Random(f"{self._seed}/{request.problem_key}").choice(self._problems)
+        draw = random.Random(f"{self._seed}/{request.problem_key}/{request.sample}/{self._rollout}")
+        return of_length(request, max(1, round(self._scale * draw.choice(problem))))
+
+
+def _recorded() -> list[list[list[int]]]:
+    """Tokens by rollout, problem and sample."""
+    file = resources.files("megatron_tlt.bench").joinpath("lengths", "quickstart.json")
+    found: list[list[list[int]]] = json.loads(file.read_text("utf-8"))["rollouts"]
+    return found
+
+
+def _scale(rollouts: list[list[list[int]]], longest: int) -> float:
+    return longest / max(max(map(max, rollout)) for rollout in rollouts) if longest else 1.0

@@ -7,6 +7,7 @@ accepts only the classes that such metadata needs.
 from __future__ import annotations
 
 import pickle
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,18 @@ _KNOWN = {
 }
 
 
+def _enum_member(owner: object, name: str) -> Enum:
+    """Stands for ``getattr``, by which Python before 3.11.4 pickles the members of an enumeration."""
+    if isinstance(owner, EnumType) and name in owner.__members__:
+        member: Enum = owner.__members__[name]
+        return member
+    raise pickle.UnpicklingError(f"names {name} of {owner}, which is not part of a checkpoint's metadata")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name == "getattr" and module_name in ("builtins", "__builtin__"):
+            return _enum_member
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or global_name in _KNOWN.get(module_name, ()):
             return super().find_class(module_name, global_name)

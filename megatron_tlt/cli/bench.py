@@ -34,6 +34,7 @@ _NAMES = (
     "speculation",
     "spot",
     "suffix",
+    "tail",
     "tuner",
 )
 BENCHMARKS = {name: f"megatron_tlt.bench.{name.replace('-', '_')}" for name in _NAMES}

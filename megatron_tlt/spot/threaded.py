@@ -50,8 +50,8 @@ class Threaded:
         try:
             self._run()
         except Exception as error:
-            self.failure = error
             logger.exception(self._complaint)
+            self.failure = error
         finally:
             self._context.destroy(linger=0)
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_tlt.checkpoint.chunks import ChunkReader
 from megatron_tlt.checkpoint.metadata import read_metadata
@@ -52,6 +53,31 @@ def test_code_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
     with pytest.raises(RunError, match=rf"{tmp_path}: not a readable checkpoint: \.metadata names posix\.mkdir"):
         ChunkReader(tmp_path)
     assert not (tmp_path / "canary").exists()
+
+
+class AsAttribute:
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_are_read_as_earlier_releases_of_python_wrote_them(tmp_path: Path) -> None:
+    """Before 3.11.4 they are attributes of their class."""
+    found = metadata()
+    found.planner_data = AsAttribute(WriteItemType, "TENSOR")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    assert read_metadata(tmp_path).planner_data is WriteItemType.TENSOR
+
+
+@pytest.mark.parametrize(("owner", "name"), [(WriteItemType, "mro"), (Metadata, "__init__"), (torch.Size, "numel")])
+def test_other_attributes_are_refused(owner: object, name: str, tmp_path: Path) -> None:
+    found = metadata()
+    found.planner_data = AsAttribute(owner, name)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(RunError, match=f"names {name} of .*, which is not part of a checkpoint's metadata"):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"rubbish", pickle.dumps({"no": "metadata"})])

@@ -59,8 +59,8 @@ def test_pieces_are_given_back_one_response_after_another(monkeypatch: pytest.Mo
         held.append(sum(len(one.pieces) for one in recordings))
         return upstream(*arguments)
 
-    upstream = recorded_states._joined
-    monkeypatch.setattr(recorded_states, "_joined", joined)
+    upstream = recorded_states.joined_rows
+    monkeypatch.setattr(recorded_states, "joined_rows", joined)
     assert len(recorded.take()) == 3
     assert held[-3:] == [3, 2, 1]
 

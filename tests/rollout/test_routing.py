@@ -31,6 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()  # a dense model's groups, of an earlier test in this process, have none for experts
     rollout = RolloutConfig(max_prompt_tokens=48, max_response_tokens=64, router_replay="ids_and_weights", vllm=VLLM)
     drafting = SpeculationConfig(drafter="ngram", num_speculative_tokens=3, ngram=NgramConfig(prompt_lookup_min=1))
     built = VllmEngine(folder, rollout, drafting, seed=7)

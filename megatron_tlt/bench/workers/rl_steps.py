@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,29 @@ def serving(runs: Mapping[str, Run]) -> Iterator[None]:
         yield
 
 
-def steps_in_turns(runs: Mapping[str, Run], number: int) -> list[dict[str, Any]]:
-    """One RL step of each run; the first run changes with ``number``. Times are the slowest rank's."""
+@dataclass
+class Position:
+    """Where a run is in its training problems; see ``TrainingStep.run``."""
+
+    next_problem: int | None = None
+    deferred: tuple[int, ...] = ()
+
+
+def steps_in_turns(
+    runs: Mapping[str, Run], number: int, positions: Mapping[str, Position] | None = None
+) -> list[dict[str, Any]]:
+    """One RL step of each run; the first run changes with ``number``. Times are the slowest rank's.
+
+    ``positions`` are those of runs that do not draw the same number of problems in each step; they are moved.
+    """
     arms = list(runs)
     turn = number % len(arms)
     rows = []
     for arm in arms[turn:] + arms[:turn]:
         barrier()
-        metrics = runs[arm].step.run(number, ignore, ignore, ignore).metrics
+        at = positions[arm] if positions else Position()
+        result = runs[arm].step.run(number, ignore, ignore, ignore, at.next_problem, at.deferred)
+        metrics, at.next_problem, at.deferred = result.metrics, result.next_problem, result.deferred
         everyone = all_gather_data(metrics, dict[str, float])
         times = {name: max(row[name] for row in everyone) for name in metrics if name.startswith("time/")}
         rows.append({"arm": arm, "round": number, **metrics, **times})
