@@ -221,7 +221,7 @@ class TrainingStep:
                     problems, samples, self._sampling, seed, on_response, while_idle, race=race
                 )
 
-            one = collect_round(self._tail, tail, f"step-{step}", self._problems.problem, run_round)
+            one = collect_round(self._tail, tail, self._problems.problem, run_round)
             collected, result.next_problem, result.deferred = one.collected, one.state.next_problem, one.state.deferred
             result.metrics |= one.metrics
         problems, scored, batch, times = collected.problems, collected.scored, collected.batch, collected.times

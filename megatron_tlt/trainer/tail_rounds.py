@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,15 +29,16 @@ AGREE_STEPS = 8
 
 
 class FinishBoard:
-    """Which problems finished at how many tokens, of all engines, in the process group's store.
+    """Which problems of a rollout finished at how many tokens, of all engines, in the process group's store.
 
-    Args:
-        name: of the rollout; unique in a launch.
+    All ranks create one for the same rollout; its key in the store is of no other.
     """
 
-    def __init__(self, name: str) -> None:
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()  # its stubs lack ``append``
-        self._name = f"tail/{name}"
+        self._name = f"tail/{next(self._numbers)}"
         self._read = time.monotonic()
 
     def tell(self, finishes: Mapping[int, int]) -> None:
@@ -83,15 +85,14 @@ class RacingRollout:
         asked: the round.
         engine: this rank's; aborts requests.
         keys: position and sample by request id.
-        name: of the rollout; unique in a launch.
     """
 
-    def __init__(self, asked: TailRound, engine: RolloutEngine, keys: Mapping[str, Key], name: str) -> None:
+    def __init__(self, asked: TailRound, engine: RolloutEngine, keys: Mapping[str, Key]) -> None:
         self._asked, self._engine, self._keys = asked, engine, keys
         self._race = TokenRace(asked.samples, asked.keep_problems, asked.keep_samples)
         self._group = engine.tensor_parallel_group
         self._leads = self._group is None or dist.get_rank(self._group) == 0
-        self._board = FinishBoard(name)
+        self._board = FinishBoard()
         self._news: dict[int, int] = {}
         self._steps = 0
         self._decoded = 0
@@ -162,18 +163,15 @@ class CollectedRound:
 
 
 def collect_round(
-    scheduler: TailScheduler, state: TailState, name: str, problem: Callable[[int], Problem], collect: Collect
+    scheduler: TailScheduler, state: TailState, problem: Callable[[int], Problem], collect: Collect
 ) -> CollectedRound:
-    """The responses that a step trains on; ``problem`` gives the training problem of an index.
-
-    ``name`` is the rollout's, unique in a launch.
-    """
+    """The responses that a step trains on; ``problem`` gives the training problem of an index."""
     asked = scheduler.round(state)
     problems = [problem(index) for index in asked.problems]
     races: list[RacingRollout] = []
 
     def race(engine: RolloutEngine, keys: Mapping[str, Key]) -> RacingRollout:
-        races.append(RacingRollout(asked, engine, keys, name))
+        races.append(RacingRollout(asked, engine, keys))
         return races[0]
 
     scored, batch, times = collect(problems, asked.samples, None if asked.is_long else race)
