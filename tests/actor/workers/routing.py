@@ -14,19 +14,14 @@ from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.routes import RouteFormat
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
-from tests.actor.workers.lora import PolicyGradient
+from tests.actor.workers.lora import EXPERTS, PolicyGradient
 from tests.helpers.samples import batch_of, log_probs_of_all
 from tests.helpers.sequences import samples
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},
-    "ep2 tp2": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-    },
+    "ep2 tp2": EXPERTS["ep2 tp2"],
     "pp2 recomputed": {"pipeline_model_parallel_size": 2, **RECOMPUTED},
     "cp2 padded": {"context_parallel_size": 2},
 }
