@@ -28,6 +28,11 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
     if algorithm.kl.update_every and config.actor.lora is not None:
         found = f"{algorithm.kl.update_every}; with actor.lora the reference is the policy without adapters"
         yield f"algorithm.kl.update_every: found {found}; allowed: 0"
+    if config.rewards.adaptive_timeout and config.run.deterministic:
+        yield (
+            "rewards.adaptive_timeout: found true; verdicts then depend on measured times; "
+            "allowed with run.deterministic: false"
+        )
     if algorithm.correction.bypass:
         if algorithm.correction.compares:
             yield (

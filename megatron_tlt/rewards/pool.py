@@ -12,6 +12,7 @@ from types import TracebackType
 
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rewards import process
+from megatron_tlt.rewards.limits import AdaptiveLimits
 from megatron_tlt.rewards.process import WorkerDied, WorkerProcess
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rewards.verifiers import VERIFIERS, check_verifier
@@ -27,10 +28,14 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """Counts since the pool's start; ``verified`` includes ``timeouts``, ``errors`` (verifier raised), ``deaths``."""
+    """Counts since the pool's start; ``verified`` includes all others.
+
+    ``timeouts`` exceeded the pool's limit and ``late`` ones an adaptive one; ``errors``: the verifier raised.
+    """
 
     verified: int = 0
     timeouts: int = 0
+    late: int = 0
     errors: int = 0
     deaths: int = 0
 
@@ -40,15 +45,19 @@ class RewardPool:
 
     One thread per process sends it jobs and enforces the time limit. A process that exceeds ``timeout_s`` is killed and
     replaced, and its response gets 0. ``verifiers`` names the verifiers to load (default: all); the import of their
-    libraries takes seconds, once per process, and does not count towards ``timeout_s``. After a thread fails,
-    ``submit`` and ``collect`` raise RunError.
+    libraries takes seconds, once per process, and does not count towards ``timeout_s``. With ``adaptive`` limits
+    (:class:`AdaptiveLimits`) a late verdict is wrong without an error. After a thread fails, ``submit`` and ``collect``
+    raise RunError.
     """
 
-    def __init__(self, workers: int, timeout_s: float, verifiers: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, workers: int, timeout_s: float, verifiers: Sequence[str] | None = None, *, adaptive: bool = False
+    ) -> None:
         self._verifiers = sorted(VERIFIERS) if verifiers is None else list(verifiers)
         for name in self._verifiers:
             check_verifier(name)
         self._timeout_s = timeout_s
+        self._limits = AdaptiveLimits(timeout_s) if adaptive else None
         self._jobs: queue.SimpleQueue[tuple[Hashable, Problem, str] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: set[Hashable] = set()
@@ -171,21 +180,31 @@ class RewardPool:
             self._active[index].close()
 
     def _verify(self, index: int, key: Hashable, problem: Problem, response: str) -> Reward:
-        kind = "errors"
+        kind: str | None = None
+        with self._changed:
+            limit_s = self._timeout_s if self._limits is None else self._limits.limit(problem.uid)
+        worker = self._active[index]
+        worker.wait_ready()  # which takes longer after a restart
+        began = time.monotonic()
         try:
-            reward = self._active[index].verify(problem, response)
+            reward = worker.verify(problem, response, limit_s)
+            kind = "errors" if reward.error is not None else None
         except TimeoutError as error:
-            kind, reward = "timeouts", Reward(0.0, False, error=str(error))
+            is_late = limit_s < self._timeout_s
+            kind, reward = "late" if is_late else "timeouts", Reward(0.0, False, error=None if is_late else str(error))
         except WorkerDied as error:
             kind, reward = "deaths", Reward(0.0, False, error=f"the verifier's process died: {error}")
+        seconds = time.monotonic() - began
         if reward.error is not None and not self._closed:
             logger.warning("verifier %s failed on %s: %s", problem.verifier, problem.uid, reward.error)
-            if kind != "errors":
-                self._active[index].kill()
-                self._active[index] = self._start()
+        if kind not in (None, "errors") and not self._closed:
+            worker.kill()
+            self._active[index] = self._start()
         with self._changed:
-            failed = {kind: getattr(self._counts, kind) + 1} if reward.error is not None else {}
-            self._counts = replace(self._counts, verified=self._counts.verified + 1, **failed)
+            if self._limits is not None and reward.correct:
+                self._limits.judged_correct(problem.uid, seconds)
+            counted = {} if kind is None else {kind: getattr(self._counts, kind) + 1}
+            self._counts = replace(self._counts, verified=self._counts.verified + 1, **counted)
         return reward
 
     def _finish(self, key: Hashable, reward: Reward) -> None:

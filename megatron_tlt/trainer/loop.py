@@ -135,7 +135,8 @@ class Run:
         curriculum = config.trainer.curriculum
         self._curriculum = CurriculumMixture(problems, curriculum, config.run.seed) if curriculum else None
         needed = sorted({*verifiers_of(config.all_tasks), *verifiers})
-        self._pool = RewardPool(config.rewards.workers, config.rewards.timeout_s, needed)
+        rewards = config.rewards
+        self._pool = RewardPool(rewards.workers, rewards.timeout_s, needed, adaptive=rewards.adaptive_timeout)
         self._environments = EnvironmentPool(config.rewards.workers, config.rewards.timeout_s)
         self._collector = ExperienceCollector(
             self.engine,

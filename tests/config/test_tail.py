@@ -1,4 +1,4 @@
-"""What the section ``tail`` goes together with."""
+"""What tail batching and adaptive limits go together with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.config.algorithm_checks import algorithm_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.tail import tail_violations
 from megatron_tlt.rollout.engines import engine_problems
@@ -43,3 +44,11 @@ def test_an_engine_that_cannot_end_requests_is_refused() -> None:
     sections = {"speculation": {"enabled": False}, "reshard": {"method": "none"}, "tail": {}}
     found = engine_problems(TltConfig.model_validate({**BASE, "rollout": rollout, **sections}))
     assert found == ["tail: found a section; engine replay cannot end requests early; allowed: null"]
+
+
+def test_limits_by_measured_times_are_not_for_deterministic_runs() -> None:
+    sections = {"rewards": {"adaptive_timeout": True}, "run": {"deterministic": True}}
+    assert list(algorithm_violations(TltConfig.model_validate({**BASE, **sections}))) == [
+        "rewards.adaptive_timeout: found true; verdicts then depend on measured times; allowed with "
+        "run.deterministic: false"
+    ]

@@ -14,6 +14,8 @@ import pytest
 from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import VERIFIERS, RewardPool
+from megatron_tlt.rewards.limits import AdaptiveLimits
+from megatron_tlt.rewards.types import Reward
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
 
 #: Really hangs: Python computes 9 ** (9 ** (9 ** 9)) in one C call that no Python signal handler can interrupt.
@@ -84,6 +86,31 @@ def test_a_hang_is_cut_off_a_death_survived_and_the_rest_goes_on(caplog: pytest.
         assert rewards["dead"].value == 0.0 and "exit status -9" in (rewards["dead"].error or "")
         assert rewards["alive"].correct
         assert (pool.counts.timeouts, pool.counts.errors, pool.counts.deaths) == (1, 0, 1)
+
+
+def test_a_problem_with_a_correct_response_soon_gives_up_on_others() -> None:
+    with RewardPool(workers=1, timeout_s=60.0, verifiers=["math"], adaptive=True) as pool:
+        pool.submit("right", _math("72", "known"), "#### 72")
+        assert pool.collect()["right"].correct
+        began = time.monotonic()
+        pool.submit("hang", _math("72", "known"), ENDLESS)
+        pool.submit("after", _math("72", "known"), "#### 72")
+        rewards = pool.collect()
+        assert time.monotonic() - began < 50
+        assert rewards["hang"] == Reward(0.0, correct=False), "wrong, and no error"
+        assert rewards["after"].correct and (pool.counts.late, pool.counts.timeouts) == (1, 0)
+
+
+def test_limits_follow_the_slowest_correct_verdict() -> None:
+    limits = AdaptiveLimits(10.0)
+    assert limits.limit("a") == 10
+    limits.judged_correct("a", 0.1)
+    assert limits.limit("a") == 2 and limits.limit("b") == 10
+    limits.judged_correct("a", 4.0)
+    limits.judged_correct("a", 3.0)
+    assert limits.limit("a") == 6
+    limits.judged_correct("a", 9.0)
+    assert limits.limit("a") == 10
 
 
 def test_wrong_use_is_refused_and_closing_ends_busy_workers_at_once() -> None:
