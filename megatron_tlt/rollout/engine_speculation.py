@@ -167,7 +167,7 @@ class EngineSpeculation:
         self._lengths[response.request_id] = len(response.token_ids)
         lengths, draft = self._length_policy, response.draft
         if lengths is not None and response.finish_reason == "abort":
-            lengths.drop(response.request_id)
+            lengths.abort(response.request_id, len(response.token_ids))
         elif lengths is not None:
             lengths.finish(
                 response.request_id, len(response.token_ids), draft.num_draft_tokens, draft.num_accepted_tokens

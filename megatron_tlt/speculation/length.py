@@ -103,8 +103,23 @@ class LengthPolicy:
             self._responses.append((num_tokens, num_draft_tokens, num_accepted_tokens))
             self._new_responses += 1
 
+    def abort(self, request_id: str, num_tokens: int) -> None:
+        """End a request that was aborted after ``num_tokens`` tokens.
+
+        Its length is known to be greater (it is censored). It counts as the median of the lengths above: the problem's,
+        else its class's, else all. Without any, nothing is learned.
+
+        Raises:
+            ValueError: it is not running.
+        """
+        request = self._get(request_id)
+        del self._running[request_id]
+        expected = self.history.expected_length(request.problem, request.initial, num_tokens) if num_tokens else None
+        if expected is not None:
+            self.history.add(request.problem, expected, request.initial)
+
     def drop(self, request_id: str) -> None:
-        """End a request without learning from its response (it was aborted); unknown requests are ignored."""
+        """End a request without learning from its response; unknown requests are ignored."""
         self._running.pop(request_id, None)
 
     def record(self, problem_key: str, num_tokens: int) -> None:

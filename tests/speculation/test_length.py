@@ -211,3 +211,20 @@ def test_bad_input_is_named(call: Callable[[LengthPolicy], object]) -> None:
     policy.start("running", "p")
     with pytest.raises(ValueError, match=r"allowed|running|not a state"):
         call(policy)
+
+
+def test_an_aborted_response_counts_as_the_median_of_longer_ones() -> None:
+    policy = LengthPolicy(max_length=1000)
+    for name, tokens in (("a", 10), ("b", 40), ("c", 60), ("d", 80)):
+        policy.start(name, "other")
+        policy.finish(name, tokens)
+    policy.start("cut", "p")
+    policy.abort("cut", 50)
+    assert policy.history.expected_length("p", LengthClass.MEDIUM, 0) == 60, "the lower median of 60 and 80"
+    policy.start("not begun", "q")
+    policy.abort("not begun", 0)
+    policy.start("longest", "q")
+    policy.abort("longest", 500)
+    assert policy.history.expected_length("q", LengthClass.MEDIUM, 70) == 80, "q itself has none"
+    with pytest.raises(ValueError):
+        policy.abort("cut", 50)
