@@ -46,5 +46,6 @@ def test_what_is_no_number_or_has_a_taken_name_is_refused(found: list[dict[str, 
         said = found[0]["refused"][name]
         assert said.startswith(f"metric '{name}' of the loss: found shape {shape}"), said
         assert said.endswith(
-            "allowed: one number, a sum over response tokens, under another name than tokens, grad_norm, lr"
+            "allowed: one number, a sum over response tokens, under another name than tokens, grad_norm, lr, "
+            "router_agreement"
         )

@@ -22,6 +22,7 @@ import torch
 
 import megatron_tlt
 from megatron_tlt.actor.batches import form_micro_batches, plan_shares
+from megatron_tlt.actor.megatron_routing import RouterReplays
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.bench.workers.memory import PeakSampler
 from megatron_tlt.config.schema import TltConfig
@@ -114,10 +115,11 @@ class _NoModel(Policy):
         self._actor: Any = SimpleNamespace(max_tokens_per_micro_batch=max_tokens, packing=True)
         self._device = torch.device("cpu")
         sizes = dict.fromkeys(("pipeline_model", "expert_model", "tensor_model", "context"), 1)
-        config = SimpleNamespace(**{f"{name}_parallel_size": size for name, size in sizes.items()})
-        config.sequence_parallel = False
+        config: Any = SimpleNamespace(**{f"{name}_parallel_size": size for name, size in sizes.items()})
+        config.sequence_parallel, config.num_moe_experts = False, None
         self.model: Any = SimpleNamespace(config=config, chunks=[None], ddp_chunks=[], attention_share=0.0)
         self.optimizer = None
+        self._routing = RouterReplays([], config)
         self.memory: Any = SimpleNamespace(reload=lambda: None, offload=lambda: None)
 
     def micro_batches(self, samples: Any) -> Any:
