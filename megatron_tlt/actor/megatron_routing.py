@@ -49,22 +49,22 @@ class LayerRoutes:
 
 
 class ReplayedRouter:
-    """What one layer's router asks for its experts, in place of Megatron's ``RouterReplay``.
+    """What one layer's router asks for its experts in one pass, in place of Megatron's ``RouterReplay``.
 
-    ``routes`` are those of the micro-batch in the forward pass, None for the router's own choice. A recomputed layer
-    runs forward without gradients and again, in the same order of micro-batches, with them.
+    ``routes`` are those of the micro-batch in the forward pass. A recomputed layer runs forward without gradients and
+    again, in the same order of micro-batches, with them.
 
     Args:
         scores_are_probabilities: the softmax comes before the choice (``moe_router_pre_softmax``).
+        training: a backward pass follows.
     """
 
-    def __init__(self, *, scores_are_probabilities: bool) -> None:
+    def __init__(self, *, scores_are_probabilities: bool, training: bool) -> None:
         self.routes: LayerRoutes | None = None
-        self.training = False
-        self.agreement: torch.Tensor | None = None
+        self.agreement = torch.zeros(2, dtype=torch.float64, device=current_device().torch_device)
         """Tokens whose own choice is the engine's, and all tokens that have one; (2) float64."""
-        self._scores_are_probabilities = scores_are_probabilities
-        self._again: deque[LayerRoutes | None] = deque()
+        self._scores_are_probabilities, self._training = scores_are_probabilities, training
+        self._again: deque[LayerRoutes] = deque()
 
     def get_replay_topk(
         self,
@@ -75,28 +75,21 @@ class ReplayedRouter:
         default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores (tokens, k) and numbers (tokens, k) of each token's experts."""
-        routes = self.routes
         if torch.is_grad_enabled() and self._again:
             routes = self._again.popleft()
         else:
-            if self.training and not torch.is_grad_enabled():
+            assert self.routes is not None
+            routes = self.routes
+            if self._training and not torch.is_grad_enabled():
                 self._again.append(routes)
-            if routes is not None and self.agreement is not None:
-                own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-                same = (own.sort(dim=1).values == routes.ids_TK.sort(dim=1).values).all(dim=1)
-                self.agreement += torch.stack([(same & routes.is_known_T).sum(), routes.is_known_T.sum()])
-        if routes is None:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
+            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            same = (own.sort(dim=1).values == routes.ids_TK.sort(dim=1).values).all(dim=1)
+            self.agreement += torch.stack([(same & routes.is_known_T).sum(), routes.is_known_T.sum()])
         return routes.scores(scores, are_probabilities=self._scores_are_probabilities), routes.ids_TK
-
-    def clear(self) -> None:
-        """Back to the router's own choice."""
-        self.routes = self.agreement = None
-        self._again.clear()
 
 
 class RouterReplays:
-    """The routers of a policy's chunks on this rank.
+    """The routers of a policy's chunks on this rank; they are as they were outside of a pass that replays.
 
     Args:
         chunks: the model's; dense ones have no routers.
@@ -104,53 +97,52 @@ class RouterReplays:
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-        self._layers: list[list[tuple[int, ReplayedRouter]]] = []
-        for chunk in chunks:
-            found = []
-            for module in chunk.modules():
-                if isinstance(module, TopKRouter):
-                    module.router_replay = ReplayedRouter(scores_are_probabilities=config.moe_router_pre_softmax)
-                    found.append((module.layer_number - 1, module.router_replay))
-            self._layers.append(found)
-        experts = config.num_moe_experts or 0
-        self._format = RouteFormat(config.num_layers, config.moe_router_topk, experts) if experts else None
-        self._sequence_parallel = config.sequence_parallel
+        self._routers = [[one for one in chunk.modules() if isinstance(one, TopKRouter)] for chunk in chunks]
+        self._config = config
+        self._format: RouteFormat | None = None
 
-    def begin(self, *, training: bool) -> None:
-        """Starts a pass over micro-batches."""
-        for _, router in self._routers():
-            router.clear()
-            router.training = training
-            router.agreement = torch.zeros(2, dtype=torch.float64, device=current_device().torch_device)
+    def begin(self, *, training: bool, has_routes: bool) -> None:
+        """Starts a pass over micro-batches; ``has_routes``: they have experts, the same on every rank."""
+        config, self._format = self._config, None
+        for router in self._all():
+            router.router_replay = None
+        if not has_routes:
+            return
+        assert config.num_moe_experts is not None
+        self._format = RouteFormat(config.num_layers, config.moe_router_topk, config.num_moe_experts)
+        for router in self._all():
+            router.router_replay = ReplayedRouter(
+                scores_are_probabilities=config.moe_router_pre_softmax, training=training
+            )
 
     def load(self, chunk: int, batch: MicroBatch) -> None:
         """Sets the experts of a micro-batch of this context rank, before a chunk's forward pass."""
-        if batch.routes_RTF is None or self._format is None:
+        if self._format is None:
             return
+        assert batch.routes_RTF is not None
         # Megatron flattens (positions, rows); under sequence parallelism a rank has a share of the positions
         bytes_TRF = batch.routes_RTF.transpose(0, 1)
-        if self._sequence_parallel:
+        if self._config.sequence_parallel:
             size = parallel_state.get_tensor_model_parallel_world_size()
             bytes_TRF = bytes_TRF.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
         routes = self._format.decode(bytes_TRF.reshape(-1, bytes_TRF.shape[-1]))
-        for layer, router in self._layers[chunk]:
-            router.routes = LayerRoutes.of(routes, layer)
+        for router in self._routers[chunk]:
+            router.router_replay.routes = LayerRoutes.of(routes, router.layer_number - 1)
 
     def end(self) -> float | None:
         """Ends the pass; the share of (token, layer) in which the own choice was the engine's. A collective.
 
-        None if no experts were loaded on any rank.
+        None, without a collective, if the pass replays nothing.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=current_device().torch_device)
-        for _, router in self._routers():
-            if router.agreement is not None:
-                sums += router.agreement
-            router.clear()
         if self._format is None:
             return None
+        sums = torch.zeros(2, dtype=torch.float64, device=current_device().torch_device)
+        for router in self._all():
+            sums += router.router_replay.agreement
+            router.router_replay = None
         dist.all_reduce(sums)
         same, total = sums.tolist()
         return same / total if total else None
 
-    def _routers(self) -> list[tuple[int, ReplayedRouter]]:
-        return [one for chunk in self._layers for one in chunk]
+    def _all(self) -> list[TopKRouter]:
+        return [router for chunk in self._routers for router in chunk]

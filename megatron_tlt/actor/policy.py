@@ -185,7 +185,7 @@ class Policy:
 
         chunks = self.model.ddp_chunks
         rows, width = batches[0].tokens_RT.shape
-        self._routing.begin(training=not forward_only)
+        self._routing.begin(training=not forward_only, has_routes=batches[0].routes_RTF is not None)
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),

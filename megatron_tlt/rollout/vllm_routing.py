@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class RoutingRecorder:
         self._mode = rollout.router_replay
         self._runner: Any = None
         self._pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        self._prompts: dict[str, tuple[int, ...]] = {}
+        self._requests_of: dict[tuple[int, ...], list[str]] = {}
+        """Requests by prompt."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -84,10 +86,13 @@ class RoutingRecorder:
         """
         if self._mode == "none" or response.finish_reason == "abort":
             return response
-        pieces = self._pieces.get(internal_id, [])
-        end = len(response.prompt_token_ids) + len(response.token_ids) - 1
+        pieces, prompt = self._pieces.get(internal_id, []), response.prompt_token_ids
+        end = len(prompt) + len(response.token_ids) - 1
         first = min((position for position, _ in pieces), default=end)
-        rows = joined_rows([*self._beginnings(response.prompt_token_ids, first), *pieces], end)
+        rows = joined_rows([*self._prefix_rows(self._requests_of.get(prompt, ()), first), *pieces], end)
+        if rows is None:
+            others = (ids for other, ids in self._requests_of.items() if other[:first] == prompt[:first])
+            rows = joined_rows([*self._prefix_rows(chain.from_iterable(others), first), *pieces], end)
         if rows is None:
             raise RunError(f"request {response.request_id}: vLLM computed tokens whose experts were not recorded")
         return dataclasses.replace(response, routes=rows)
@@ -95,15 +100,13 @@ class RoutingRecorder:
     def clear(self) -> None:
         """Forgets all requests."""
         self._pieces.clear()
-        self._prompts.clear()
+        self._requests_of.clear()
 
-    def _beginnings(self, prompt: tuple[int, ...], count: int) -> Iterable[tuple[int, torch.Tensor]]:
-        """Rows of other requests with the same first ``count`` tokens in their prompts."""
-        if count == 0:
-            return
-        for other, theirs in self._prompts.items():
-            if theirs[:count] == prompt[:count]:
-                yield from ((at, rows[: count - at]) for at, rows in self._pieces[other] if at < count)
+    def _prefix_rows(self, requests: Iterable[str], count: int) -> Iterable[tuple[int, torch.Tensor]]:
+        """The rows of the first ``count`` tokens of these requests."""
+        for request in requests:
+            for at, rows in takewhile(lambda piece: piece[0] < count, self._pieces[request]):
+                yield at, rows[: count - at]
 
     def _recorded(self, layer: int, compute: Callable[..., Routing]) -> Callable[..., Routing]:
         def computed(*given: Any, **named: Any) -> Routing:
@@ -128,7 +131,8 @@ class RoutingRecorder:
             count = scheduler_output.num_scheduled_tokens[internal_id]
             if internal_id not in self._pieces:
                 self._pieces[internal_id] = []
-                self._prompts[internal_id] = tuple(self._runner.requests[internal_id].prompt_token_ids)
+                prompt = tuple(self._runner.requests[internal_id].prompt_token_ids)
+                self._requests_of.setdefault(prompt, []).append(internal_id)
             start = int(batch.num_computed_tokens_cpu[index])
             self._pieces[internal_id].append((start, rows[at : at + count]))
             at += count

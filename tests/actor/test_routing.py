@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Forced:
-    """A gate of transformers' that is told its experts, and where ``weighted`` how much each counts."""
+    """A transformers gate with fixed experts and, if ``weighted``, fixed weights."""
 
     def __init__(self, gate: Any, *, weighted: bool) -> None:
         self.gate, self.ids, self.weights, self.agreed = gate, torch.empty(0), torch.empty(0), list[torch.Tensor]()

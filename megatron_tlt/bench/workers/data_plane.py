@@ -116,7 +116,7 @@ class _NoModel(Policy):
         self._device = torch.device("cpu")
         sizes = dict.fromkeys(("pipeline_model", "expert_model", "tensor_model", "context"), 1)
         config: Any = SimpleNamespace(**{f"{name}_parallel_size": size for name, size in sizes.items()})
-        config.sequence_parallel, config.num_moe_experts = False, None
+        config.sequence_parallel = False
         self.model: Any = SimpleNamespace(config=config, chunks=[None], ddp_chunks=[], attention_share=0.0)
         self.optimizer = None
         self._routing = RouterReplays([], config)
