@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 from megatron_tlt import __version__
 
 
-def _leave(signum: int, frame: FrameType | None) -> None:
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     print("error: interrupted", file=sys.stderr)
     sys.exit(128 + signum)
 
@@ -29,8 +30,7 @@ def main() -> int:
     try:
         return run()
     except KeyboardInterrupt:  # where no command awaits it
-        print("error: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        _leave(signal.SIGINT, None)
 
 
 if __name__ == "__main__":

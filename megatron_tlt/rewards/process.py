@@ -34,7 +34,6 @@ class WorkerProcess:
     """A verifier process, started by the constructor; verifies one response at a time, until ``kill`` or ``close``."""
 
     def __init__(self, preload: Sequence[str], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
         self._buffer = b""
         self._ready = False
         root = str(Path(megatron_tlt.__file__).resolve().parent.parent)
@@ -61,8 +60,8 @@ class WorkerProcess:
             raise RunError(f"reward worker did not start: {error}; see its own message above") from error
         self._ready = True
 
-    def verify(self, problem: Problem, response: str, limit_s: float | None = None) -> Reward:
-        """Verifies one response within ``limit_s``, by default the process's limit.
+    def verify(self, problem: Problem, response: str, limit_s: float) -> Reward:
+        """Verifies one response within ``limit_s``.
 
         Raises:
             TimeoutError: the limit is exceeded; the process must not be used any more.
@@ -76,7 +75,7 @@ class WorkerProcess:
             self._process.stdin.flush()
         except OSError as error:
             raise WorkerDied(self._status()) from error
-        return Reward(**self._read(self._timeout_s if limit_s is None else limit_s))
+        return Reward(**self._read(limit_s))
 
     def end(self) -> None:
         """Ends the process at once; safe while another thread waits in ``verify``, which then raises WorkerDied."""

@@ -9,9 +9,9 @@ from math import ceil
 from megatron_tlt.config.algorithm import DynamicSamplingConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.experience import PhaseTimes, ScoredResponse
+from megatron_tlt.trainer.experience import Answers, PhaseTimes, ScoredResponse
 
-Collect = Callable[[list[Problem], int], tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]]
+Collect = Callable[[list[Problem], int], Answers]
 """Responses to problems, by the number of the generation in the step, from 0."""
 
 

@@ -95,6 +95,10 @@ class PhaseTimes:
     reward: float
 
 
+Answers = tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]
+StartRace = Callable[[RolloutEngine, Mapping[str, tuple[int, int]]], Race]
+
+
 class ExperienceCollector:
     """Generates and scores responses on all engines; all ranks of the world call it together.
 
@@ -158,8 +162,8 @@ class ExperienceCollector:
         on_finished: Callable[[int], None] | None = None,
         while_idle: Callable[[], None] | None = None,
         recording: Path | None = None,
-        race: Callable[[RolloutEngine, Mapping[str, tuple[int, int]]], Race] | None = None,
-    ) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
+        race: StartRace | None = None,
+    ) -> Answers:
         """Generates ``samples`` responses to each problem.
 
         ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has. The first

@@ -25,7 +25,7 @@ def rollout_metrics(
     """Means over the responses of a step.
 
     Args:
-        scored: the responses, those to a problem behind one another.
+        scored: the responses, grouped by problem.
         tasks: the task of each.
         group: responses to each problem.
         times: seconds of rollout, waiting and rewards of each rank.

@@ -34,7 +34,7 @@ from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.dynamic_sampling import collect_problems
-from megatron_tlt.trainer.experience import ExperienceCollector, PhaseTimes, ScoredResponse
+from megatron_tlt.trainer.experience import Answers, ExperienceCollector, ScoredResponse, StartRace
 from megatron_tlt.trainer.memory_ledger import START
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.rollout_metrics import rollout_metrics
@@ -42,7 +42,7 @@ from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
 from megatron_tlt.trainer.tail import TailScheduler, TailState
-from megatron_tlt.trainer.tail_rounds import Answers, StartRace, collect_round
+from megatron_tlt.trainer.tail_rounds import collect_round
 from megatron_tlt.trainer.task_metrics import advantage_metrics, entropy_metrics
 
 
@@ -204,7 +204,7 @@ class TrainingStep:
         while_idle = self._while_idle(step)
         seed = (config.run.seed, "train", step)
 
-        def collect(problems: list[Problem], generation: int) -> tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]:
+        def collect(problems: list[Problem], generation: int) -> Answers:
             # a step has one session of the spot trainer
             idle = while_idle if generation == 0 else None
             parts = (*seed, *([generation] if generation else []))

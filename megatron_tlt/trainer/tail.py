@@ -49,7 +49,7 @@ class TailRound:
     @property
     def is_long(self) -> bool:
         """Whether all of it is kept, so that nothing races."""
-        return (len(self.problems), self.samples) == (self.keep_problems, self.keep_samples)
+        return self.size == (self.keep_problems, self.keep_samples)
 
 
 class TailScheduler:
@@ -77,7 +77,7 @@ class TailScheduler:
         """The state after a round that kept the problems at the positions ``kept``."""
         if asked.is_long and asked.problems == state.deferred[: self._prompts]:
             return TailState(state.next_problem, state.deferred[self._prompts :])
-        left = tuple(problem for at, problem in enumerate(asked.problems) if at not in set(kept))
+        left = tuple(problem for at, problem in enumerate(asked.problems) if at not in kept)
         return TailState(state.next_problem + len(asked.problems), (*state.deferred, *left))
 
 
@@ -130,13 +130,16 @@ class TokenRace:
 
     def lost(self, unfinished: Mapping[Key, int]) -> list[Key]:
         """Which unfinished responses cannot be kept, given their tokens so far; each is returned once."""
+        if not self._finishes:  # nothing limits them
+            return []
         limit, found = self.limit, []
         for key, tokens in unfinished.items():
             # it ends at more than ``tokens``
             if tokens >= min(limit, self._finishes.get(key[0], math.inf)):
                 found += self._abort(key)
+        out = {problem for problem in {at for at, _ in unfinished} if self._is_out(problem, limit)}
         for key in unfinished:
-            if self._is_out(key[0], limit):
+            if key[0] in out:
                 found += self._abort(key)
         return found
 

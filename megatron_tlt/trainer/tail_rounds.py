@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, rank
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
@@ -19,7 +18,7 @@ from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import Response
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dynamic_sampling import Collected
-from megatron_tlt.trainer.experience import PhaseTimes, ScoredResponse
+from megatron_tlt.trainer.experience import Answers, StartRace
 from megatron_tlt.trainer.tail import Key, TailRound, TailScheduler, TailState, TokenRace, select
 
 POLL_S = 0.05
@@ -74,8 +73,8 @@ class RoundCosts:
 
     def metrics(self) -> dict[str, float]:
         """The share of tokens that no step trains on, and how much shorter kept responses are than all."""
-        mean, kept_mean = self.decoded / max(self.asked, 1), self.kept_tokens / max(self.kept, 1)
-        return {"tail/wasted": 1 - self.kept_tokens / self.decoded, "tail/kept_over_all": kept_mean / mean}
+        share = self.kept_tokens / self.decoded
+        return {"tail/wasted": 1 - share, "tail/kept_over_all": share * self.asked / self.kept}
 
 
 class RacingRollout:
@@ -89,6 +88,7 @@ class RacingRollout:
 
     def __init__(self, asked: TailRound, engine: RolloutEngine, keys: Mapping[str, Key]) -> None:
         self._asked, self._engine, self._keys = asked, engine, keys
+        self._names = {key: name for name, key in keys.items()}
         self._race = TokenRace(asked.samples, asked.keep_problems, asked.keep_samples)
         self._group = engine.tensor_parallel_group
         self._leads = self._group is None or dist.get_rank(self._group) == 0
@@ -109,10 +109,9 @@ class RacingRollout:
     def stepped(self) -> None:
         """Aborts what cannot be kept any more; after an engine step."""
         self._exchange()
-        unfinished = self._engine.unfinished
-        names = {self._keys[name]: name for name in unfinished}
-        for key in self._race.lost({self._keys[name]: tokens for name, tokens in unfinished.items()}):
-            self._engine.abort(names[key])
+        unfinished = {self._keys[name]: tokens for name, tokens in self._engine.unfinished.items()}
+        for key in self._race.lost(unfinished):
+            self._engine.abort(self._names[key])
 
     def _exchange(self) -> None:
         told: dict[int, int] = {}
@@ -147,8 +146,6 @@ class RacingRollout:
         return {key: own[key] for key in chosen if key in own}
 
 
-StartRace = Callable[[RolloutEngine, Mapping[str, Key]], RacingRollout]
-Answers = tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]
 Collect = Callable[[list[Problem], int, StartRace | None], Answers]
 """Responses to problems: so many to each, or those that a race keeps; numbered by position in the round."""
 
@@ -159,7 +156,7 @@ class CollectedRound:
 
     collected: Collected
     state: TailState
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
 
 
 def collect_round(
