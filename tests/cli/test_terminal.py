@@ -65,6 +65,13 @@ def test_a_folder_without_a_run_gets_no_report(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_short_rounds_are_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, actor={"transformer_impl": "local"}, tail={})
+    assert main(["rollout", str(config), "--out", str(tmp_path / "out"), f"run.dir={tmp_path / 'run'}"]) == 2
+    said = "error: tail: found a section; short rounds cannot be recorded; allowed for tlt rollout: tail=null\n"
+    assert capsys.readouterr().err.endswith(said) and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("after_s", [1.0, 3.0, 6.0])
 def test_ctrl_c_at_the_start_is_one_line_and_status_130(after_s: float, tmp_path: Path) -> None:
     """Whatever is imported or started at that moment; SIGINT goes to the whole group, as a terminal sends it."""
