@@ -22,6 +22,7 @@ from megatron_tlt.config.layouts import (
 )
 from megatron_tlt.config.migrations import LOWEST_TEMPERATURE
 from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
+from megatron_tlt.config.runner_checks import runner_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.tail import tail_violations
@@ -326,22 +327,6 @@ def _adam_only(config: TltConfig) -> Iterator[str]:
         yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} does not support it; allowed: false"
 
 
-def _model_runner(config: TltConfig) -> Iterator[str]:
-    """What vLLM's second model runner cannot do here."""
-    if config.rollout.model_runner == "v1":
-        return
-    found, speculation = "rollout.model_runner: found v2", config.speculation
-    if speculation.enabled and (speculation.drafter not in MODEL_FREE or speculation.path is not None):
-        allowed = " or ".join(MODEL_FREE)
-        yield f"{found}; speculation.drafter {speculation.drafter} needs v1; allowed with v2: {allowed}"
-    if config.drafter is not None:
-        yield f"{found}; a trained drafter (drafter) needs v1"
-    if config.rollout.cuda_graphs != "auto":
-        yield f"{found}; it captures graphs of its own choice; rollout.cuda_graphs: allowed: auto"
-    if config.rollout.random_numbers == "generator":
-        yield f"{found}; it has no generators; rollout.random_numbers: allowed: auto or counter"
-
-
 def _temperatures(config: TltConfig) -> Iterator[str]:
     values = {"rollout.sampling": config.rollout.sampling.temperature, "evaluation": config.evaluation.temperature}
     values |= {f"evaluation.sets.{i}": each.temperature for i, each in enumerate(config.evaluation.sets)}
@@ -389,7 +374,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         _spot,
         _adaptive,
         _temperatures,
-        _model_runner,
+        runner_violations,
         algorithm_violations,
         tail_violations,
         _router,

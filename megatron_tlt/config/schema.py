@@ -247,7 +247,11 @@ class RolloutConfig(Section):
     ``cuda_graphs`` is the kind of the engine's graphs. ``auto`` captures full graphs, which serve every strategy, where
     the attention backend allows it for any batch (FlashAttention 3), and piecewise graphs elsewhere.
 
-    ``model_runner`` is the generation of vLLM's model runner. ``v2``, vLLM's own default, drafts without a model only.
+    ``model_runner`` is the generation of vLLM's model runner; ``v2`` is vLLM's own default. Under strategies without
+    the drafter model, it skips tokens on ``v1`` and computes them later; on ``v2`` it reads along.
+
+    ``async_scheduling`` schedules a step before the tokens of the step before are known, as vLLM does by default: the
+    device does not wait for Python. On ``v2``, without speculation or with a drafter model alone.
 
     ``router_replay: ids`` lets the actor's routers take the experts that the engine chose for each token;
     ``ids_and_weights`` also how much each of them counts.
@@ -263,6 +267,7 @@ class RolloutConfig(Section):
     random_numbers: Literal["auto", "generator", "counter"] = "auto"
     cuda_graphs: Literal["auto", "full", "piecewise"] = "auto"
     model_runner: Literal["v1", "v2"] = "v1"
+    async_scheduling: bool = False
     router_replay: Literal["none", "ids", "ids_and_weights"] = "none"
     # null resets the value of a parent file
     vllm: Annotated[dict[str, Any], BeforeValidator(lambda found: {} if found is None else found)] = Field(

@@ -26,7 +26,7 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3(DraftModel):
-    """``eagle_config.eagle_aux_hidden_state_layer_ids`` of its config names the auxiliary layers.
+    """``eagle_aux_hidden_state_layer_ids`` of its config names the auxiliary layers.
 
     With a ``draft_vocab_size`` below the vocabulary it drafts only some tokens. As in published folders, ``d2t`` holds
     the target's token id of each LM head row minus the row's index.

@@ -61,8 +61,18 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def aux_layers_of(config: PretrainedConfig) -> tuple[int, ...]:
-    """The auxiliary layers of a drafter's config; empty if it has none."""
-    return tuple((getattr(config, "eagle_config", None) or {}).get(_LAYERS_KEY, ()))
+    """The auxiliary layers of a drafter's config; empty if it has none.
+
+    Published heads name them in ``eagle_config`` or beside it. vLLM's second model runner reads only the latter.
+
+    Raises:
+        ConfigError: the two places name different layers.
+    """
+    within = (getattr(config, "eagle_config", None) or {}).get(_LAYERS_KEY)
+    beside = getattr(config, _LAYERS_KEY, None)
+    if within and beside and list(within) != list(beside):
+        raise ConfigError(f"{_LAYERS_KEY} is {beside}, but in eagle_config {within}; allowed: the same, or one of them")
+    return tuple(beside or within or ())
 
 
 def draft_config(
@@ -110,6 +120,7 @@ def draft_config(
                 f"from 0 to {target.num_hidden_layers}"
             )
         config.eagle_config = {"use_aux_hidden_state": True, _LAYERS_KEY: list(aux_layers)}
+        setattr(config, _LAYERS_KEY, list(aux_layers))
     if form.own_head:
         if draft_vocab_size is not None and draft_vocab_size > target.vocab_size:
             raise ConfigError(

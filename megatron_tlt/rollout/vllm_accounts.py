@@ -51,9 +51,13 @@ class SchedulerAccounts:
     removed it from the response. ``num_tokens`` counts only tokens of the response.
     """
 
-    def __init__(self, scheduler: Any, num_speculative_tokens: int) -> None:
+    def __init__(self, scheduler: Any, num_speculative_tokens: int, asynchronous: bool = False) -> None:
+        """``asynchronous``: drafts are scheduled as -1, before their ids are known. Otherwise that id is padding, which
+        vLLM adds to keep a batch uniform.
+        """
         self._upstream = scheduler.update_from_output
         self._width = num_speculative_tokens
+        self._least_id = -1 if asynchronous else 0
         self._requests: dict[str, _RequestAccount] = {}
         self._step = self._empty_step()
         scheduler.update_from_output = self._update_from_output
@@ -98,8 +102,8 @@ class SchedulerAccounts:
         account.num_steps += 1
         account.num_tokens += num_tokens
         self._step.num_tokens += num_tokens
-        # negative ids are padding that vLLM adds to keep a batch uniform
-        drafts = sum(token >= 0 for token in scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+        scheduled = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+        drafts = sum(token >= self._least_id for token in scheduled)
         if not drafts:
             return
         # the verification step returns the accepted draft tokens and one token of its own

@@ -18,13 +18,13 @@ class DrafterWeights:
     """The weights of vLLM's drafter model, under their names in the folder that it was loaded from.
 
     Args:
-        drafter: vLLM's proposer.
+        runner: vLLM's model runner, of either generation.
         target: the target model; an embedding or output head shared with it is omitted.
         folder: of the drafter.
     """
 
-    def __init__(self, drafter: Any, target: torch.nn.Module, folder: Path) -> None:
-        model: Any = drafter.model
+    def __init__(self, runner: Any, target: torch.nn.Module, folder: Path) -> None:
+        model: Any = (runner.speculator if hasattr(runner, "speculator") else runner.drafter).model
         self._model: Any = model.unwrap() if hasattr(model, "unwrap") else model
         self._target = target
         self._folder = SafetensorsFolder(folder)

@@ -29,12 +29,18 @@ from megatron_tlt.rollout.vllm_accounts import SchedulerAccounts
 from megatron_tlt.rollout.vllm_choices import RunningRequests, broadcast_strategy
 from megatron_tlt.rollout.vllm_drafters import DrafterWeights
 from megatron_tlt.rollout.vllm_experts import check_experts
-from megatron_tlt.rollout.vllm_patches import apply_all_patches, draft_without_padding
-from megatron_tlt.rollout.vllm_requests import RolloutState, abort_request, add_request, check_requests, to_response
+from megatron_tlt.rollout.vllm_patches import apply_all_patches
+from megatron_tlt.rollout.vllm_requests import (
+    RolloutState,
+    abort_request,
+    add_request,
+    check_requests,
+    end_started_steps,
+    to_response,
+)
 from megatron_tlt.rollout.vllm_routing import RoutingRecorder
-from megatron_tlt.rollout.vllm_runner_v2 import SwitchV2
+from megatron_tlt.rollout.vllm_runner_v2 import build_switch
 from megatron_tlt.rollout.vllm_sampling import SeededSampler
-from megatron_tlt.rollout.vllm_strategies import StrategySwitch
 from megatron_tlt.rollout.vllm_updates import DRAFTER, POLICY, WeightVersions
 from megatron_tlt.rollout.vllm_versions import check_vllm
 from megatron_tlt.speculation.strategy import StepRecord, Strategy
@@ -92,18 +98,8 @@ class VllmEngine(RolloutEngine):
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation.enabled else 0
-        most = self._llm.vllm_config.scheduler_config.max_num_seqs
-        draft_without_padding(self._scheduler, self.num_speculative_tokens, most)
         self.token_drafters = token_drafters_of(speculation) | dict(token_drafters or {})
-        switch = SwitchV2 if rollout.model_runner == "v2" else StrategySwitch
-        self._switch = switch(
-            self._runner,
-            self.num_speculative_tokens,
-            speculation.drafter if speculation.enabled and speculation.drafter in model_drafters() else None,
-            self.token_drafters,
-            speculation.skipped,
-            probabilistic=speculation.draft_sample_method == "probabilistic",
-        )
+        self._switch = build_switch(self._runner, self._scheduler, rollout, speculation, self.token_drafters)
         if speculation.enabled:
             self.set_strategy(Strategy(speculation.drafter, speculation.num_speculative_tokens))
         if vllm_setup.counts_random_numbers(rollout):
@@ -117,8 +113,8 @@ class VllmEngine(RolloutEngine):
         model = self._runner.get_model()
         self._policy_views = ViewCache[vllm_weights.HeldWeight]([model])
         path = speculation.path if DRAFTER in versions else None
-        self._drafter_weights = DrafterWeights(self._runner.drafter, model, path) if path else None
-        self._accounts = SchedulerAccounts(self._scheduler, self.num_speculative_tokens)
+        self._drafter_weights = DrafterWeights(self._runner, model, path) if path else None
+        self._accounts = SchedulerAccounts(self._scheduler, self.num_speculative_tokens, rollout.async_scheduling)
 
     @staticmethod
     def _build(model_path: Path, rollout: RolloutConfig, speculation: SpeculationConfig, seed: int) -> Any:
@@ -131,7 +127,7 @@ class VllmEngine(RolloutEngine):
             vllm_setup.isolated_random_state(),
             vllm_setup.untouched_torch_threads(),
             vllm_setup.readable_weights(),
-            vllm_setup.build_context(rollout),
+            vllm_setup.build_context(rollout, speculation),
             vllm_setup.shared_memory_of_its_own(),
         ):
             try:
@@ -194,13 +190,13 @@ class VllmEngine(RolloutEngine):
                         self._choose(chooser)
                     self._check_weights()
                     start = time.perf_counter() - began
-                    verified = self._switch.drafted_under
+                    self._switch.begin_step()
                     finished = self._llm.step()
                     now = time.perf_counter() - began
-                    record = self._record(start, now - start, verified)
-                    if chooser is not None and self._tp_rank == 0:
+                    record = self._record(start, now - start)
+                    if record is not None and chooser is not None and self._tp_rank == 0:
                         chooser.observe(record)
-                    if on_step is not None:
+                    if record is not None and on_step is not None:
                         on_step(record)
                     for output in finished:
                         finish(output.request_id, output.outputs[0], now)
@@ -214,6 +210,7 @@ class VllmEngine(RolloutEngine):
                 self._rollout_state = None
                 if rollout.internal_of:  # a callback or a signal interrupted the rollout: empty the engine
                     self._llm.abort_request(list(rollout.internal_of.values()), internal=True)
+                end_started_steps(self._llm)
                 self._switch.clear()
                 self._routing.clear()
         return [responses[request.request_id] for request in requests]
@@ -232,8 +229,12 @@ class VllmEngine(RolloutEngine):
         strategy, budgets = broadcast_strategy(choice, running, self._tp_group)
         self._switch.set(strategy, budgets)
 
-    def _record(self, start: float, duration: float, verified: Strategy) -> StepRecord:
+    def _record(self, start: float, duration: float) -> StepRecord | None:
+        """The step that has just ended; None if none has (the first of asynchronous scheduling only starts one)."""
         step = self._accounts.take_step()
+        verified, drafted = self._switch.end_step(bool(step.running))
+        if not step.running:
+            return None
         return StepRecord(
             verified,
             step.running,
@@ -241,7 +242,7 @@ class VllmEngine(RolloutEngine):
             step.num_tokens,
             step.num_draft_tokens,
             tuple(step.accepted_per_position),
-            next_strategy=self._switch.drafted_under,
+            next_strategy=drafted,
             had_prefill=step.had_prefill,
             num_drafts=step.num_drafts,
             start=start,

@@ -3,10 +3,10 @@
 vLLM 0.32 has two model runners. V2, the default for EAGLE and ngram on GPUs, captures full graphs of uniform decode
 batches by (requests, tokens per request). By default it captures every capture size at every draft length of its
 schedule. ``planned_graphs`` replaces them by the plan's: the target's graphs and EAGLE's prefill and decode graphs.
-V1, which other methods (suffix, custom classes) and ``StrategySwitch`` use, captures graphs by number of tokens, which
-all strategies share. Engines receive the sizes of ``adaptive.pool_of``. ``graphs_by_tokens`` makes vLLM capture them as
-full graphs for any batch of that many tokens, where the attention backend allows it (FlashAttention 3), else as
-piecewise graphs. V1 captures piecewise graphs of the drafter at the same sizes.
+V1, the default of engines here, captures graphs by number of tokens, which all strategies share. Engines receive the
+sizes of ``adaptive.pool_of``. ``graphs_by_tokens`` makes vLLM capture them as full graphs for any batch of that many
+tokens, where the attention backend allows it (FlashAttention 3), else as piecewise graphs. V1 captures piecewise graphs
+of the drafter at the same sizes.
 
 V2 runs a drafter's prefill in every step, even without draft tokens, so that its KV cache has no gaps. A plan with a
 drafter model therefore gets a draft prefill for each target graph, including plain ones, which the plan omits.
@@ -83,6 +83,24 @@ def engine_arguments(
     return arguments
 
 
+def every_length(plan: GraphPlan, max_num_seqs: int) -> list[tuple[int, int, int]]:
+    """A schedule (first batch, last batch, drafts) that names every draft length of the plan, for vLLM to capture.
+
+    Which batches have which length is of no importance: ``StrategySwitch`` sets the length of each step.
+
+    Raises:
+        ConfigError: there are more lengths than batch sizes.
+    """
+    lengths = sorted({strategy.num_tokens for strategy in plan.strategies})
+    if len(lengths) > max_num_seqs:
+        raise ConfigError(
+            f"rollout.vllm.max_num_seqs is {max_num_seqs}; the strategies have {len(lengths)} draft lengths, allowed: "
+            "at least as many sequences"
+        )
+    lasts = [*range(1, len(lengths)), max_num_seqs]
+    return [(batch, last, length) for batch, (last, length) in enumerate(zip(lasts, lengths, strict=True), start=1)]
+
+
 def plan_shapes(plan: GraphPlan, kind: GraphKind) -> Shapes:
     """The shapes by which vLLM distinguishes graphs of one kind (for draft decode also see ``draft_lengths``).
 
@@ -153,6 +171,11 @@ def graphs_by_tokens(required: bool) -> Iterator[None]:
     finally:
         CompilationConfig.resolve_cudagraph_mode_and_sizes = upstream
         GPUModelRunner._dummy_run = upstream_run
+
+
+def can_plan_graphs() -> bool:
+    """Whether the installed vLLM has what ``planned_graphs`` replaces; 0.26 captures every size at every length."""
+    return not missing_attributes(REQUIRED_GRAPH_ATTRIBUTES)
 
 
 def check_graph_interface(required: tuple[tuple[str, str], ...] = REQUIRED_GRAPH_ATTRIBUTES) -> None:

@@ -88,18 +88,20 @@ def survive_steps_without_drafts() -> None:
 
 
 def draft_without_padding(scheduler: Any, num_speculative_tokens: int, max_num_seqs: int) -> None:
-    """Keep a CPU engine's scheduler from padding requests with draft tokens of id -1.
+    """Keep an engine's scheduler from choosing draft lengths, and on a CPU from padding requests with drafts of id -1.
 
     vLLM pads requests with one token left to compute (a prompt whose rest is cached) to keep a CUDA graph's shape.
     Its CPU rejection kernel then reads a probability at index -1 and may accept a padding token. A schedule of draft
-    lengths by batch size, here constant, disables the padding.
+    lengths by batch size, here constant, disables the padding. On a GPU it replaces a schedule that the engine has for
+    its graphs alone: ``StrategySwitch`` sets the lengths.
 
     Raises:
         RunError: this release's scheduler has no such schedule.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or not num_speculative_tokens:
+    scheduled = getattr(scheduler, "dynamic_sd_lookup", None) is not None
+    if not num_speculative_tokens or not (current_platform.is_cpu() or scheduled):
         return
     if not hasattr(scheduler, "dynamic_sd_lookup"):
         raise RunError(f"vllm lacks Scheduler.dynamic_sd_lookup, which rollout uses; install release {NEWEST_RELEASE}")

@@ -149,6 +149,13 @@ def _likeliest(entry: Any, count: int) -> tuple[tuple[int, float], ...]:
     return tuple((token, value.logprob) for token, value in ranked[:count])
 
 
+def end_started_steps(llm: Any) -> None:
+    """Wait for steps that asynchronous scheduling started ahead of the last requests' ends; they give no tokens."""
+    core = llm.engine_core.engine_core
+    while core.batch_queue:
+        core.step_fn()
+
+
 def abort_request(llm: Any, internal_id: str) -> Any:
     """End a request now; returns vLLM's CompletionOutput with the tokens generated so far."""
     from vllm.v1.engine import FinishReason

@@ -1,37 +1,56 @@
-"""Drafting in vLLM's second model runner, with this package's model-free drafters.
+"""Drafting in vLLM's second model runner: model-free drafters, drafter models, and pairs of them.
 
-The runner keeps requests' tokens on the device and has no proposer for drafters on the host. ``TokenSpeculator`` takes
-the place of its n-gram speculator: after sampling it reads the new tokens (one copy to the host per step), asks the
-switch for drafts, and writes them (one copy to the device). Scheduling is synchronous, as the drafts depend on the
-tokens. A request's tokens depend on its seed and positions alone, as in the first runner with ``SeededSampler``.
+The runner keeps requests' tokens on the device. After sampling, the switch reads the new tokens (one copy to the host
+per step), asks the model-free drafters, and writes their drafts (one copy to the device). A drafter model drafts by
+vLLM's own speculator, whose number of drafts the switch sets in each step. Scheduling is synchronous, as the drafts
+depend on the tokens. A request's tokens depend on its seed and positions alone, as in the first runner with
+``SeededSampler``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_tlt.config.drafter_kinds import model_drafters
+from megatron_tlt.config.schema import RolloutConfig
+from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.copies import copy_to_device
 from megatron_tlt.rollout.token_lookups import DraftingRow
 from megatron_tlt.rollout.types import Request
+from megatron_tlt.rollout.vllm_head_v2 import HeadV2
+from megatron_tlt.rollout.vllm_patches import draft_without_padding
 from megatron_tlt.rollout.vllm_strategies import StrategySwitch
-from megatron_tlt.speculation.strategy import OFF
+from megatron_tlt.speculation.strategy import OFF, Strategy
+from megatron_tlt.speculation.token_drafter import TokenDrafter
 
-_NUM_SAMPLED = 4
-"""Place of ``num_sampled`` among the arguments of ``propose`` after the batch; a test holds it against the releases."""
+_LAST_STATES, _AUX_STATES, _NUM_SAMPLED, _NUM_REJECTED = 2, 3, 4, 5
+"""Places among the arguments of ``propose`` after the batch; a test holds them against the releases."""
 
 
 class SwitchV2(StrategySwitch):
-    """As ``StrategySwitch``, in the second runner; without drafter models."""
+    """As ``StrategySwitch``, in the second runner.
+
+    A drafter model processes every step's tokens, also under strategies that do not use it, so its KV cache has no
+    gaps to fill later; under those it drafts nothing.
+    """
 
     def _install(self, runner: Any, probabilistic: bool) -> None:
         self._tokens: dict[str, list[int]] = {}  # of each request, prompt included
         self._last: tuple[list[str], list[list[int]]] = [], []
-        runner.speculator.switch, runner.speculator.requests = self, runner.req_states
+        self._states = runner.req_states
+        self._model_head = HeadV2(runner.speculator) if self._head_name else None
+        self._propose_unswitched = runner.speculator.propose
+        self._no_drafts = torch.full(
+            (int(runner.max_num_reqs), self._num_tokens), -1, dtype=torch.int64, device=runner.device
+        )
+        runner.speculator.propose = self._propose_drafts
         runner.take_draft_token_ids = self._take
 
     def add(self, internal_id: str, request: Request) -> None:
@@ -46,49 +65,109 @@ class SwitchV2(StrategySwitch):
     def release(self) -> None:
         """There is nothing to free."""
 
-    def draft(self, ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Drafts of the batch's requests, after the step in which they got the ``sampled`` tokens."""
+    def _propose_drafts(self, input_batch: Any, *given: Any, dummy_run: bool = False, **options: Any) -> torch.Tensor:
+        """Replaces the speculator's ``propose``: drafts (requests, most tokens); ``_take`` says how many of them."""
+        if dummy_run:
+            unswitched: torch.Tensor = self._propose_unswitched(input_batch, *given, dummy_run=True, **options)
+            return unswitched
         self.drafted_under = self.strategy
-        drafts: list[list[int]] = [[] for _ in ids]
-        rows, tokens = [], []
+        sampled, rejected = self._sampled(input_batch, given[_NUM_SAMPLED], given[_NUM_REJECTED])
+        if self.recorded is not None and self.recorded.records:
+            self._record_step(input_batch, given[_LAST_STATES], given[_AUX_STATES], rejected)
+        with self._drafting():
+            rows = self._rows_after(input_batch.req_ids, sampled)
+            drafts: list[list[int]] = [[] for _ in rows]
+            for name in self.strategy.drafters:
+                if name in self._lookups.names:
+                    self._look_up(name, rows, [self._tokens[row.internal_id] for row in rows], drafts)
+            tokens_RK = self._no_drafts[: len(rows)]
+            lengths = [0] * len(rows)
+            if self._model_head is not None and self.drafter_ready:
+                if self._head_name in self.strategy.drafters:
+                    lengths = [0 if drafts[row.index] else row.limit for row in rows]
+                tokens_RK = self._model_head.propose(input_batch, given, options, max(lengths))
+                if max(lengths) and (least := self.strategy.least_probability):
+                    lengths = self._model_head.likely_counts(lengths, least)
+            if any(drafts):
+                tokens_RK = self._write(drafts, tokens_RK, input_batch.idx_mapping)
+        # the runner has the head's tokens; the scheduler needs their number alone
+        numbers = [draft or [0] * length for draft, length in zip(drafts, lengths, strict=True)]
+        self._last = list(input_batch.req_ids), numbers
+        return tokens_RK
+
+    def _rows_after(self, ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> list[DraftingRow]:
+        rows = []
         for index, (internal_id, new) in enumerate(zip(ids, sampled, strict=True)):
             known = self._tokens[internal_id]
             known += new
             room = self._room(internal_id, len(known))
-            limit = self._limit(internal_id, len(known), room) if new else 0
+            limit = self._limit(internal_id, len(known), room) if new and self.strategy != OFF else 0
             rows.append(DraftingRow(index, internal_id, len(known), limit))
-            tokens.append(known)
-        if self.strategy != OFF:
-            with self._drafting():
-                for name in self.strategy.drafters:
-                    self._look_up(name, rows, tokens, drafts)
-        self._last = list(ids), drafts
-        return drafts
+        return rows
+
+    def _write(self, drafts: list[list[int]], tokens_RK: torch.Tensor, slots_R: torch.Tensor) -> torch.Tensor:
+        """The model-free ``drafts`` in place of the head's."""
+        rows = [index for index, draft in enumerate(drafts) if draft]
+        padded = [drafts[row] + [-1] * (self._num_tokens - len(drafts[row])) for row in rows]
+        rows_W, drafts_WK = copy_to_device([np.array(rows), np.array(padded, dtype=np.int64)], self._no_drafts.device)
+        written_RK = self._no_drafts[: len(drafts)].clone()
+        written_RK[:, : tokens_RK.shape[1]] = tokens_RK
+        written_RK[rows_W] = drafts_WK
+        if self._model_head is not None:
+            self._model_head.make_certain(slots_R[rows_W].long(), drafts_WK)
+        return written_RK
+
+    def _sampled(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> tuple[list[list[int]], list[int]]:
+        """The tokens that each request got in this step, and how many of its drafts were rejected."""
+        count, device = input_batch.num_reqs, self._no_drafts.device
+        slots_R = input_batch.idx_mapping[:count].long()
+        ends_R1 = self._states.total_len.gpu[slots_R].long()[:, None]
+        width = self._num_tokens + 1
+        places_RL = ends_R1 - width + torch.arange(width, device=device)
+        tokens_RL = self._states.all_token_ids.gpu[slots_R[:, None], places_RL.clamp(min=0)]
+        counts_R2 = torch.stack([num_sampled[:count], num_rejected[:count]], dim=1).long()
+        found = torch.cat([counts_R2, tokens_RL.long()], dim=1).cpu().tolist()
+        sampled = [row[len(row) - row[0] :] if row[0] else [] for row in found]
+        return sampled, [row[1] for row in found]
+
+    def _record_step(
+        self, input_batch: Any, last: torch.Tensor, aux: list[torch.Tensor] | None, rejected: Sequence[int]
+    ) -> None:
+        """Record the head's inputs, followed by the target's hidden states after the final norm."""
+        assert self.recorded is not None
+        count, total = input_batch.num_reqs, input_batch.num_tokens
+        starts = input_batch.query_start_loc[:count]
+        positions = input_batch.positions[starts.long()].tolist()
+        parts = [part[:total] for part in (*(aux or ()), last)]
+        states = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+        offsets, lengths = starts.tolist(), input_batch.num_scheduled_tokens[:count].tolist()
+        self.recorded.add(
+            states,
+            [
+                (internal_id, position, offset, length - wrong)
+                for internal_id, position, offset, length, wrong in zip(
+                    input_batch.req_ids, positions, offsets, lengths, rejected, strict=True
+                )
+            ],
+        )
 
     def _take(self) -> Any:
-        """Replaces the runner's ``take_draft_token_ids``: exactly the drafts that there are."""
+        """Replaces the runner's ``take_draft_token_ids``: exactly as many drafts as there are."""
         from vllm.v1.outputs import DraftTokenIds
 
         (ids, drafts), self._last = self._last, ([], [])
         return DraftTokenIds(ids, drafts) if any(drafts) else None
 
 
-def build_token_speculator(vllm_config: Any, device: torch.device, *_: Any) -> Any:
-    """Replaces vLLM's ``init_speculator`` while an engine of this package is built."""
+def _build_none(vllm_config: Any, device: torch.device, *_: Any) -> Any:
+    """Replaces vLLM's ``init_speculator`` for an engine without a drafter model; ``SwitchV2`` drafts in its place."""
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-    class TokenSpeculator(BaseSpeculator):
-        """Drafts by a ``SwitchV2``, which is set after the engine is built."""
-
+    class NoSpeculator(BaseSpeculator):
         supports_mm_inputs = False
         draft_logits = None  # a draft is certain
-
-        def __init__(self) -> None:
-            spec = vllm_config.speculative_config
-            size = vllm_config.scheduler_config.max_num_seqs, spec.num_speculative_tokens
-            self.none = torch.full(size, -1, dtype=torch.int64, device=device)
-            self.switch: SwitchV2 | None = None
-            self.requests: Any = None  # the runner's states of its requests
 
         def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
             pass
@@ -96,40 +175,107 @@ def build_token_speculator(vllm_config: Any, device: torch.device, *_: Any) -> A
         def capture(self) -> None:
             pass
 
-        def propose(self, input_batch: Any, *given: Any, dummy_run: bool = False, **_: Any) -> torch.Tensor:
-            count = input_batch.num_reqs
-            if dummy_run or self.switch is None:
-                return self.none[:count]
-            new = self._sampled(input_batch, given[_NUM_SAMPLED])
-            drafts = self.switch.draft(input_batch.req_ids, new)
-            if not any(drafts):
-                return self.none[:count].clone()
-            width = self.none.shape[1]
-            padded = np.array([draft + [-1] * (width - len(draft)) for draft in drafts], dtype=np.int64)
-            return copy_to_device([padded], device)[0]
+        def propose(self, input_batch: Any, *_: Any, **__: Any) -> torch.Tensor:
+            size = input_batch.num_reqs, vllm_config.speculative_config.num_speculative_tokens
+            return torch.full(size, -1, dtype=torch.int64, device=device)
 
-        def _sampled(self, input_batch: Any, num_sampled: torch.Tensor) -> list[list[int]]:
-            """The tokens that each request got in this step."""
-            rows_B = input_batch.idx_mapping[: input_batch.num_reqs].long()
-            requests = self.requests
-            ends_B1 = requests.total_len.gpu[rows_B].long()[:, None]
-            width = self.none.shape[1] + 1
-            places_BL = ends_B1 - width + torch.arange(width, device=device)
-            tokens_BL = requests.all_token_ids.gpu[rows_B[:, None], places_BL.clamp(min=0)]
-            counts_B1 = num_sampled[: input_batch.num_reqs].long()[:, None]
-            found = torch.cat([counts_B1, tokens_BL.long()], dim=1).cpu().tolist()
-            return [row[len(row) - count :] if count else [] for count, *row in found]
+    return NoSpeculator()
 
-    return TokenSpeculator()
+
+class AsynchronousSwitch(SwitchV2):
+    """As ``SwitchV2``, where a step is scheduled before the tokens of the step before are known.
+
+    A drafter model alone drafts, the same number of tokens for each request: those of the strategy at scheduling.
+    """
+
+    def follow(self, scheduler: Any) -> None:
+        """Let ``scheduler`` reserve as many drafts per request as the strategy of the moment has."""
+        self._scheduler = scheduler
+        self._started: deque[Strategy] = deque()  # of each step that has not ended, what it drafts under
+        upstream = scheduler.schedule
+
+        def schedule(*given: Any, **named: Any) -> Any:
+            scheduled = upstream(*given, **named)
+            if scheduled.total_num_scheduled_tokens:
+                self._started.append(self.strategy)
+            return scheduled
+
+        scheduler.schedule = schedule
+        if self._num_tokens:
+            self.set(OFF, None)
+
+    def set(self, strategy: Strategy, budgets: Mapping[str, int] | None) -> None:
+        if strategy.by_length or strategy.least_percent or budgets:
+            raise ConfigError(
+                f"strategy {strategy.name}; with rollout.async_scheduling all requests have the same number of drafts"
+            )
+        super().set(strategy, None)
+        lookup = self._scheduler.dynamic_sd_lookup
+        if lookup is not None:
+            lookup[:] = [strategy.num_tokens] * len(lookup)
+
+    def begin_step(self) -> None:
+        """What a step verifies is known when it ends."""
+
+    def end_step(self, ended: bool) -> tuple[Strategy, Strategy]:
+        verified = self.drafted_under
+        if ended:
+            self.drafted_under = self._started.popleft()
+        return verified, self.drafted_under
+
+    def clear(self) -> None:
+        super().clear()
+        self._started.clear()
+
+    def _propose_drafts(self, input_batch: Any, *given: Any, dummy_run: bool = False, **options: Any) -> torch.Tensor:
+        if dummy_run:
+            return super()._propose_drafts(input_batch, *given, dummy_run=True, **options)
+        if self.recorded is not None and self.recorded.records:
+            rejected = given[_NUM_REJECTED][: input_batch.num_reqs].tolist()
+            self._record_step(input_batch, given[_LAST_STATES], given[_AUX_STATES], rejected)
+        if self._model_head is None or not self.drafter_ready:
+            return self._no_drafts[: input_batch.num_reqs]
+        return self._model_head.propose(input_batch, given, options, self.strategy.num_tokens)
+
+
+def build_switch(
+    runner: Any,
+    scheduler: Any,
+    rollout: RolloutConfig,
+    speculation: SpeculationConfig,
+    token_drafters: Mapping[str, TokenDrafter],
+) -> StrategySwitch:
+    """The switch of an engine's model runner and scheduler.
+
+    Raises:
+        ConfigError: the name of a token drafter is not one of a model-free drafter, or vLLM has turned off asynchronous
+            scheduling.
+    """
+    if rollout.async_scheduling and not runner.vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError("rollout.async_scheduling: found true; vLLM turns it off on this platform; allowed: false")
+    kind: type[StrategySwitch] = StrategySwitch if rollout.model_runner == "v1" else SwitchV2
+    most = speculation.num_speculative_tokens if speculation.enabled else 0
+    draft_without_padding(scheduler, most, int(runner.max_num_reqs))
+    switch = (AsynchronousSwitch if rollout.async_scheduling else kind)(
+        runner,
+        most,
+        speculation.drafter if speculation.enabled and speculation.drafter in model_drafters() else None,
+        {} if rollout.async_scheduling else token_drafters,
+        speculation.skipped,
+        probabilistic=speculation.draft_sample_method == "probabilistic",
+    )
+    if isinstance(switch, AsynchronousSwitch):
+        switch.follow(scheduler)
+    return switch
 
 
 @contextmanager
-def token_speculator() -> Iterator[None]:
-    """Engines built in this context draft by ``TokenSpeculator``."""
+def no_speculator() -> Iterator[None]:
+    """Engines built in this context have no speculator of vLLM's."""
     from vllm.v1.worker.gpu import model_runner
 
     upstream = model_runner.init_speculator
-    model_runner.init_speculator = build_token_speculator
+    model_runner.init_speculator = _build_none
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import os
 import random
 import secrets
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,17 @@ from megatron_tlt.config.schema import GRAPH_ARGS, RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.collectives import broadcast_data
-from megatron_tlt.rollout.adaptive import pool_of
+from megatron_tlt.rollout.adaptive import pool_of, strategies_of
 from megatron_tlt.rollout.vllm_experts import plain_cpu_experts
-from megatron_tlt.rollout.vllm_graphs import engine_arguments, graphs_by_tokens
-from megatron_tlt.rollout.vllm_runner_v2 import token_speculator
+from megatron_tlt.rollout.vllm_graphs import (
+    can_plan_graphs,
+    engine_arguments,
+    every_length,
+    graphs_by_tokens,
+    planned_graphs,
+)
+from megatron_tlt.rollout.vllm_head_v2 import measured_speculator
+from megatron_tlt.rollout.vllm_runner_v2 import no_speculator
 
 _GIB = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
@@ -43,7 +50,7 @@ OWNED_ENGINE_ARGS: dict[str, str] = {
     "runner": "the engine (generate)",
     "distributed_executor_backend": "the engine (external_launcher)",
     "logprobs_mode": "the engine (processed_logprobs)",
-    "async_scheduling": "the engine (false)",
+    "async_scheduling": "rollout.async_scheduling",
     "generation_config": "the engine (requests say when to stop)",
 }
 
@@ -219,8 +226,8 @@ def speculative_config(speculation: SpeculationConfig, model_runner: str = "v1")
         return None
     if problems := drafter_problems(speculation):
         raise ConfigError("; ".join(problems))
-    if model_runner == "v2":
-        # builds what n-grams need: dense token ids, and a speculator, which ``token_speculator`` replaces
+    if model_runner == "v2" and speculation.path is None:
+        # builds what n-grams need: dense token ids, and a speculator, which ``no_speculator`` replaces
         ngram = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         return {"method": "ngram", "num_speculative_tokens": speculation.num_speculative_tokens, **ngram}
     if speculation.path is None:
@@ -233,15 +240,27 @@ def speculative_config(speculation: SpeculationConfig, model_runner: str = "v1")
         }
     from vllm.config.load import LoadConfig
 
-    # loaded from its folder even if the policy's weights are dummies; sharded over the policy's ranks
-    return {
+    head = {
         "method": kind_of(speculation.drafter).method,
         "model": str(speculation.path),
         "num_speculative_tokens": speculation.num_speculative_tokens,
+        # loaded from its folder even if the policy's weights are dummies; sharded over the policy's ranks
         "draft_load_config": LoadConfig(),
-        # draft on the host after sampling, where StrategySwitch selects the drafter
-        "disable_padded_drafter_batch": True,
     }
+    if model_runner == "v2":
+        _check_layers_are_read(speculation.path)
+        return head | {"draft_sample_method": speculation.draft_sample_method}
+    return head | {"disable_padded_drafter_batch": True}  # draft on the host, where StrategySwitch selects the drafter
+
+
+def _check_layers_are_read(head: Path) -> None:
+    """The second runner ignores the layers in ``eagle_config``, and would feed the head those of other layers."""
+    key, found = "eagle_aux_hidden_state_layer_ids", json.loads((head / "config.json").read_text(encoding="utf-8"))
+    if key in (found.get("eagle_config") or {}) and key not in found:
+        raise ConfigError(
+            f"{head}/config.json: {key} stands in eagle_config, which rollout.model_runner v2 does not read; allowed: "
+            "beside eagle_config"
+        )
 
 
 def counts_random_numbers(rollout: RolloutConfig) -> bool:
@@ -291,7 +310,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "async_scheduling": False,
+        "async_scheduling": rollout.async_scheduling,
         "speculative_config": speculative_config(speculation, rollout.model_runner),
         "max_model_len": _max_model_len(model_path, rollout, speculation),
         "disable_log_stats": True,
@@ -335,21 +354,46 @@ def cache_hint(reason: str) -> str:
 def _graph_args(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any]:
     """CUDA graph arguments, unless ``rollout.vllm`` sets its own; vLLM's are right for ``auto`` without speculation."""
     chosen = {} if rollout.cuda_graphs == "auto" else {"cudagraph_mode": rollout.cuda_graphs.upper()}
-    if GRAPH_ARGS & set(rollout.vllm) or rollout.model_runner == "v2":
+    v2 = rollout.model_runner == "v2"
+    if GRAPH_ARGS & set(rollout.vllm) or (v2 and not _has_head(speculation)):
         return {}
     if not speculation.enabled:
         return {"compilation_config": chosen} if chosen else {}
-    limits = {
-        name: int(rollout.vllm.get(name, default))
-        for name, default in (("max_num_seqs", _GPU_SEQUENCES), ("max_num_batched_tokens", _GPU_BATCHED_TOKENS))
-    }
+    limits = _limits(rollout)
     plan = pool_of(speculation, **limits)
-    return limits | {"compilation_config": engine_arguments(plan, **limits, runner="v1")["compilation_config"] | chosen}
+    if not v2:
+        found = engine_arguments(plan, **limits, runner="v1")["compilation_config"]
+        return limits | {"compilation_config": found | chosen}
+    lengths = {"num_speculative_tokens_per_batch_size": every_length(plan, limits["max_num_seqs"])}
+    found = engine_arguments(plan, **limits, runner="v2")["compilation_config"]
+    head = speculative_config(speculation, "v2")
+    assert head is not None
+    return limits | {"compilation_config": found, "speculative_config": head | lengths}
 
 
-def build_context(rollout: RolloutConfig) -> AbstractContextManager[None]:
-    """The context in which to build an engine, so that it has our speculator, or the graphs of its arguments."""
-    if rollout.model_runner == "v2":
-        return token_speculator()
-    own = GRAPH_ARGS & set(rollout.vllm)
-    return nullcontext() if own else graphs_by_tokens(required=rollout.cuda_graphs == "full")
+def _limits(rollout: RolloutConfig) -> dict[str, int]:
+    """A GPU engine's maximum numbers of sequences and of tokens in a step."""
+    defaults = {"max_num_seqs": _GPU_SEQUENCES, "max_num_batched_tokens": _GPU_BATCHED_TOKENS}
+    return {name: int(rollout.vllm.get(name, default)) for name, default in defaults.items()}
+
+
+def _has_head(speculation: SpeculationConfig) -> bool:
+    return speculation.enabled and speculation.path is not None
+
+
+@contextmanager
+def build_context(rollout: RolloutConfig, speculation: SpeculationConfig) -> Iterator[None]:
+    """The context in which to build an engine, so that it has our speculator, and the graphs of its arguments."""
+    own_graphs = bool(GRAPH_ARGS & set(rollout.vllm))
+    with ExitStack() as stack:
+        if rollout.model_runner == "v1":
+            if not own_graphs:
+                stack.enter_context(graphs_by_tokens(required=rollout.cuda_graphs == "full"))
+        elif not _has_head(speculation):
+            stack.enter_context(no_speculator())
+        else:
+            if any(strategy.least_percent for strategy in strategies_of(speculation)):
+                stack.enter_context(measured_speculator())
+            if not (own_graphs or is_cpu()) and can_plan_graphs():
+                stack.enter_context(planned_graphs(pool_of(speculation, **_limits(rollout))))
+        yield

@@ -86,7 +86,7 @@ class StrategySwitch:
         self._catch_up_s = self._drafting_s = 0.0
         self.strategy = OFF
         # the strategy that produced the drafts now waiting for verification
-        self.drafted_under = OFF
+        self.drafted_under = self._verified = OFF
         # False while the head's weights are incomplete: it then skips everything, prompts included
         self.drafter_ready = True
         # also receives the head's inputs, as training data for the drafter
@@ -121,6 +121,17 @@ class StrategySwitch:
     def skipped(self) -> SkippedCounts:
         """Counts of tokens that the head skipped so far, and of those computed later."""
         return dataclasses.replace(self._skipped.counts) if self._num_tokens else SkippedCounts()
+
+    def begin_step(self) -> None:
+        """Note the strategy whose drafts the next step verifies."""
+        self._verified = self.drafted_under
+
+    def end_step(self, ended: bool) -> tuple[Strategy, Strategy]:
+        """Return the strategies whose drafts the step verified, and which it drafted under.
+
+        ``ended``: whether a step has ended since the last call, or only started (asynchronous scheduling).
+        """
+        return self._verified, self.drafted_under
 
     def take_catch_up_s(self) -> float:
         """Seconds that the head spent on computing skipped tokens since the last call."""

@@ -119,10 +119,28 @@ def test_targets_are_met_on_a_gpu_and_incomplete_in_a_rehearsal(tmp_path: Path) 
     assert result.targets["speed of off over stock"]["met"]
     assert result.targets["tuner at 0.8: not measured"]["op"] == "incomplete"
     assert "rehearsal" not in result.rows[0]
+    second = {
+        "V2 off": [{"arm": "V2 off", "seconds": 100.0, "on_chain": 1.0}],
+        "V2 tuner at 0.6": [{"seconds": 90.0}, {"seconds": 40.0}],
+        "stock dynamic at 0.6": [{"arm": "stock dynamic", "seconds": 60.0}],
+        "stock adaptive at 0.6": [{"arm": "stock adaptive", "unavailable": "this release has none"}],
+    }
+    result = rehearsed("rollout", rows | second, GPU, tmp_path / "second")
+    assert result.targets["speed over stock on V2, set acceptance 0.6, the head's real cost included"]["value"] == 2.5
+    assert result.targets["V2 tuner over vLLM's best own choice at 0.6"]["value"] == 1.5
+    assert result.targets["speed of V2 off over stock"]["value"] == 1.0
     result = rehearsed("rollout", rows, CPU, tmp_path)
     assert {entry["op"] for entry in result.targets.values()} == {"incomplete"}
     assert not any(entry["met"] for entry in result.targets.values())
     assert all(row["rehearsal"] for row in result.rows)
+
+
+@pytest.mark.parametrize("requests", [3, 16, 128])
+def test_vllms_schedule_covers_every_batch_once(requests: int) -> None:
+    for acceptance in rollout.WANTED:
+        found = rollout.vllm_schedule(acceptance, requests)
+        assert [batch for first, last, _ in found for batch in range(first, last + 1)] == [*range(1, requests + 1)]
+        assert [drafts for *_, drafts in found] == sorted((drafts for *_, drafts in found), reverse=True)
 
 
 def test_colocate_targets(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def build_eagle_head(
             shapes[f"{norm}.weight"] = (hidden,)
         shapes["lm_head.weight"] = (drafted or vocab, hidden)
         config["draft_vocab_size"] = drafted or vocab
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.rand(shape, generator=generator) + 0.5

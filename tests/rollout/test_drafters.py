@@ -164,8 +164,7 @@ def test_recorded_states_are_those_of_the_target(drafting: VllmEngine, reference
     drafting.set_strategy(strategy)
     drafting.record_into(None)
     found = {one.request_id: one for one in recorded.take()}
-    aux_layers = json.loads((head / "config.json").read_text()).get("eagle_config", {})
-    layers = aux_layers.get("eagle_aux_hidden_state_layer_ids", [])
+    layers = json.loads((head / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids", [])
     assert found.keys() == {response.request_id for response in responses} and recorded.dropped == 0
     for response in responses:
         one = found[response.request_id]

@@ -13,11 +13,14 @@ from megatron_tlt.bench.graph_memory import comparison_plans
 from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.rollout import vllm_setup
+from megatron_tlt.rollout.adaptive import pool_of
 from megatron_tlt.rollout.vllm_graphs import (
     REQUIRED_GRAPH_ATTRIBUTES,
     check_graph_interface,
     draft_lengths,
     engine_arguments,
+    every_length,
     graphs_by_tokens,
     plan_shapes,
     planned_graphs,
@@ -121,6 +124,34 @@ def test_v2_captures_the_plan_and_nothing_else(plan: GraphPlan, folders: tuple[P
     assert set(captured(decode)) == {(graph.batch, 1) for graph in plan.graphs if graph.kind == "draft_decode"}
     tokens = [desc.num_tokens for found in target._capture_descs.values() for desc in found]
     assert tokens == sorted(tokens, reverse=True), "vLLM captures the largest first"
+
+
+def test_a_schedule_of_every_length_has_graphs_for_every_length(folders: tuple[Path, Path]) -> None:
+    schedule = every_length(SEVERAL, MAX_SEQS)
+    lengths = {strategy.num_tokens for strategy in SEVERAL.strategies}
+    assert {length for *_, length in schedule} == lengths and len(lengths) > 2
+    assert [first for first, *_ in schedule[1:]] == [last + 1 for _, last, _ in schedule[:-1]]
+    assert (schedule[0][0], schedule[-1][1]) == (1, MAX_SEQS)
+    config = vllm_config(SEVERAL, folders)
+    config.speculative_config.num_speculative_tokens_per_batch_size = schedule
+    assert {tokens for _, tokens in captured(target_manager(config))} == {length + 1 for length in lengths}
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 2; .* draft lengths, allowed: at least as many sequences"):
+        every_length(SEVERAL, 2)
+
+
+def test_an_engine_with_a_head_on_the_second_runner_gets_the_plans_graphs(folders: tuple[Path, Path]) -> None:
+    _, head = folders
+    rollout = RolloutConfig(model_runner="v2", vllm={"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": MAX_TOKENS})
+    speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=3, adaptive=AdaptiveConfig())
+    found = vllm_setup._graph_args(rollout, speculation)
+    plan = pool_of(speculation, MAX_SEQS, MAX_TOKENS)
+    assert found["compilation_config"] == engine_arguments(plan, MAX_SEQS, MAX_TOKENS)["compilation_config"]
+    speculative = found["speculative_config"]
+    assert speculative["num_speculative_tokens_per_batch_size"] == every_length(plan, MAX_SEQS)
+    assert speculative["method"] == "eagle" and speculative["num_speculative_tokens"] == 3
+    own = rollout.model_copy(update={"vllm": {**rollout.vllm, "compilation_config": {"cudagraph_mode": "NONE"}}})
+    assert vllm_setup._graph_args(own, speculation) == {}
+    assert vllm_setup._graph_args(rollout, SpeculationConfig(num_speculative_tokens=3)) == {}
 
 
 def test_left_alone_vllm_captures_every_size_at_every_length(folders: tuple[Path, Path]) -> None:

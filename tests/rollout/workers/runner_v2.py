@@ -6,54 +6,29 @@ Arguments: a folder with the package triton, a model's folder, a file for the re
 from __future__ import annotations
 
 import json
-import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from tests.helpers.triton_interpreter import interpret_triton
 
 triton_folder, model, out = sys.argv[1:4]
-os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, triton_folder)
-
-from triton.backends import backends  # type: ignore[import-not-found]  # noqa: E402
-
-
-class _Interpreter:
-    """vLLM's CPU build runs Triton's kernels only beside a backend of this name; interpreted, they need none."""
-
-    class driver:
-        @staticmethod
-        def is_active() -> bool:
-            return False
-
-
-backends["cpu"] = _Interpreter
+interpret_triton(triton_folder)
 
 import torch  # noqa: E402
 
-from megatron_tlt.config.schema import RolloutConfig  # noqa: E402
 from megatron_tlt.config.speculation import NgramConfig, SpeculationConfig  # noqa: E402
-from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec  # noqa: E402
+from megatron_tlt.rollout.types import Request, SamplingSpec  # noqa: E402
 from megatron_tlt.rollout.vllm_engine import VllmEngine  # noqa: E402
 from megatron_tlt.rollout.vllm_runner_v2 import SwitchV2  # noqa: E402
 from megatron_tlt.speculation.strategy import OFF, Strategy  # noqa: E402
 from megatron_tlt.speculation.suffix import SuffixDrafter  # noqa: E402
 from tests.helpers.drafters import RandomChooser  # noqa: E402
 from tests.helpers.tiny_models import greedy, load_qwen2, logits_of  # noqa: E402
+from tests.rollout.workers.runner_v2_cases import ROLLOUT, TEMPERATURE, VOCAB, greedy_requests, stats  # noqa: E402
 
-VOCAB, SAMPLES, TEMPERATURE = 32, 700, 0.6
-ROLLOUT = RolloutConfig(
-    max_prompt_tokens=80,
-    max_response_tokens=32,
-    model_runner="v2",
-    vllm={"dtype": "float32", "max_num_seqs": 32, "block_size": 32},
-)
+SAMPLES = 700
 SPECULATION = SpeculationConfig(num_speculative_tokens=3, ngram=NgramConfig(prompt_lookup_min=1, prompt_lookup_max=3))
-
-
-def stats(responses: list[Any]) -> dict[str, int]:
-    total = sum((response.draft for response in responses), DraftStats())
-    return {"drafted": total.num_draft_tokens, "accepted": total.num_accepted_tokens}
 
 
 def main() -> None:
@@ -61,10 +36,7 @@ def main() -> None:
     assert type(engine._runner).__mro__[1].__module__ == "vllm.v1.worker.gpu.model_runner"
     assert isinstance(engine._switch, SwitchV2)
     reference, found = load_qwen2(Path(model)), {}
-    generator = torch.Generator().manual_seed(3)
-    prompts = [tuple(torch.randint(VOCAB, (8,), generator=generator).tolist()) * 3 for _ in range(24)]
-    spec = SamplingSpec(temperature=0.0, max_tokens=16)
-    requests = [Request(f"g{i}", prompt, spec, i, problem_key=f"p{i % 12}") for i, prompt in enumerate(prompts)]
+    requests = greedy_requests(24)
     strategies = (OFF, Strategy("ngram", 3), Strategy("suffix", 2), Strategy("ngram", 1))
     expected: list[list[int]] = []
     for strategy in strategies:
@@ -74,10 +46,11 @@ def main() -> None:
         expected = expected or tokens
         found[strategy.name] = {"same": tokens == expected, **stats(responses)}
     found["reference"] = all(
-        greedy(reference, prompt, tokens) == tokens for prompt, tokens in zip(prompts[:8], expected, strict=False)
+        greedy(reference, request.prompt_token_ids, tokens) == tokens
+        for request, tokens in zip(requests[:8], expected, strict=False)
     )
     steps: list[str] = []
-    unknown = [Request(f"c{i}", prompt, spec, i) for i, prompt in enumerate(prompts)]  # no earlier responses to them
+    unknown = [replace(request, request_id=f"c{i}", problem_key=None) for i, request in enumerate(requests)]
     responses = engine.generate(
         unknown, on_step=lambda step: steps.append(step.strategy.name), chooser=RandomChooser(list(strategies), seed=5)
     )
@@ -88,7 +61,7 @@ def main() -> None:
     }
 
     # what follows is likely to be what followed before
-    prompt = (*prompts[0], *expected[0], *prompts[0])
+    prompt = (*requests[0].prompt_token_ids, *expected[0], *requests[0].prompt_token_ids)
     exact = (logits_of(reference, prompt)[-1] / TEMPERATURE).softmax(-1)
     nexts = torch.stack([logits_of(reference, (*prompt, token))[-1] for token in range(VOCAB)])
     second = exact @ (nexts / TEMPERATURE).softmax(-1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from tools.bench.gpu_measure.measurement import Settings
 from tools.bench.gpu_measure.models import dtype_of
 
 
-def start_process() -> None:
+def start_process(model_runner: str = "v1") -> None:
     """Prepares libraries and a one-rank process group, as a launch's rank does."""
     from megatron_tlt.platform.device import initialize_distributed, prepare
     from megatron_tlt.rollout import vllm_setup
 
-    vllm_setup.prepare_environment()
+    vllm_setup.prepare_environment(model_runner)
     prepare()
     initialize_distributed(600)
 
@@ -41,6 +42,31 @@ def head_section(head: Path | None, tokens: int, **changes: Any) -> Any:
     return SpeculationConfig(drafter="eagle3", path=head, num_speculative_tokens=tokens, **changes)
 
 
+def acceptance_options(acceptance: float, tokens: int) -> dict[str, Any]:
+    """Options of vLLM's ``speculative_config``: each draft is accepted with this probability, whatever it is."""
+    rates = [acceptance**position for position in range(1, tokens + 1)]
+    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+
+
+@contextmanager
+def set_acceptance(acceptance: float | None) -> Iterator[None]:
+    """Engines of ours built in this context accept drafts by ``acceptance_options``; None: by their tokens."""
+    from megatron_tlt.rollout import vllm_setup
+
+    upstream = vllm_setup.speculative_config
+
+    def config(*given: Any) -> dict[str, Any] | None:
+        found = upstream(*given)
+        return found and {**found, **acceptance_options(acceptance or 0.0, found["num_speculative_tokens"])}
+
+    if acceptance is not None:
+        vllm_setup.speculative_config = config
+    try:
+        yield
+    finally:
+        vllm_setup.speculative_config = upstream
+
+
 def make_requests(count: int, prompt_tokens: int, lengths: Sequence[int], vocab_size: int, temperature: float) -> Any:
     """Requests with random prompts and responses of exactly these lengths, the same on every call."""
     from megatron_tlt.rollout.types import Request, SamplingSpec
@@ -59,9 +85,23 @@ class StockVllm:
 
     On a GPU it has model runner V2; on a CPU the only one that there is. It reports the sampled tokens' log-probs,
     which reinforcement learning needs.
+
+    Args:
+        folder: of the target's config; weights are random.
+        settings: of the measurement.
+        max_model_len: tokens of a request at most.
+        max_num_seqs: concurrent requests at most.
+        speculative: its ``speculative_config``.
     """
 
-    def __init__(self, folder: Path, settings: Settings, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        max_model_len: int,
+        max_num_seqs: int,
+        speculative: dict[str, Any] | None = None,
+    ) -> None:
         from megatron_tlt.platform.device import prepare
 
         options: dict[str, Any] = {}
@@ -88,6 +128,7 @@ class StockVllm:
             dtype=str(dtype_of(settings)).removeprefix("torch."),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            speculative_config=speculative,
             **options,
         )
         self._llm = LLMEngine.from_engine_args(arguments)

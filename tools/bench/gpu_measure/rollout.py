@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 SHAPE = "7b"
 STOCK, OFF_ARM, TUNER = "stock", "off", "tuner"
+OFF_V2, TUNER_V2 = "V2 off", "V2 tuner"
+"""Ours on the second model runner with asynchronous scheduling."""
+DYNAMIC, ADAPTIVE = "stock dynamic", "stock adaptive"
+"""vLLM's own choices of the number of drafts: by a schedule of batch sizes, or by confidence and measured costs."""
+SCHEDULES = {0.6: ((4, 5), (16, 4), (48, 2), (96, 1)), 0.8: ((4, 7), (16, 7), (48, 5), (96, 3))}
+"""The schedules of ``DYNAMIC`` by acceptance: up to so many requests, so many drafts; none above."""
 WANTED = {0.6: 1.7, 0.8: 2.2}
 """Speed over stock by acceptance. The acceptance is set; the head's cost is real."""
 STATICS = {0.6: (2, 3, 4), 0.8: (3, 5, 7)}
@@ -44,6 +50,12 @@ def measurements(settings: Settings) -> list[Measurement]:
         Measurement(STOCK, "rollout:measure_stock", own, expected_s=200),
         Measurement(OFF_ARM, "rollout:measure_ours", {**own, "arm": OFF_ARM}, expected_s=200),
     ]
+    found.append(Measurement(OFF_V2, "rollout:measure_ours", {**own, "arm": OFF_V2}, expected_s=200))
+    for arm in (TUNER_V2, DYNAMIC, ADAPTIVE):
+        for acceptance in [*WANTED][: 1 if settings.small else None]:
+            function = "rollout:measure_ours" if arm == TUNER_V2 else "rollout:measure_stock"
+            given = {**own, "arm": arm, "acceptance": acceptance}
+            found.append(Measurement(arm_name(acceptance, arm), function, given, expected_s=240))
     for arm in (TUNER, "static"):
         for acceptance in WANTED:
             statics = STATICS[acceptance][1:2] if settings.small else STATICS[acceptance]
@@ -73,17 +85,52 @@ def warm_up(given: dict[str, Any], vocab: int) -> Any:
 
 
 def measure_stock(job: Job) -> None:
-    """Stock vLLM's rollout."""
+    """Stock vLLM's rollout, without speculation or with a head and one of vLLM's own ways to choose its drafts."""
     from tools.bench.gpu_measure import engines, models
 
-    given = job.given
-    vocab = models.write_config(job.work / "target", SHAPE, job.settings)["vocab_size"]
-    engine = engines.StockVllm(job.work / "target", job.settings, PROMPT + given["longest"], given["requests"])
+    given, target = job.given, job.work / "target"
+    arm = given.get("arm", STOCK)
+    if arm == ADAPTIVE and (reason := adaptive_unavailable(job.settings)):
+        job.emit(arm=arm, acceptance=given["acceptance"], unavailable=reason)
+        return
+    vocab = models.write_config(target, SHAPE, job.settings)["vocab_size"]
+    speculative: dict[str, Any] | None = None
+    if arm != STOCK:
+        head = models.write_head(job.work / "head", target, job.settings)
+        speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": MOST}
+        if job.settings.on_gpu:  # vLLM has none on a CPU
+            speculative |= engines.acceptance_options(given["acceptance"], MOST)
+        if arm == DYNAMIC:
+            speculative["num_speculative_tokens_per_batch_size"] = vllm_schedule(given["acceptance"], given["requests"])
+        else:
+            speculative["enable_adaptive_verification"] = True
+    longest = PROMPT + given["longest"] + MOST
+    engine = engines.StockVllm(target, job.settings, longest, given["requests"], speculative)
     engine.generate(warm_up(given, vocab))
     requests = make_rollout(given, vocab)
     began = time.perf_counter()
     tokens = engine.generate(requests)
-    job.emit(arm=STOCK, acceptance=None, seconds=time.perf_counter() - began, tokens=tokens, **engine.description)
+    seconds, acceptance = time.perf_counter() - began, given.get("acceptance")
+    job.emit(arm=arm, acceptance=acceptance, seconds=seconds, tokens=tokens, **engine.description)
+
+
+def adaptive_unavailable(settings: Settings) -> str | None:
+    """Why ``ADAPTIVE`` cannot be measured here; None if it can."""
+    from vllm.config import SpeculativeConfig
+
+    if "enable_adaptive_verification" not in SpeculativeConfig.__dataclass_fields__:
+        return "this release of vLLM has no adaptive verification"
+    return None if settings.on_gpu else "adaptive verification is a part of the second model runner, on GPUs"
+
+
+def vllm_schedule(acceptance: float, requests: int) -> list[tuple[int, int, int]]:
+    """A schedule as vLLM takes it: (first batch size, last one, drafts), up to ``requests``."""
+    found, first = [], 1
+    for last, drafts in (*SCHEDULES[acceptance], (requests, 0)):
+        if first <= min(last, requests):
+            found.append((first, min(last, requests), drafts))
+        first = last + 1
+    return found
 
 
 def measure_ours(job: Job) -> None:
@@ -98,28 +145,35 @@ def measure_ours(job: Job) -> None:
     from tools.bench.gpu_measure.replayed_head import ReplayedHead
 
     given, arm = job.given, job.given["arm"]
-    engines.start_process()
+    second = arm in (OFF_V2, TUNER_V2)
+    runner = "v2" if second and job.settings.on_gpu else "v1"  # a rehearsal's CPU has the first one alone
+    engines.start_process(runner)
     target = job.work / "target"
     vocab = models.write_config(target, SHAPE, job.settings)["vocab_size"]
-    head = None if arm == OFF_ARM else models.write_head(job.work / "head", target, job.settings)
+    head = None if arm in (OFF_ARM, OFF_V2) else models.write_head(job.work / "head", target, job.settings)
     most = given.get("drafts") or MOST
     names = ["off", *(f"eagle3-{drafts}" for drafts in (1, 3, 5, 7))]
-    adaptive = AdaptiveConfig(strategies=names, threshold=given["requests"]) if arm == TUNER else None
+    tunes = arm in (TUNER, TUNER_V2)
+    adaptive = AdaptiveConfig(strategies=names, threshold=given["requests"]) if tunes else None
     section = engines.head_section(head, most, adaptive=adaptive) if head else engines.head_section(None, 0)
     rollout = engines.rollout_config(job.settings, PROMPT, given["longest"], max_num_seqs=given["requests"])
-    engine = VllmEngine(target, rollout, section, 0)
+    rollout = rollout.model_copy(update={"model_runner": runner, "async_scheduling": runner == "v2"})
+    with engines.set_acceptance(given["acceptance"] if runner == "v2" and head else None):
+        engine = VllmEngine(target, rollout, section, 0)
     models.fill_chain(engine, 1)
     requests, warm = make_rollout(given, vocab), warm_up(given, vocab)
-    if head is not None:
+    replays = head is not None and runner == "v1"
+    if replays:
         responses = {
             request.request_id: models.chain_response(request.prompt_token_ids, given["longest"], vocab)
             for request in requests
         }
         ReplayedHead(engine, responses, given["acceptance"])
+    if head is not None:
         engine.set_strategy(Strategy("eagle3", most))
     engine.generate(warm)
     chooser = None
-    if arm == TUNER:
+    if tunes:
         chooser = EngineSpeculation(section, build_controller(section, given["longest"], 0, given["requests"]))
     for turn in range(2 if chooser else 1):
         began = time.perf_counter()
@@ -134,13 +188,14 @@ def measure_ours(job: Job) -> None:
         seconds = time.perf_counter() - began
         stats = sum((response.draft for response in responses), DraftStats())
         job.emit(
-            arm=arm if arm in (OFF_ARM, TUNER) else f"eagle3-{most}",
+            arm=f"eagle3-{most}" if arm == "static" else arm,
             acceptance=given.get("acceptance"),
             turn=turn,
             seconds=seconds,
             tokens=stats.num_tokens,
             acceptance_length=stats.acceptance_length,
-            on_chain=on_chain(requests, responses, vocab),
+            **({"on_chain": on_chain(requests, responses, vocab)} if replays or head is None else {}),
+            runner=runner,
             steps=chooser.account.steps if chooser else None,
             cudagraph_mode=str(engine._llm.vllm_config.compilation_config.cudagraph_mode),
         )
@@ -157,7 +212,8 @@ def on_chain(requests: Any, responses: Any, vocab: int) -> float:
 
 def judge(result: BenchmarkResult, rows: Rows) -> None:
     """Ratios of medians over repeats, of each repeat's last rollout."""
-    seconds = {name: statistics.median(repeat[-1]["seconds"] for repeat in repeats) for name, repeats in rows.items()}
+    measured = {name: repeats for name, repeats in rows.items() if "unavailable" not in repeats[-1][-1]}
+    seconds = {name: statistics.median(repeat[-1]["seconds"] for repeat in each) for name, each in measured.items()}
     chained = [
         row["on_chain"] for repeats in rows.values() for repeat in repeats for row in repeat if "on_chain" in row
     ]
@@ -165,9 +221,18 @@ def judge(result: BenchmarkResult, rows: Rows) -> None:
         result.target("responses with the set acceptance", min(chained), "==", 1.0)
     if STOCK not in seconds:
         return
-    if OFF_ARM in seconds:
-        result.target("speed of off over stock", seconds[STOCK] / seconds[OFF_ARM], ">=", 0.98)
+    for arm in (OFF_ARM, OFF_V2):
+        if arm in seconds:
+            result.target(f"speed of {arm} over stock", seconds[STOCK] / seconds[arm], ">=", 0.98)
     for acceptance, wanted in WANTED.items():
+        second = arm_name(acceptance, TUNER_V2)
+        if second in seconds:
+            name = f"speed over stock on V2, set acceptance {acceptance}, the head's real cost included"
+            result.target(name, seconds[STOCK] / seconds[second], ">=", wanted)
+        own = [arm_name(acceptance, arm) for arm in (DYNAMIC, ADAPTIVE)]
+        if second in seconds and (known := [seconds[name] for name in own if name in seconds]):
+            name = f"V2 tuner over vLLM's best own choice at {acceptance}"
+            result.target(name, min(known) / seconds[second], ">=", 1.0)
         tuner = arm_name(acceptance, TUNER)
         if tuner in seconds:
             name = f"speed over stock, set acceptance {acceptance}, the head's real cost included"

@@ -1,0 +1,49 @@
+"""Lets vLLM's second model runner run on a CPU: its Triton kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.helpers.launch import REPOSITORY
+
+TRITON = Path(os.environ.get("TLT_TRITON", REPOSITORY / ".venv" / "triton"))
+"""A folder with the package triton, which tests/run.sh --all installs. In .venv itself other tests would see it."""
+
+
+class _Interpreter:
+    """vLLM's CPU build runs Triton's kernels only beside a backend of this name; interpreted, they need none."""
+
+    class driver:
+        @staticmethod
+        def is_active() -> bool:
+            return False
+
+
+def interpret_triton(folder: str) -> None:
+    """Import triton from ``folder`` with its interpreter; call it before anything imports torch."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, folder)
+    from triton.backends import backends  # type: ignore[import-not-found]
+    from triton.runtime.interpreter import InterpreterBuilder  # type: ignore[import-not-found]
+
+    backends["cpu"] = _Interpreter
+    # the conjunction of a block's mask and one number's has a type that the interpreter's own stores refuse
+    store = InterpreterBuilder.create_masked_store
+
+    def store_where(builder: Any, pointers: Any, values: Any, mask: Any, cache_policy: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(builder, pointers, values, mask, cache_policy)
+
+    InterpreterBuilder.create_masked_store = store_where
+
+
+def replace_device_functions() -> None:
+    """Give the rejection sampler a ``log1p`` of the language's own: the interpreter has no device libraries."""
+    from triton import language  # type: ignore[import-not-found]
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: language.log(1.0 + x))
