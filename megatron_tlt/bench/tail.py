@@ -16,11 +16,21 @@ from megatron_tlt.observe.environment import describe_environment
 
 PERIOD = 5
 """Steps from one long round to the next, as a short round leaves a quarter of a step's problems."""
-ETAS: dict[str, dict[str, float]] = {
+TAILS: dict[str, dict[str, Any]] = {
     "problems": {"eta_prompts": 1.25, "eta_responses": 1.0},
     "both": {"eta_prompts": 1.25, "eta_responses": 1.25},
+    "continued": {"eta_prompts": 1.25, "eta_responses": 1.0, "deferred": "continue"},
 }
-ARMS = ("off", "problems", "both", "SD", "SD + problems", "SD + both", "SD + spot", "SD + spot + both")
+SCHEDULES: dict[str, dict[str, Any]] = {"partial": {"kind": "partial"}, "one_step_off": {"kind": "one_step_off"}}
+_ALONE = ("off", *TAILS, *SCHEDULES)
+ARMS = (*_ALONE, "SD", "SD + problems", "SD + both", "SD + partial", "SD + spot", "SD + spot + both")
+
+
+def base_of(arm: str) -> str:
+    """The arm of ``bench.spot`` that this one adds tail batching or a schedule to."""
+    for ending in (*TAILS, *SCHEDULES):
+        arm = arm.removesuffix(f" + {ending}")
+    return "off" if arm in _ALONE else arm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,6 +30,7 @@ _NAMES = (
     "reshard",
     "rollout",
     "router",
+    "schedules",
     "simulate",
     "speculation",
     "spot",

@@ -29,10 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: {out} is not an empty folder; allowed: a new or empty folder")
     config = preflight.load_checked(arguments.config, arguments.overrides)
-    if config.tail is not None:
-        raise ConfigError(
-            "tail: found a section; its short rounds cannot be recorded; allowed for tlt rollout: tail=null"
-        )
+    for section in ("tail", "schedule"):
+        if getattr(config, section) is not None:
+            raise ConfigError(
+                f"{section}: found a section, with which responses are ended early; allowed for tlt rollout: "
+                f"{section}=null"
+            )
     checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
     request = {"out": str(out), "steps": arguments.steps, "checkpoint": checkpoint}
     own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)
     arms, note = _arms(config)
-    notes = [note, _cut(lengths, config.rollout.max_response_tokens)]
+    notes = [note, _cut(lengths, config.rollout.max_response_tokens), *_not_simulated(config)]
     scenario = scenario_of(config, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
     machine = find_machine(arguments.device)  # the KV cache as `tlt plan` has it
     scenario = replace(scenario, kv_tokens=memory_of(config, job_of(config), machine).cache_tokens)
@@ -138,6 +139,14 @@ def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Consta
         return LongTail(constants.length_median, constants.length_sigma)
     recorded = read_lengths(arguments.lengths)
     return fit_long_tail(recorded.tokens, config.rollout.max_response_tokens) if arguments.fit else recorded
+
+
+def _not_simulated(config: TltConfig) -> Iterator[str]:
+    """Notes on sections that the simulation takes no account of."""
+    if config.schedule is not None:
+        yield f"schedule: {config.schedule.kind} is not simulated; a step is taken to wait for all that it began"
+    if config.tail is not None and config.tail.deferred == "continue":
+        yield "tail.deferred: continue is not simulated; long rounds are taken to generate all problems anew"
 
 
 def _cut(lengths: LengthDistribution, longest: int) -> str | None:

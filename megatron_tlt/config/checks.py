@@ -23,6 +23,7 @@ from megatron_tlt.config.layouts import (
 from megatron_tlt.config.migrations import LOWEST_TEMPERATURE
 from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
 from megatron_tlt.config.runner_checks import runner_violations
+from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.tail import tail_violations
@@ -377,6 +378,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         runner_violations,
         algorithm_violations,
         tail_violations,
+        schedule_violations,
         _router,
         _optimizer,
         _adam_only,

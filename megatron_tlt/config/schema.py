@@ -17,6 +17,7 @@ from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
 from megatron_tlt.config.lora import LoraConfig
+from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.spot import SpotConfig
@@ -366,6 +367,7 @@ class TltConfig(Section):
     drafter: DrafterConfig | None = None
     spot: SpotConfig | None = None
     tail: TailConfig | None = None
+    schedule: ScheduleConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from megatron_tlt.config.section import Section
 
@@ -19,10 +19,16 @@ class TailConfig(Section):
     A short round asks for ``eta_prompts`` times the problems of a step and ``eta_responses`` times the responses to
     each. Keeping the shortest responses to a problem biases the gradient towards short ones, so ``eta_responses`` is
     1 unless you ask for more; then whole problems are put off and none of their responses is chosen.
+
+    ``deferred: resample`` generates the problems of a long round anew, by its policy. ``continue`` keeps what short
+    rounds decoded of them: responses that ended, and beginnings of others, which the long round's policy continues.
+    A response whose oldest token is more than ``max_staleness`` updates old (8 unless given) is generated anew.
     """
 
     eta_prompts: Annotated[float, Field(ge=1, le=4)] = 1.25
     eta_responses: Annotated[float, Field(ge=1, le=4)] = 1.0
+    deferred: Literal["resample", "continue"] = "resample"
+    max_staleness: PositiveInt | None = None
 
 
 def tail_violations(config: TltConfig) -> Iterator[str]:
@@ -32,21 +38,45 @@ def tail_violations(config: TltConfig) -> Iterator[str]:
         return
     if tail.eta_prompts == tail.eta_responses == 1:
         yield "tail: found eta_prompts and eta_responses of 1, with which nothing is left out; allowed: one above 1"
+    if tail.deferred == "continue":
+        yield from continue_violations(config, "tail.deferred: found continue")
+    elif tail.max_staleness is not None:
+        found = f"found {tail.max_staleness}; deferred: resample has tokens of one policy"
+        yield f"tail.max_staleness: {found}; allowed: null"
+    yield from racing_violations(config, "tail")
+
+
+def racing_violations(config: TltConfig, section: str) -> Iterator[str]:
+    """What ``section`` (tail or schedule) contradicts, as it ends responses early and chooses problems."""
     if config.algorithm.dynamic_sampling.enabled:
-        yield "algorithm.dynamic_sampling.enabled: found true; tail chooses the problems of a step; allowed: false"
+        found = f"found true; {section} chooses the problems of a step"
+        yield f"algorithm.dynamic_sampling.enabled: {found}; allowed: false"
     if config.trainer.curriculum is not None:
         yield (
             "trainer.curriculum: found a section; it moves, so that a deferred problem would be another one later; "
-            "allowed with tail: null"
+            f"allowed with {section}: null"
         )
     if config.observe.recording:
-        yield "observe.recording: found true; a short round's aborted responses cannot be replayed; allowed: false"
+        yield f"observe.recording: found true; with {section} responses are ended early; allowed: false"
     for task in config.tasks:
         if task.environment is not None:
-            yield f"tasks.environment: {task.name} has one; tail compares responses of one turn; allowed: null"
+            yield f"tasks.environment: {task.name} has one; {section} compares responses of one turn; allowed: null"
     engines = config.launcher.world_size // config.rollout.tensor_parallel_size
     if config.run.deterministic and engines > 1:
         yield (
-            f"run.deterministic: found true; {engines} engines learn at no fixed step what tail leaves out, and bits "
-            "depend on the batch; allowed: false, or one engine"
+            f"run.deterministic: found true; {engines} engines learn at no fixed step what {section} leaves out, and "
+            "bits depend on the batch; allowed: false, or one engine"
         )
+
+
+def continue_violations(config: TltConfig, found: str) -> Iterator[str]:
+    """What training on tokens of earlier policies needs; ``found`` names the key and its value."""
+    correction = config.algorithm.correction
+    if correction.weights == "none" and not correction.bypass:
+        yield (
+            f"{found}; its responses have tokens of earlier policies, which the loss has to correct for; allowed: with "
+            "algorithm.correction.weights: token or sequence, or bypass: true"
+        )
+    if config.rollout.router_replay != "none":
+        replay = f"found {config.rollout.router_replay}, without experts of a response's first tokens"
+        yield f"{found}; rollout.router_replay: {replay}; allowed: none"

@@ -23,6 +23,7 @@ RESPONSE_COLUMNS = {
     "reference_log_probs_G": torch.float32,
     "token_weights_G": torch.float32,
     "loss_mask_G": torch.bool,
+    "versions_G": torch.int32,
 }
 """Columns with an entry per response token, and their types."""
 TOKENS = "tokens_S"
@@ -56,6 +57,7 @@ class RolloutBatch:
         old_log_probs_G: of the policy before the step's first update, float32.
         reference_log_probs_G: of the frozen first policy, float32.
         token_weights_G: a factor for a token's part of the loss, float32; 1 where there is none.
+        versions_G: as ``versions_N``, of each token; where responses of earlier steps were continued.
         loss_mask_G: False leaves a token out of the loss, bool; all True where there is none.
         routes_SF: the experts that the engine chose for each token (``data.routes``), F bytes, uint8.
 
@@ -75,6 +77,7 @@ class RolloutBatch:
     reference_log_probs_G: torch.Tensor | None = None
     token_weights_G: torch.Tensor | None = None
     loss_mask_G: torch.Tensor | None = None
+    versions_G: torch.Tensor | None = None
     routes_SF: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

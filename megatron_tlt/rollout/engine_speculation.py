@@ -162,16 +162,15 @@ class EngineSpeculation:
             self.adaptive.observe(step)
         self._meter.used(time.perf_counter() - began)
 
-    def finished(self, response: Response) -> None:
-        """Account for a response that finished or was aborted."""
+    def finished(self, response: Response, length: int | None = None) -> None:
+        """Account for a response that finished or was aborted; ``length`` includes tokens of earlier rollouts."""
         self._lengths[response.request_id] = len(response.token_ids)
         lengths, draft = self._length_policy, response.draft
+        whole = len(response.token_ids) if length is None else length
         if lengths is not None and response.finish_reason == "abort":
-            lengths.abort(response.request_id, len(response.token_ids))
+            lengths.abort(response.request_id, whole)
         elif lengths is not None:
-            lengths.finish(
-                response.request_id, len(response.token_ids), draft.num_draft_tokens, draft.num_accepted_tokens
-            )
+            lengths.finish(response.request_id, whole, draft.num_draft_tokens, draft.num_accepted_tokens)
 
     def end_rollout(self, requests: Sequence[Request]) -> None:
         """Estimate the gain of the rollout and drop its unfinished requests."""

@@ -85,8 +85,9 @@ def _mismatches(config: TltConfig, can: Capabilities) -> Iterator[str]:
     several = [task.name for task in config.all_tasks if task.environment is not None]
     if several and not (can.turns or can.whole_episodes):
         yield f"tasks.environment: {several[0]} has one; engine {name} answers a request once; allowed: null"
-    if config.tail is not None and not can.aborts:
-        yield f"tail: found a section; engine {name} cannot end requests early; allowed: null"
+    for section in ("tail", "schedule"):
+        if getattr(config, section) is not None and not can.aborts:
+            yield f"{section}: found a section; engine {name} cannot end requests early; allowed: null"
     if rollout.router_replay != "none":
         yield from _replay_mismatches(config, can, several)
     if rollout.tensor_parallel_size > 1 and not can.tensor_parallel:

@@ -99,6 +99,7 @@ class Response:
     ``routes`` are the experts of all tokens but the last, prompt included, if they are recorded: uint8, as
     ``data.routes`` encodes them.
     ``top_log_probs[t]`` holds (token, log-probability) of the most likely tokens, in descending order, if requested.
+    ``versions`` are runs (policy version, number of tokens) of the first tokens, where earlier policies sampled them.
     """
 
     request_id: str
@@ -113,6 +114,7 @@ class Response:
     reward: Reward | None = None
     routes: torch.Tensor | None = None
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

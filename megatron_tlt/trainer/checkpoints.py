@@ -38,7 +38,7 @@ class TrainerState:
         tokens_seen: prompt and response tokens trained on; 0 in checkpoints of releases that did not count them.
         problems_drawn: index of the next training problem; None in checkpoints of releases without dynamic sampling,
             which drew the same number in each step.
-        deferred: indices of problems that tail batching left for a long round.
+        deferred: indices of problems that were drawn and left for later steps (``tail``, ``schedule``).
         curriculum: state of ``trainer.curriculum``; None without one.
     """
 

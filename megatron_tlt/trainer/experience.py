@@ -29,6 +29,7 @@ from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSp
 from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import allowed_prompts
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.carried import Carried, Continuations, Key, Versions, whole_versions
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.engine_track import EngineTrack
 from megatron_tlt.trainer.episodes import Episodes, first_turn, last_turn
@@ -58,6 +59,8 @@ class ScoredResponse:
     turns: int = 1
     said: int | None = None
     """Tokens of the response that the policy said; None: all, as no task has an environment."""
+    versions: Versions = ()
+    """Runs of its first tokens that earlier policies sampled."""
 
     def of_problem(self, problem: int) -> ScoredResponse:
         """The same response as one to problem number ``problem``."""
@@ -69,7 +72,12 @@ class ScoredResponse:
         lengths = len(response.prompt_token_ids), len(response.token_ids)
         scored = ScoredResponse(problem, sample, *lengths, response.finish_reason, response.draft, reward)
         said = sum(response.loss_mask) if response.loss_mask else None
-        return replace(scored, turns=response.turns, said=said)
+        return replace(scored, turns=response.turns, said=said, versions=response.versions)
+
+    @property
+    def continued(self) -> int:
+        """Tokens that were sampled in earlier steps."""
+        return sum(count for _, count in self.versions)
 
 
 class Race(Protocol):
@@ -163,13 +171,15 @@ class ExperienceCollector:
         while_idle: Callable[[], None] | None = None,
         recording: Path | None = None,
         race: StartRace | None = None,
+        carried: Mapping[Key, Carried] | None = None,
     ) -> Answers:
         """Generates ``samples`` responses to each problem.
 
         ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has. The first
         rank of each engine appends its responses to a file of its own in the folder ``recording``, if any. ``race`` is
         called with the engine and the position of each request's problem and sample; it ends responses early and
-        chooses which are returned.
+        chooses which are returned. ``carried`` responses of earlier steps, by position and sample, are continued; the
+        batch then has the version of each token.
 
         Returns:
             All responses of all engines, ordered by problem and sample, the same on every rank; their batch, in which
@@ -188,6 +198,8 @@ class ExperienceCollector:
         responses: list[Response] = []
         stop = StopAgreement(self._should_stop, self._engine.tensor_parallel_group)
         racing = race(self._engine, keys) if race is not None else None
+        continuations = Continuations(carried or {}, keys)
+        requests, ended = continuations.begin(requests)
 
         whole: dict[str, Response] = {}
         given: dict[str, Reward] = {}
@@ -217,14 +229,15 @@ class ExperienceCollector:
             requests = [first_turn(request, problem) for request, problem in asked]
 
         def finished(response: Response) -> None:
+            whole_response = continuations.join(response)
             if self._speculation is not None:
-                self._speculation.finished(response)
+                self._speculation.finished(response, len(whole_response.token_ids))
             if racing is not None:
                 racing.finished(response)
             if episodes is not None:
                 episodes.finished(response)
             elif turns is None:
-                judge(response, response.reward, response_text(self._tokenizer, last_turn(response)))
+                judge(whole_response, response.reward, response_text(self._tokenizer, last_turn(whole_response)))
 
         def stepped(record: StepRecord) -> None:
             self._track.add(record)
@@ -236,9 +249,14 @@ class ExperienceCollector:
             self._speculation.begin_rollout(requests, self._engine.versions.get("drafter"))
         with self._timeline.span("rollout", requests=len(requests)):
             self._track.begin_rollout()
+            for response in ended:
+                if racing is not None:
+                    racing.finished(replace(response, token_ids=(), log_probs=()))
+                judge(response, None, response_text(self._tokenizer, last_turn(response)))
             try:
                 more = {} if turns is None else {"turns": turns}
                 responses = self._engine.generate(requests, finished, stepped, self._speculation, **more)
+                responses = [*map(continuations.join, responses), *ended]
             except StopRequested:
                 stopped = True
             finally:
@@ -271,13 +289,18 @@ class ExperienceCollector:
         mine = [ScoredResponse.of(*key, r, rewards[r.request_id]) for key, r in own.items()]
         everyone = all_gather_data(mine, list[ScoredResponse])
         scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
-        batch = _batch_of(scored, own, self._engine.versions.get("policy") or 0, masked=masked is not None)
+        version = self._engine.versions.get("policy") or 0
+        batch = _batch_of(scored, own, version, masked=masked is not None, versioned=carried is not None)
         if self._has_routes:
             held = [own[scored[i].problem, scored[i].sample] for i in batch.held]
             batch = batch.with_columns(routes_SF=routes_of(held))
         if self._on_collected is not None:
             self._on_collected(problems, scored, batch)
         return scored, batch, PhaseTimes(decoded - start, waited - decoded, judged - waited)
+
+    def owns(self, position: int) -> bool:
+        """Whether this rank's engine decodes the problem at this position of a round."""
+        return engine_of(position, world_size() // self._tp) == rank() // self._tp
 
     def num_own(self, problems: int, samples: int) -> int:
         """Responses of this rank's engine, of ``samples`` to each of ``problems``."""
@@ -340,15 +363,21 @@ def _check_lengths(responses: Iterable[Response]) -> None:
 
 
 def _batch_of(
-    scored: Sequence[ScoredResponse], own: Mapping[tuple[int, int], Response], version: int, *, masked: bool
+    scored: Sequence[ScoredResponse],
+    own: Mapping[tuple[int, int], Response],
+    version: int,
+    *,
+    masked: bool,
+    versioned: bool,
 ) -> RolloutBatch:
     """The batch of all responses, with the tokens of this rank's ``own`` responses (keyed by problem and sample).
 
-    ``masked``: some may have tokens of an environment.
+    ``masked``: some may have tokens of an environment. ``versioned``: some may have tokens of earlier policies.
     """
     held = [(i, own[s.problem, s.sample]) for i, s in enumerate(scored) if (s.problem, s.sample) in own]
     parts = [np.asarray(ids, np.int32) for _, r in held for ids in (r.prompt_token_ids, r.token_ids)]
     log_probs = [np.asarray(r.log_probs, np.float32) for _, r in held]
+    runs = [run for _, r in held for run in whole_versions(r, version)] if versioned else []
     masks = [np.asarray(r.loss_mask, bool) if r.loss_mask else np.ones(len(r.token_ids), bool) for _, r in held]
     return RolloutBatch(
         prompt_lengths_N=torch.tensor([s.prompt_length for s in scored], dtype=torch.int64),
@@ -360,4 +389,7 @@ def _batch_of(
         tokens_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts])),
         rollout_log_probs_G=torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
         loss_mask_G=torch.from_numpy(np.concatenate([np.empty(0, bool), *masks])) if masked else None,
+        versions_G=torch.tensor([v for v, count in runs for _ in range(count)], dtype=torch.int32)
+        if versioned
+        else None,
     )

@@ -178,6 +178,7 @@ class Run:
                 RngState(self.policy.layout),
                 self._speculation,
                 *([self.drafting] if self.drafting is not None else []),
+                *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
             ],
             side_files=self._side_files,
             in_background=config.trainer.async_save,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,6 +32,7 @@ from megatron_tlt.rollout.types import SamplingSpec
 from megatron_tlt.tasks.curriculum import CurriculumMixture
 from megatron_tlt.tasks.mixture import ProblemMixture
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.carried import Carried, Key
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.dynamic_sampling import collect_problems
 from megatron_tlt.trainer.experience import Answers, ExperienceCollector, ScoredResponse, StartRace
@@ -41,8 +42,8 @@ from megatron_tlt.trainer.rollout_metrics import rollout_metrics
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
-from megatron_tlt.trainer.tail import TailScheduler, TailState
-from megatron_tlt.trainer.tail_rounds import collect_round
+from megatron_tlt.trainer.tail import TailState
+from megatron_tlt.trainer.tail_rounds import build_rounds
 from megatron_tlt.trainer.task_metrics import advantage_metrics, entropy_metrics
 
 
@@ -60,7 +61,7 @@ class StepResult:
     next_problem: int = 0
     """Index of the first training problem that has not been drawn."""
     deferred: tuple[int, ...] = ()
-    """Training problems that were drawn and left for a long round."""
+    """Training problems that were drawn and left for later steps."""
     tokens: int = 0
     """Prompt and response tokens of all samples; a prompt counts once per response."""
     memory: dict[str, int] = field(default_factory=dict)
@@ -120,10 +121,8 @@ class TrainingStep:
         self.recording = config.run.dir / "recording" if config.observe.recording else None
         self._algorithm = build_algorithm(config.algorithm)
         self._loss = self._algorithm.loss()
-        self._tail: TailScheduler | None = None
-        if config.tail is not None:
-            trainer, group = config.trainer, config.algorithm.group_size
-            self._tail = TailScheduler(config.tail, trainer.prompts_per_step, group)
+        #: rounds of tail batching or bounded asynchrony; None: a step waits for all that it began
+        self.rounds = build_rounds(config, collector.owns, lambda: engine.versions.get("policy") or 0)
 
     def run(
         self,
@@ -136,10 +135,10 @@ class TrainingStep:
     ) -> StepResult:
         """Runs step number ``step`` (from 0); its problems are drawn from index ``first_problem`` on.
 
-        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``. ``deferred`` problems wait
-        for a long round of tail batching. ``on_responses`` receives the
-        numbers of responses that a phase deals with. ``on_updated`` is called after the policy's update, while it is
-        still on the device, so that it can be saved.
+        Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``. ``deferred`` problems were
+        drawn, and no step has trained on them. ``on_responses`` receives the numbers of responses that a phase deals
+        with. ``on_updated`` is called after the policy's update, while it is still on the device, so that it can be
+        saved.
 
         Raises:
             StopRequested: on every rank, during decoding; the policy is unchanged.
@@ -194,7 +193,7 @@ class TrainingStep:
             first_problem = step * count
         tail = TailState(first_problem, result.deferred)
         generations_vary = config.algorithm.dynamic_sampling.enabled
-        asked = self._tail.round(tail).size if self._tail is not None else (count, group)
+        asked = self.rounds.size(tail) if self.rounds is not None else (count, group)
         on_phase("rollout", None if generations_vary else self._collector.num_own(*asked))
         if self._drafter is not None:
             self._drafter.check(self._engine)
@@ -210,18 +209,20 @@ class TrainingStep:
             parts = (*seed, *([generation] if generation else []))
             return self._collector.collect(problems, group, self._sampling, parts, on_response, idle, self.recording)
 
-        if self._tail is None:
+        if self.rounds is None:
             dynamic = config.algorithm.dynamic_sampling
             collected = collect_problems(self._problems.problem, first_problem, count, group, dynamic, collect)
             result.next_problem = first_problem + collected.drawn
         else:
 
-            def run_round(problems: list[Problem], samples: int, race: StartRace | None) -> Answers:
+            def run_round(
+                problems: list[Problem], samples: int, race: StartRace | None, carried: Mapping[Key, Carried] | None
+            ) -> Answers:
                 return self._collector.collect(
-                    problems, samples, self._sampling, seed, on_response, while_idle, race=race
+                    problems, samples, self._sampling, seed, on_response, while_idle, race=race, carried=carried
                 )
 
-            one = collect_round(self._tail, tail, self._problems.problem, run_round)
+            one = self.rounds.collect(tail, self._problems.problem, run_round)
             collected, result.next_problem, result.deferred = one.collected, one.state.next_problem, one.state.deferred
             result.metrics |= one.metrics
         problems, scored, batch, times = collected.problems, collected.scored, collected.batch, collected.times
@@ -297,7 +298,7 @@ class TrainingStep:
             advantages = self._algorithm.assign_credit(rewards, [s.length for s in scored])
             result.metrics.update(advantage_metrics(advantages, result.lengths))
             columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
-        return batch.with_columns(**columns, rollout_log_probs_G=None)
+        return batch.with_columns(**columns, rollout_log_probs_G=None, versions_G=None)
 
     def _penalized(self, rewards: Sequence[float], batch: RolloutBatch, result: StepResult) -> list[float]:
         """Rewards minus the coefficient times the KL estimate, in nats, summed over each response."""

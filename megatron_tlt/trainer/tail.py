@@ -11,8 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.tail import TailConfig
 
+_ETA_PROMPTS = 1.5
 Key = tuple[int, int]
 """Position of a problem in its round, and number of its response."""
 
@@ -34,12 +36,15 @@ class TailRound:
         samples: responses to each.
         keep_problems: problems of a step.
         keep_samples: responses to each problem that a step trains on.
+        first: see below.
     """
 
     problems: tuple[int, ...]
     samples: int
     keep_problems: int
     keep_samples: int
+    first: bool = False
+    """Whether the first ``keep_problems`` win, however long they take; otherwise those that finish at fewest tokens."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -81,6 +86,35 @@ class TailScheduler:
         return TailState(state.next_problem + len(asked.problems), (*state.deferred, *left))
 
 
+class AheadScheduler:
+    """Which problems a step asks for under bounded asynchrony (section ``schedule``); pure.
+
+    A step asks for what earlier steps left, in their order, and for new problems. ``partial`` trains on those that
+    finish at the fewest tokens; ``one_step_off`` on the first ones, which the step before began.
+
+    Args:
+        settings: the section.
+        prompts: problems of a step.
+        group: responses to each.
+    """
+
+    def __init__(self, settings: ScheduleConfig, prompts: int, group: int) -> None:
+        self._prompts, self._group, self._first = prompts, group, settings.kind == "one_step_off"
+        self._asked = 2 * prompts if self._first else math.ceil((settings.eta_prompts or _ETA_PROMPTS) * prompts)
+
+    def round(self, state: TailState) -> TailRound:
+        """What was left, and new problems up to the number that a step asks for."""
+        left = state.deferred[: self._asked]
+        new = range(state.next_problem, state.next_problem + self._asked - len(left))
+        return TailRound((*left, *new), self._group, self._prompts, self._group, self._first)
+
+    def after(self, state: TailState, asked: TailRound, kept: Sequence[int]) -> TailState:
+        """The state after a round that kept the problems at the positions ``kept``."""
+        left = tuple(problem for at, problem in enumerate(asked.problems) if at not in kept)
+        new = sum(problem >= state.next_problem for problem in asked.problems)
+        return TailState(state.next_problem + new, (*left, *state.deferred[self._asked :]))
+
+
 @dataclass
 class TokenRace:
     """The race of a short round, as one engine sees it; pure.
@@ -93,11 +127,13 @@ class TokenRace:
         samples: responses to each problem.
         keep_problems: how many problems win.
         keep_samples: responses that a problem needs.
+        first: the first ``keep_problems`` win. When all of them have finished, everything else is lost.
     """
 
     samples: int
     keep_problems: int
     keep_samples: int
+    first: bool = False
     _finished: dict[int, dict[int, int]] = field(default_factory=dict)
     _aborted: dict[int, set[int]] = field(default_factory=dict)
     _finishes: dict[int, int] = field(default_factory=dict)
@@ -105,6 +141,8 @@ class TokenRace:
     @property
     def limit(self) -> float:
         """Tokens; infinity while fewer problems than win have finished."""
+        if self.first:
+            return 0 if all(at in self._finishes for at in range(self.keep_problems)) else math.inf
         finishes = sorted(self._finishes.values())
         return finishes[self.keep_problems - 1] if len(finishes) >= self.keep_problems else math.inf
 
@@ -135,7 +173,8 @@ class TokenRace:
         limit, found = self.limit, []
         for key, tokens in unfinished.items():
             # it ends at more than ``tokens``
-            if tokens >= min(limit, self._finishes.get(key[0], math.inf)):
+            own = math.inf if self.first else self._finishes.get(key[0], math.inf)
+            if tokens >= min(limit, own):
                 found += self._abort(key)
         out = {problem for problem in {at for at, _ in unfinished} if self._is_out(problem, limit)}
         for key in unfinished:
@@ -171,7 +210,10 @@ def select(asked: TailRound, lengths: Mapping[Key, int]) -> list[Key]:
     for (problem, sample), tokens in lengths.items():
         finished.setdefault(problem, []).append((tokens, sample))
     best = {at: sorted(rows)[: asked.keep_samples] for at, rows in finished.items() if len(rows) >= asked.keep_samples}
-    winners = sorted(best, key=lambda at: (best[at][-1][0], at))[: asked.keep_problems]
+    if asked.first:
+        winners = [at for at in range(asked.keep_problems) if at in best]
+    else:
+        winners = sorted(best, key=lambda at: (best[at][-1][0], at))[: asked.keep_problems]
     if len(winners) < asked.keep_problems:
         raise ValueError(f"{len(winners)} problems have {asked.keep_samples} responses; needed: {asked.keep_problems}")
     return sorted((at, sample) for at in winners for _, sample in best[at])

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, rank
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import Response
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.carried import Carried, CarriedResponses, new_tokens
 from megatron_tlt.trainer.dynamic_sampling import Collected
-from megatron_tlt.trainer.experience import Answers, StartRace
-from megatron_tlt.trainer.tail import Key, TailRound, TailScheduler, TailState, TokenRace, select
+from megatron_tlt.trainer.experience import Answers, ScoredResponse, StartRace
+from megatron_tlt.trainer.tail import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
 
 POLL_S = 0.05
 """How often an engine asks what finished in the others; a late answer costs decoding, not correctness."""
+_MAX_STALENESS = 8
 AGREE_STEPS = 8
 """Engine steps between two agreements of the ranks of one engine."""
 
@@ -89,7 +92,7 @@ class RacingRollout:
     def __init__(self, asked: TailRound, engine: RolloutEngine, keys: Mapping[str, Key]) -> None:
         self._asked, self._engine, self._keys = asked, engine, keys
         self._names = {key: name for name, key in keys.items()}
-        self._race = TokenRace(asked.samples, asked.keep_problems, asked.keep_samples)
+        self._race = TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.first)
         self._group = engine.tensor_parallel_group
         self._leads = self._group is None or dist.get_rank(self._group) == 0
         self._board = FinishBoard()
@@ -98,9 +101,11 @@ class RacingRollout:
         self._decoded = 0
         self.costs = RoundCosts(0, 0, 0, 0)
         """Of all engines; after ``kept``."""
+        self.left: dict[Key, Response] = {}
+        """This rank's responses to problems that did not win; after ``kept``."""
 
     def finished(self, response: Response) -> None:
-        """Accounts for a response that ended or was aborted."""
+        """Accounts for a response that ended or was aborted, with the tokens that this rollout decoded."""
         self._decoded += len(response.token_ids)
         key = self._keys[response.request_id]
         if response.finish_reason != "abort" and self._race.finished(key, len(response.token_ids)):
@@ -132,7 +137,7 @@ class RacingRollout:
         Args:
             own: this rank's responses, by position and sample; none on all ranks of an engine but the first.
         """
-        mine = [(*key, len(one.token_ids)) for key, one in own.items() if one.finish_reason != "abort"]
+        mine = [(*key, new_tokens(one)) for key, one in own.items() if one.finish_reason != "abort"]
         decoded = self._decoded if self._leads else 0
         everyone = all_gather_data((mine, decoded), tuple[list[tuple[int, int, int]], int])
         lengths = {(at, sample): tokens for rows, _ in everyone for at, sample, tokens in rows}
@@ -143,11 +148,13 @@ class RacingRollout:
         barrier()
         if rank() == 0:
             self._board.clear()
+        winners = {at for at, _ in chosen}
+        self.left = {key: one for key, one in own.items() if key[0] not in winners}
         return {key: own[key] for key in chosen if key in own}
 
 
-Collect = Callable[[list[Problem], int, StartRace | None], Answers]
-"""Responses to problems: so many to each, or those that a race keeps; numbered by position in the round."""
+Collect = Callable[[list[Problem], int, StartRace | None, Mapping[Key, Carried] | None], Answers]
+"""Responses to problems: so many to each, or those that a race keeps, or continued ones; numbered by position."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +166,91 @@ class CollectedRound:
     metrics: dict[str, float]
 
 
-def collect_round(
-    scheduler: TailScheduler, state: TailState, problem: Callable[[int], Problem], collect: Collect
+class Continued:
+    """What rounds leave and continue on this rank.
+
+    Args:
+        carried: the responses of all ranks.
+        owns: whether this rank's engine decodes the problem at a position of a round.
+        version: of the engine's policy.
+    """
+
+    def __init__(self, carried: CarriedResponses, owns: Callable[[int], bool], version: Callable[[], int]) -> None:
+        self._carried, self._owns, self._version = carried, owns, version
+
+    def take(self, asked: TailRound) -> dict[Key, Carried]:
+        """What this rank's engine continues, by position and sample; a collective."""
+        positions = {problem: at for at, problem in enumerate(asked.problems)}
+        wanted = [problem for problem, at in positions.items() if self._owns(at)]
+        found = self._carried.take(asked.problems, wanted, self._version())
+        return {(positions[problem], sample): one for (problem, sample), one in found.items() if sample < asked.samples}
+
+    def add(self, asked: TailRound, left: Mapping[Key, Response]) -> None:
+        """Carries what a round left; a collective."""
+        self._carried.add({(asked.problems[at], sample): one for (at, sample), one in left.items()}, self._version())
+
+    def metrics(self, scored: Sequence[ScoredResponse], decoded: int) -> dict[str, float]:
+        """Share of a step's tokens that earlier policies sampled, the age of the oldest in updates, and dropped tokens
+        over those ``decoded`` in the round."""
+        version = self._version()
+        oldest = min((one.versions[0][0] for one in scored if one.versions), default=version)
+        tokens = sum(one.length for one in scored)
+        return {
+            "tail/continued": sum(one.continued for one in scored) / tokens,
+            "tail/staleness": float(version - oldest),
+            "tail/wasted": self._carried.dropped_tokens / max(decoded, 1),
+        }
+
+
+class Rounds:
+    """Which problems and responses steps train on: tail batching, or bounded asynchrony.
+
+    Args:
+        scheduler: chooses the problems.
+        carried: responses that rounds leave and continue, a part of the checkpoint; None: they are dropped.
+        owns: whether this rank's engine decodes the problem at a position of a round.
+        version: of the engine's policy.
+    """
+
+    def __init__(
+        self,
+        scheduler: TailScheduler | AheadScheduler,
+        carried: CarriedResponses | None,
+        owns: Callable[[int], bool],
+        version: Callable[[], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self.carried = carried
+        self._continued = Continued(carried, owns, version) if carried is not None else None
+
+    def size(self, state: TailState) -> tuple[int, int]:
+        """Problems of the next round, and responses to each."""
+        return self._scheduler.round(state).size
+
+    def collect(self, state: TailState, problem: Callable[[int], Problem], collect: Collect) -> CollectedRound:
+        """The responses that a step trains on; ``problem`` gives the training problem of an index."""
+        return _collect_round(self._scheduler, state, problem, collect, self._continued)
+
+
+def build_rounds(config: TltConfig, owns: Callable[[int], bool], version: Callable[[], int]) -> Rounds | None:
+    """The rounds of the sections ``tail`` or ``schedule``; None: a step waits for all that it began."""
+    sizes, tail = (config.trainer.prompts_per_step, config.algorithm.group_size), config.tail
+    if config.schedule is not None:
+        carried = CarriedResponses(config.schedule.max_staleness)
+        return Rounds(AheadScheduler(config.schedule, *sizes), carried, owns, version)
+    if tail is None:
+        return None
+    kept = CarriedResponses(tail.max_staleness or _MAX_STALENESS) if tail.deferred == "continue" else None
+    return Rounds(TailScheduler(tail, *sizes), kept, owns, version)
+
+
+def _collect_round(
+    scheduler: TailScheduler | AheadScheduler,
+    state: TailState,
+    problem: Callable[[int], Problem],
+    collect: Collect,
+    continued: Continued | None,
 ) -> CollectedRound:
-    """The responses that a step trains on; ``problem`` gives the training problem of an index."""
     asked = scheduler.round(state)
     problems = [problem(index) for index in asked.problems]
     races: list[RacingRollout] = []
@@ -171,9 +259,13 @@ def collect_round(
         races.append(RacingRollout(asked, engine, keys))
         return races[0]
 
-    scored, batch, times = collect(problems, asked.samples, None if asked.is_long else race)
+    taken = continued.take(asked) if continued is not None else None
+    scored, batch, times = collect(problems, asked.samples, None if asked.is_long else race, taken)
     tokens = sum(one.length for one in scored)
     costs = races[0].costs if races else RoundCosts(len(scored), tokens, len(scored), tokens)
+    if continued is not None and races:
+        continued.add(asked, races[0].left)
+    again = sum(one.continued for one in scored)
     kept = sorted({one.problem for one in scored})
     number = {at: i for i, at in enumerate(kept)}
     after = scheduler.after(state, asked, kept)
@@ -185,12 +277,13 @@ def collect_round(
             times,
             generations=1,
             drawn=after.next_problem - state.next_problem,
-            tokens=costs.decoded,
+            tokens=costs.decoded if races else tokens - again,
         ),
         after,
         {
             "tail/long_round": float(asked.is_long),
             "tail/deferred": float(len(after.deferred)),
             **costs.metrics(),
+            **(continued.metrics(scored, costs.decoded) if continued is not None else {}),
         },
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.bench import algorithms, training_runs
+from megatron_tlt.bench import algorithms, schedules, training_runs
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.report_data import CONFIG_FILE
@@ -74,3 +74,22 @@ def test_every_recipe_that_learns_from_rewards_is_an_arm() -> None:
     config = REPOSITORY / "launch" / "quickstart-cpu.yaml"
     chosen = [load_config(config, overrides).algorithm.name for overrides in algorithms.ARMS.values()]
     assert chosen[:2] == ["grpo", "grpo"] and len(set(chosen)) == 9
+
+
+def test_schedules_are_judged_and_drawn_over_time() -> None:
+    config = REPOSITORY / "launch" / "quickstart-cpu.yaml"
+    loaded = {arm: load_config(config, overrides) for arm, overrides in schedules.ARMS.items()}
+    assert [one.schedule.kind for one in loaded.values() if one.schedule] == ["partial", "one_step_off"]
+    assert [one.tail.deferred for one in loaded.values() if one.tail] == ["resample", "continue"]
+    lasts = {"sync": 0.5, "partial": 0.5}
+    found = {(arm, seed): run_of(seed, last) for arm, last in lasts.items() for seed in SEEDS}
+    for data in found.values():
+        extra = {"time/total": 2.0, "tail/staleness": 1.0}
+        data.metrics = [row | extra if "reward/mean" in row else row for row in data.metrics]
+    result = schedules.judge(found, SEEDS)
+    assert result.targets["gain of sync"]["met"] and result.targets["gain of tail"]["op"] == "incomplete"
+    steps = len(found["sync", 1].series("reward/mean")[0])
+    assert [(row["seconds"], row["staleness"]) for row in result.rows] == [(2.0 * steps, 1.0)] * 2
+    drawn = schedules.plot_over_time(found)
+    ElementTree.fromstring(drawn)
+    assert b"partial" in drawn and b"seconds of training" in drawn

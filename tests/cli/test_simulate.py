@@ -96,6 +96,14 @@ def test_lengths_that_the_configs_limit_cuts_are_said_or_refused(
     assert "cuts" not in capsys.readouterr().out
 
 
+def test_what_is_not_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corrected = ["algorithm.correction={weights: token}"]
+    simulated(tmp_path, "--policies", "off", *corrected, "schedule={kind: partial}")
+    assert "note: schedule: partial is not simulated" in capsys.readouterr().out
+    simulated(tmp_path, "--policies", "off", *corrected, "tail={deferred: continue}")
+    assert "note: tail.deferred: continue is not simulated" in capsys.readouterr().out
+
+
 def test_the_kv_cache_is_the_plans(tmp_path: Path) -> None:
     found = simulated(tmp_path, "--policies", "off")
     planned = tmp_path / "plan.json"

@@ -68,7 +68,7 @@ def test_a_folder_without_a_run_gets_no_report(tmp_path: Path, capsys: pytest.Ca
 def test_short_rounds_are_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write(tmp_path, actor={"transformer_impl": "local"}, tail={})
     assert main(["rollout", str(config), "--out", str(tmp_path / "out"), f"run.dir={tmp_path / 'run'}"]) == 2
-    said = "error: tail: found a section; its short rounds cannot be recorded; allowed for tlt rollout: tail=null\n"
+    said = "error: tail: found a section, with which responses are ended early; allowed for tlt rollout: tail=null\n"
     assert capsys.readouterr().err.endswith(said) and not (tmp_path / "out").exists()
 
 

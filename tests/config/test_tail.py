@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_tlt.config.algorithm_checks import algorithm_violations
+from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.tail import tail_violations
 from megatron_tlt.rollout.engines import engine_problems
@@ -31,11 +32,48 @@ BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "lau
             ["tasks.environment: products has one"],
         ),
         ({"tail": {}, "run": {"deterministic": True}}, ["run.deterministic: found true; 2 engines"]),
+        (
+            {"tail": {"deferred": "continue"}},
+            ["tail.deferred: found continue; its responses have tokens of earlier policies"],
+        ),
+        ({"tail": {"deferred": "continue"}, "algorithm": {"correction": {"bypass": True}}}, []),
+        (
+            {
+                "tail": {"deferred": "continue"},
+                "algorithm": {"correction": {"weights": "token"}},
+                "rollout": {"router_replay": "ids"},
+            },
+            ["tail.deferred: found continue; rollout.router_replay: found ids"],
+        ),
+        ({"tail": {"max_staleness": 3}}, ["tail.max_staleness: found 3; deferred: resample has tokens of one policy"]),
         ({"tail": {}, "run": {"deterministic": True}, "rollout": {"tensor_parallel_size": 2}}, []),
     ],
 )
 def test_what_contradicts_tail_batching_is_named(sections: dict[str, Any], said: list[str]) -> None:
     found = list(tail_violations(TltConfig.model_validate({**BASE, **sections})))
+    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, []),
+        ({"tail": {}}, ["schedule: found a section beside tail"]),
+        ({"schedule": {"kind": "one_step_off"}}, []),
+        (
+            {"schedule": {"kind": "one_step_off", "eta_prompts": 2}},
+            ["schedule.eta_prompts: found 2; kind: one_step_off always begins one step"],
+        ),
+        ({"algorithm": {}}, ["schedule.kind: found partial; its responses have tokens of earlier policies"]),
+        ({"trainer": {"curriculum": {}}}, ["trainer.curriculum: found a section"]),
+        ({"rollout": {"router_replay": "ids"}}, ["schedule.kind: found partial; rollout.router_replay: found ids"]),
+        ({"run": {"deterministic": True}}, ["run.deterministic: found true; 2 engines"]),
+    ],
+)
+def test_what_contradicts_a_schedule_is_named(sections: dict[str, Any], said: list[str]) -> None:
+    correction = {"algorithm": {"correction": {"weights": "token"}}, "schedule": {"kind": "partial"}}
+    config = TltConfig.model_validate({**BASE, **correction, **sections})
+    found = list(schedule_violations(config))
     assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
 
 

@@ -8,15 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.tail import TailConfig
-from megatron_tlt.trainer.tail import Key, TailRound, TailScheduler, TailState, TokenRace, select
+from megatron_tlt.trainer.tail import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
 
 
 @st.composite
 def rounds(draw: st.DrawFn) -> TailRound:
     keep_problems, keep_samples = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     problems = tuple(range(keep_problems + draw(st.integers(0, 3))))
-    return TailRound(problems, keep_samples + draw(st.integers(0, 3)), keep_problems, keep_samples)
+    first = draw(st.booleans())
+    return TailRound(
+        problems, keep_samples + (0 if first else draw(st.integers(0, 3))), keep_problems, keep_samples, first
+    )
 
 
 def all_keys(asked: TailRound) -> list[Key]:
@@ -32,7 +36,7 @@ def test_races_that_know_little_of_each_other_keep_what_full_responses_would(dat
         zip(keys, data.draw(st.lists(st.integers(1, 9), min_size=len(keys), max_size=len(keys))), strict=True)
     )
     engines = data.draw(st.integers(1, 3))
-    races = [TokenRace(asked.samples, asked.keep_problems, asked.keep_samples) for _ in range(engines)]
+    races = [TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.first) for _ in range(engines)]
     unfinished = [{key: 0 for key in keys if key[0] % engines == engine} for engine in range(engines)]
     finished: dict[Key, int] = {}
     aborted: dict[Key, int] = {}
@@ -108,3 +112,37 @@ def test_a_round_of_deferred_problems_is_not_taken_for_new_ones() -> None:
     asked = scheduler.round(state)
     assert asked.size == (2, 2) and not asked.is_long
     assert scheduler.after(state, asked, [0, 1]) == TailState(2, ())
+
+
+def test_partial_steps_ask_first_for_what_was_left() -> None:
+    scheduler = AheadScheduler(ScheduleConfig(kind="partial", eta_prompts=1.5), prompts=4, group=2)
+    state, used, asked = TailState(), [], scheduler.round(TailState())
+    assert (asked.problems, asked.samples, asked.first) == ((0, 1, 2, 3, 4, 5), 2, False)
+    for kept in ([0, 2, 3, 5], [0, 1, 2, 3], [2, 3, 4, 5]):
+        asked = scheduler.round(state)
+        used += [asked.problems[at] for at in kept]
+        state = scheduler.after(state, asked, kept)
+    assert used == [0, 2, 3, 5, 1, 4, 6, 7, 10, 11, 12, 13][:8] + [asked.problems[at] for at in (2, 3, 4, 5)]
+    assert sorted([*used, *state.deferred]) == list(range(state.next_problem)), "each problem is used once or waits"
+
+
+def test_one_step_off_trains_on_what_the_step_before_began() -> None:
+    scheduler = AheadScheduler(ScheduleConfig(kind="one_step_off"), prompts=3, group=2)
+    state = TailState()
+    for step in range(4):
+        asked = scheduler.round(state)
+        assert asked.problems == tuple(range(3 * step, 3 * step + 6)) and asked.first
+        lengths = {(at, sample): 9 - at for at in range(6) for sample in range(2)}
+        kept = select(asked, lengths)
+        assert {at for at, _ in kept} == {0, 1, 2}, "however short the others are"
+        state = scheduler.after(state, asked, [0, 1, 2])
+        assert state == TailState(3 * step + 6, tuple(range(3 * step + 3, 3 * step + 6)))
+
+
+def test_one_step_off_ends_everything_once_its_problems_have_ended() -> None:
+    race = TokenRace(samples=1, keep_problems=2, keep_samples=1, first=True)
+    assert not race.finished((2, 0), 1) or race.lost({(0, 0): 5, (1, 0): 5, (3, 0): 5}) == []
+    race.finished((0, 0), 7)
+    assert race.lost({(1, 0): 7, (3, 0): 7}) == []
+    race.learn({1: 20})
+    assert race.lost({(3, 0): 8}) == [(3, 0)]

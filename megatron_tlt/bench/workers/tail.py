@@ -8,30 +8,45 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.recorded_lengths import LengthsByProblem
-from megatron_tlt.bench.tail import ETAS, PERIOD
+from megatron_tlt.bench.tail import PERIOD, SCHEDULES, TAILS, base_of
 from megatron_tlt.bench.workers.rl_steps import Position, measure_pinned, serving, steps_in_turns
 from megatron_tlt.bench.workers.spot import arm_config, first_head, quickstart
+from megatron_tlt.config.algorithm import CorrectionConfig
+from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.trainer.loop import Run
 
 
 def tail_config(config: TltConfig, arm: str, work: Path) -> TltConfig:
-    """The config with the tail batching that the arm's name ends in, and a folder of its own."""
-    etas = ETAS.get(arm.rpartition(" + ")[2])
-    run = config.run.model_copy(update={"dir": work / arm.replace(" ", "")})
-    return config.model_copy(update={"run": run, "tail": None if etas is None else TailConfig(**etas)})
+    """The config with the tail batching or the schedule that the arm's name ends in, and a folder of its own."""
+    ending = arm.rpartition(" + ")[2]
+    changes: dict[str, Any] = {"run": config.run.model_copy(update={"dir": work / arm.replace(" ", "")})}
+    if continues(arm):
+        correction = CorrectionConfig(weights="token")
+        changes["algorithm"] = config.algorithm.model_copy(update={"correction": correction})
+    if ending in TAILS:
+        changes["tail"] = TailConfig(**TAILS[ending])
+    if ending in SCHEDULES:
+        changes["schedule"] = ScheduleConfig(**SCHEDULES[ending])
+    return config.model_copy(update=changes)
+
+
+def continues(arm: str) -> bool:
+    """Whether a step continues responses of steps before."""
+    ending = arm.rpartition(" + ")[2]
+    return ending in SCHEDULES or TAILS.get(ending, {}).get("deferred") == "continue"
 
 
 def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
     target = quickstart(given, work)
     head = first_head(target, given, work)
-    lengths = LengthsByProblem(given["longest"], given["seed"])
+    lengths, same = (LengthsByProblem(given["longest"], given["seed"]) for _ in range(2))
     runs = {}
     for arm in given["arms"]:
-        base = arm.removesuffix(" + both").removesuffix(" + problems")
-        config = arm_config(target, head, "off" if base in ETAS else base, given, work)
-        runs[arm] = Run(tail_config(config, arm, work), lengths)
+        config = arm_config(target, head, base_of(arm), given, work)
+        # a continued response has the length that it had; one that is generated anew has another of its problem's
+        runs[arm] = Run(tail_config(config, arm, work), same if continues(arm) else lengths)
     positions = {arm: Position() for arm in runs}
     rows: list[dict[str, Any]] = []
     with serving(runs):
