@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.rollout.types import Response
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,13 @@ class RouteFormat:
             return Routes(ids, is_known, None)
         weights = bytes_TF[:, self.width :].contiguous().view(torch.float16).view(shape)
         return Routes(ids, is_known, weights.float())
+
+
+def routes_of(held: Iterable[Response]) -> torch.Tensor:
+    """The experts of all tokens of this rank's responses, one behind another; the last token of each has none."""
+    parts = []
+    for one in held:
+        assert one.routes is not None
+        parts += [one.routes, torch.full((1, one.routes.shape[1]), 255, dtype=torch.uint8)]
+    width = max(all_gather_data(parts[0].shape[1] if parts else 0, int))
+    return torch.cat(parts) if parts else torch.empty((0, width), dtype=torch.uint8)

@@ -7,7 +7,8 @@ that policy's version, so the loss can be corrected (``algorithm.correction``).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class CarriedResponses:
             for key, one in own.items()
         ]
         new = sorted((row for rows in all_gather_data(mine, list[CarriedRow]) for row in rows), key=lambda row: row.key)
-        self.rows += new
+        self.rows = [*self.rows, *new]
         self._batch = RolloutBatch.concatenate([self._batch, _batch_of(new, own)])
 
     def take(self, problems: Collection[int], wanted: Collection[int], version: int) -> dict[Key, Carried]:
@@ -111,6 +112,16 @@ class CarriedResponses:
             return {}
         batch = redistribute(batch, [i for i, row in enumerate(rows) if row.problem in wanted])
         return {rows[i].key: _carried(rows[i], batch, i) for i in batch.held}
+
+    @contextmanager
+    def unless_interrupted(self) -> Iterator[None]:
+        """Put back what was taken within the context if it is left by an exception: a stopped step is repeated."""
+        before = self.rows, self._batch
+        try:
+            yield
+        except BaseException:
+            self.rows, self._batch = before
+            raise
 
     def save(self, folder: Path) -> None:
         """Write this rank's responses."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_tlt.data.rollout_batch import RolloutBatch
+from megatron_tlt.data.routes import routes_of
 from megatron_tlt.data.tokenizer import Tokenizer, encode_prompt, response_text
 from megatron_tlt.environments.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, RunError
@@ -88,6 +89,9 @@ class Race(Protocol):
 
     def stepped(self) -> None:
         """The engine made a step; aborts what has lost."""
+
+    def ended(self) -> None:
+        """The engine has ended all its responses."""
 
     def kept(self, own: Mapping[tuple[int, int], Response]) -> dict[tuple[int, int], Response]:
         """Those of this rank's responses that are returned; a collective."""
@@ -257,6 +261,8 @@ class ExperienceCollector:
                 more = {} if turns is None else {"turns": turns}
                 responses = self._engine.generate(requests, finished, stepped, self._speculation, **more)
                 responses = [*map(continuations.join, responses), *ended]
+                if racing is not None:
+                    racing.ended()
             except StopRequested:
                 stopped = True
             finally:
@@ -336,16 +342,6 @@ class ExperienceCollector:
         if self._environments is None:
             raise RunError("a task has an environment, but nothing here holds episodes")
         return Episodes(asked, self._tokenizer, self._environments, judge)
-
-
-def routes_of(held: Iterable[Response]) -> torch.Tensor:
-    """The experts of all tokens of this rank's responses, one behind another; the last token of each has none."""
-    parts = []
-    for one in held:
-        assert one.routes is not None
-        parts += [one.routes, torch.full((1, one.routes.shape[1]), 255, dtype=torch.uint8)]
-    width = max(all_gather_data(parts[0].shape[1] if parts else 0, int))
-    return torch.cat(parts) if parts else torch.empty((0, width), dtype=torch.uint8)
 
 
 def _check_lengths(responses: Iterable[Response]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +68,29 @@ class FinishBoard:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Responses of a round and their tokens: all, aborted ones with what they had, and those that are kept."""
+    """Responses of a round and their tokens: all, aborted ones with what they had, and those that are kept.
+
+    ``decoded`` and ``kept_decoded`` are tokens of this round, ``tokens`` and ``kept_tokens`` of earlier ones too.
+    """
 
     asked: int
     decoded: int
+    tokens: int
     kept: int
+    kept_decoded: int
     kept_tokens: int
 
+    @staticmethod
+    def of_all(scored: Sequence[ScoredResponse]) -> RoundCosts:
+        """Of a round whose responses are all kept."""
+        tokens = sum(one.length for one in scored)
+        decoded = tokens - sum(one.continued for one in scored)
+        return RoundCosts(len(scored), decoded, tokens, len(scored), decoded, tokens)
+
     def metrics(self) -> dict[str, float]:
-        """The share of tokens that no step trains on, and how much shorter kept responses are than all."""
-        share = self.kept_tokens / self.decoded
-        return {"tail/wasted": 1 - share, "tail/kept_over_all": share * self.asked / self.kept}
+        """The share of tokens that the step does not train on, and how much shorter kept responses are than all."""
+        wasted = 1 - self.kept_decoded / self.decoded if self.decoded else 0.0
+        return {"tail/wasted": wasted, "tail/kept_over_all": self.kept_tokens / self.tokens * self.asked / self.kept}
 
 
 class RacingRollout:
@@ -99,7 +112,7 @@ class RacingRollout:
         self._news: dict[int, int] = {}
         self._steps = 0
         self._decoded = 0
-        self.costs = RoundCosts(0, 0, 0, 0)
+        self.costs = RoundCosts(0, 0, 0, 0, 0, 0)
         """Of all engines; after ``kept``."""
         self.left: dict[Key, Response] = {}
         """This rank's responses to problems that did not win; after ``kept``."""
@@ -117,6 +130,12 @@ class RacingRollout:
         unfinished = {self._keys[name]: tokens for name, tokens in self._engine.unfinished.items()}
         for key in self._race.lost(unfinished):
             self._engine.abort(self._names[key])
+
+    def ended(self) -> None:
+        """Tells the others what finished in the engine's last step."""
+        if self._leads:
+            self._board.tell(self._news)
+        self._news = {}
 
     def _exchange(self) -> None:
         told: dict[int, int] = {}
@@ -137,14 +156,17 @@ class RacingRollout:
         Args:
             own: this rank's responses, by position and sample; none on all ranks of an engine but the first.
         """
-        mine = [(*key, new_tokens(one)) for key, one in own.items() if one.finish_reason != "abort"]
+        ended = [(key, one) for key, one in own.items() if one.finish_reason != "abort"]
+        mine = [(*key, new_tokens(one), len(one.token_ids)) for key, one in ended]
         decoded = self._decoded if self._leads else 0
-        everyone = all_gather_data((mine, decoded), tuple[list[tuple[int, int, int]], int])
-        lengths = {(at, sample): tokens for rows, _ in everyone for at, sample, tokens in rows}
-        chosen = select(self._asked, lengths)
+        tokens = decoded + sum(len(one.token_ids) - new_tokens(one) for one in own.values())
+        everyone = all_gather_data((mine, decoded, tokens), tuple[list[tuple[int, int, int, int]], int, int])
+        lengths = {(at, sample): (new, length) for rows, *_ in everyone for at, sample, new, length in rows}
+        chosen = select(self._asked, {key: new for key, (new, _) in lengths.items()})
         size = len(self._asked.problems) * self._asked.samples
-        tokens = sum(lengths[key] for key in chosen)
-        self.costs = RoundCosts(size, sum(count for _, count in everyone), len(chosen), tokens)
+        kept = [sum(part) for part in zip(*(lengths[key] for key in chosen), strict=True)]
+        asked = [sum(part) for part in zip(*(counts for _, *counts in everyone), strict=True)]
+        self.costs = RoundCosts(size, asked[0], asked[1], len(chosen), kept[0], kept[1])
         barrier()
         if rank() == 0:
             self._board.clear()
@@ -229,7 +251,8 @@ class Rounds:
 
     def collect(self, state: TailState, problem: Callable[[int], Problem], collect: Collect) -> CollectedRound:
         """The responses that a step trains on; ``problem`` gives the training problem of an index."""
-        return _collect_round(self._scheduler, state, problem, collect, self._continued)
+        with self.carried.unless_interrupted() if self.carried is not None else nullcontext():
+            return _collect_round(self._scheduler, state, problem, collect, self._continued)
 
 
 def build_rounds(config: TltConfig, owns: Callable[[int], bool], version: Callable[[], int]) -> Rounds | None:
@@ -261,11 +284,9 @@ def _collect_round(
 
     taken = continued.take(asked) if continued is not None else None
     scored, batch, times = collect(problems, asked.samples, None if asked.is_long else race, taken)
-    tokens = sum(one.length for one in scored)
-    costs = races[0].costs if races else RoundCosts(len(scored), tokens, len(scored), tokens)
+    costs = races[0].costs if races else RoundCosts.of_all(scored)
     if continued is not None and races:
         continued.add(asked, races[0].left)
-    again = sum(one.continued for one in scored)
     kept = sorted({one.problem for one in scored})
     number = {at: i for i, at in enumerate(kept)}
     after = scheduler.after(state, asked, kept)
@@ -277,7 +298,7 @@ def _collect_round(
             times,
             generations=1,
             drawn=after.next_problem - state.next_problem,
-            tokens=costs.decoded if races else tokens - again,
+            tokens=costs.decoded,
         ),
         after,
         {

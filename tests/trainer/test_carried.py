@@ -176,3 +176,14 @@ def test_another_number_of_ranks_shares_the_tokens(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(carried_module, "rank", lambda: 0)
     with pytest.raises(RunError, match="rank_0: carried responses cannot be read"):
         CarriedResponses(5).load(folders)
+
+
+def test_a_stopped_step_loses_nothing() -> None:
+    held = CarriedResponses(5)
+    held.add({(0, 0): response((0, 0), (1, 1)), (1, 0): response((1, 0), (1,))}, 1)
+    with pytest.raises(KeyboardInterrupt), held.unless_interrupted():
+        assert held.take([0], [0], 2)
+        held.add({(3, 0): response((3, 0), (2,))}, 2)
+        raise KeyboardInterrupt
+    assert [row.key for row in held.rows] == [(0, 0), (1, 0)]
+    assert held.take([0, 1], [0, 1], 2).keys() == {(0, 0), (1, 0)}

@@ -15,14 +15,13 @@ from megatron_tlt.algorithms.mismatch import Mismatch, mismatch_per_sample
 from megatron_tlt.config.schema import ActorConfig, RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
-from megatron_tlt.data.routes import RouteFormat
+from megatron_tlt.data.routes import RouteFormat, routes_of
 from megatron_tlt.models.hf_folder import read_hf_config
 from megatron_tlt.platform.device import initialize_distributed, prepare
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_engine import VllmEngine
-from megatron_tlt.trainer.experience import routes_of
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 16, 96
 
