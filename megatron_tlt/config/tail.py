@@ -20,6 +20,9 @@ class TailConfig(Section):
     each. Keeping the shortest responses to a problem biases the gradient towards short ones, so ``eta_responses`` is
     1 unless you ask for more; then whole problems are put off and none of their responses is chosen.
 
+    Responses ``race`` by their tokens, so that what is kept depends on them alone, or by time, which ends a round
+    somewhat earlier where engines are unequally fast.
+
     ``deferred: resample`` generates the problems of a long round anew, by its policy. ``continue`` keeps what short
     rounds decoded of them: responses that ended, and beginnings of others, which the long round's policy continues.
     A response whose oldest token is more than ``max_staleness`` updates old (8 unless given) is generated anew.
@@ -27,6 +30,7 @@ class TailConfig(Section):
 
     eta_prompts: Annotated[float, Field(ge=1, le=4)] = 1.25
     eta_responses: Annotated[float, Field(ge=1, le=4)] = 1.0
+    race: Literal["tokens", "time"] = "tokens"
     deferred: Literal["resample", "continue"] = "resample"
     max_staleness: PositiveInt | None = None
 
@@ -38,6 +42,11 @@ def tail_violations(config: TltConfig) -> Iterator[str]:
         return
     if tail.eta_prompts == tail.eta_responses == 1:
         yield "tail: found eta_prompts and eta_responses of 1, with which nothing is left out; allowed: one above 1"
+    if tail.race == "time" and config.run.deterministic:
+        yield "tail.race: found time; what is kept depends on measured times; allowed with run.deterministic: tokens"
+    if tail.race == "time" and (size := config.rollout.tensor_parallel_size) > 1:
+        found = f"found time; the {size} ranks of an engine measure different ones"
+        yield f"tail.race: {found}; allowed with rollout.tensor_parallel_size above 1: tokens"
     if tail.deferred == "continue":
         yield from continue_violations(config, "tail.deferred: found continue")
     elif tail.max_staleness is not None:

@@ -37,7 +37,8 @@ class Request:
 
     All responses to a problem share its ``problem_key`` in every step, so that drafters learn across them. A seed then
     gives the same response only after the same other responses; without a key it always gives the same response.
-    ``sample`` numbers the responses to a problem within a rollout, from 0.
+    ``sample`` numbers the responses to a problem within a rollout, from 0. The last ``begun`` tokens of the prompt are
+    the beginning of a response that an earlier rollout left.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Request:
     seed: int
     problem_key: str = ""
     sample: int = 0
+    begun: int = 0
 
 
 @dataclass(frozen=True)

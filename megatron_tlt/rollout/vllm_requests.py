@@ -36,9 +36,9 @@ def check_requests(requests: Sequence[Request], max_prompt_tokens: int, max_mode
         if name in seen:
             raise ConfigError(f"request {name}: the id is used twice in one rollout")
         seen.add(name)
-        if not 0 < length <= max_prompt_tokens:
+        if not 0 < length - request.begun <= max_prompt_tokens:
             raise ConfigError(
-                f"request {name}: its prompt has {length} tokens; allowed are 1 to "
+                f"request {name}: its prompt has {length - request.begun} tokens; allowed are 1 to "
                 f"rollout.max_prompt_tokens, {max_prompt_tokens}"
             )
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:

@@ -242,7 +242,7 @@ class Continuations:
                 sampling, max_tokens=sampling.max_tokens - length, min_tokens=max(0, sampling.min_tokens - length)
             )
             prompt = (*request.prompt_token_ids, *before.token_ids)
-            left.append(replace(request, prompt_token_ids=prompt, sampling=shorter))
+            left.append(replace(request, prompt_token_ids=prompt, sampling=shorter, begun=length))
         return left, ended
 
     def join(self, response: Response) -> Response:

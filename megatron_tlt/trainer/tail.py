@@ -37,6 +37,7 @@ class TailRound:
         keep_problems: problems of a step.
         keep_samples: responses to each problem that a step trains on.
         first: see below.
+        by_time: see below.
     """
 
     problems: tuple[int, ...]
@@ -45,6 +46,8 @@ class TailRound:
     keep_samples: int
     first: bool = False
     """Whether the first ``keep_problems`` win, however long they take; otherwise those that finish at fewest tokens."""
+    by_time: bool = False
+    """Whether responses race by milliseconds in place of tokens."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -70,13 +73,14 @@ class TailScheduler:
         self._prompts, self._group = prompts, group
         self._asked_prompts = math.ceil(settings.eta_prompts * prompts)
         self._asked_group = math.ceil(settings.eta_responses * group)
+        self._by_time = settings.race == "time"
 
     def round(self, state: TailState) -> TailRound:
         """A long round if the deferred problems fill a step, otherwise a short one of new problems."""
         if len(state.deferred) >= self._prompts:
             return TailRound(state.deferred[: self._prompts], self._group, self._prompts, self._group)
         new = range(state.next_problem, state.next_problem + self._asked_prompts)
-        return TailRound(tuple(new), self._asked_group, self._prompts, self._group)
+        return TailRound(tuple(new), self._asked_group, self._prompts, self._group, by_time=self._by_time)
 
     def after(self, state: TailState, asked: TailRound, kept: Sequence[int]) -> TailState:
         """The state after a round that kept the problems at the positions ``kept``."""

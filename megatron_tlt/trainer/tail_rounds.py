@@ -110,6 +110,8 @@ class RacingRollout:
         self._leads = self._group is None or dist.get_rank(self._group) == 0
         self._board = FinishBoard()
         self._news: dict[int, int] = {}
+        self._began = time.monotonic()
+        self._measures: dict[Key, int] = {}  # tokens or milliseconds of responses that ended
         self._steps = 0
         self._decoded = 0
         self.costs = RoundCosts(0, 0, 0, 0, 0, 0)
@@ -120,14 +122,22 @@ class RacingRollout:
     def finished(self, response: Response) -> None:
         """Accounts for a response that ended or was aborted, with the tokens that this rollout decoded."""
         self._decoded += len(response.token_ids)
+        if response.finish_reason == "abort":
+            return
         key = self._keys[response.request_id]
-        if response.finish_reason != "abort" and self._race.finished(key, len(response.token_ids)):
+        self._measures[key] = self._milliseconds() if self._asked.by_time else len(response.token_ids)
+        if self._race.finished(key, self._measures[key]):
             self._news[key[0]] = self._race.finishes[key[0]]
+
+    def _milliseconds(self) -> int:
+        return round(1e3 * (time.monotonic() - self._began))
 
     def stepped(self) -> None:
         """Aborts what cannot be kept any more; after an engine step."""
         self._exchange()
         unfinished = {self._keys[name]: tokens for name, tokens in self._engine.unfinished.items()}
+        if self._asked.by_time:
+            unfinished = dict.fromkeys(unfinished, self._milliseconds())
         for key in self._race.lost(unfinished):
             self._engine.abort(self._names[key])
 
@@ -157,14 +167,14 @@ class RacingRollout:
             own: this rank's responses, by position and sample; none on all ranks of an engine but the first.
         """
         ended = [(key, one) for key, one in own.items() if one.finish_reason != "abort"]
-        mine = [(*key, new_tokens(one), len(one.token_ids)) for key, one in ended]
+        mine = [(*key, self._measures[key], new_tokens(one), len(one.token_ids)) for key, one in ended]
         decoded = self._decoded if self._leads else 0
         tokens = decoded + sum(len(one.token_ids) - new_tokens(one) for one in own.values())
-        everyone = all_gather_data((mine, decoded, tokens), tuple[list[tuple[int, int, int, int]], int, int])
-        lengths = {(at, sample): (new, length) for rows, *_ in everyone for at, sample, new, length in rows}
-        chosen = select(self._asked, {key: new for key, (new, _) in lengths.items()})
+        everyone = all_gather_data((mine, decoded, tokens), tuple[list[tuple[int, int, int, int, int]], int, int])
+        rows = {(at, sample): counts for part, *_ in everyone for at, sample, *counts in part}
+        chosen = select(self._asked, {key: measure for key, (measure, *_) in rows.items()})
         size = len(self._asked.problems) * self._asked.samples
-        kept = [sum(part) for part in zip(*(lengths[key] for key in chosen), strict=True)]
+        kept = [sum(part) for part in zip(*(rows[key][1:] for key in chosen), strict=True)]
         asked = [sum(part) for part in zip(*(counts for _, *counts in everyone), strict=True)]
         self.costs = RoundCosts(size, asked[0], asked[1], len(chosen), kept[0], kept[1])
         barrier()

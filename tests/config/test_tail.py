@@ -45,6 +45,10 @@ BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "lau
             },
             ["tail.deferred: found continue; rollout.router_replay: found ids"],
         ),
+        (
+            {"tail": {"race": "time"}, "run": {"deterministic": True}, "rollout": {"tensor_parallel_size": 2}},
+            ["tail.race: found time; what is kept", "tail.race: found time; the 2 ranks of an engine"],
+        ),
         ({"tail": {"max_staleness": 3}}, ["tail.max_staleness: found 3; deferred: resample has tokens of one policy"]),
         ({"tail": {}, "run": {"deterministic": True}, "rollout": {"tensor_parallel_size": 2}}, []),
     ],

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec
+from megatron_tlt.rollout.vllm_requests import check_requests
 from megatron_tlt.trainer import carried as carried_module
 from megatron_tlt.trainer.carried import CarriedResponses, Continuations, Key, whole_versions
 
@@ -62,6 +63,9 @@ def test_only_what_is_missing_is_asked_for() -> None:
     assert [request.request_id for request in asked] == ["0-0", "0-2"]
     assert asked[0].prompt_token_ids == (1, 2, 3, 100, 101, 102)
     assert (asked[0].sampling.max_tokens, asked[0].sampling.min_tokens) == (5, 1)
+    check_requests(asked, max_prompt_tokens=3, max_model_len=11, vocab_size=200)
+    with pytest.raises(ConfigError, match="its prompt has 3 tokens"):
+        check_requests(asked, max_prompt_tokens=2, max_model_len=11, vocab_size=200)
     assert asked[1] == requests[2]
     assert [(one.request_id, list(one.token_ids), one.finish_reason) for one in ended] == [("0-1", [100, 101], "stop")]
     new = Response("0-0", asked[0].prompt_token_ids, array("i", [9, 8]), array("f", [-1.0, -2.0]), "stop", 3.0)

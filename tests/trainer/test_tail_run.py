@@ -51,7 +51,8 @@ def test_a_resumed_run_of_one_engine_ends_with_the_same_bits(runs: Runs) -> None
 
 
 def test_two_engines_continue_what_the_other_began(runs: Runs) -> None:
-    overrides = (*TAIL, *CONTINUE, "run.deterministic=false", "trainer.steps=3")
+    """Whatever ends first in time is kept."""
+    overrides = (*TAIL, *CONTINUE, "tail.race=time", "run.deterministic=false", "trainer.steps=3")
     runs.train("tail-continued", *overrides)
     rows = rows_of(runs.folder / "tail-continued")
     assert [row["tail/long_round"] for row in rows] == [0, 0, 1]
