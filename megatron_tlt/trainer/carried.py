@@ -91,6 +91,10 @@ class CarriedResponses:
         self.rows = [*self.rows, *new]
         self._batch = RolloutBatch.concatenate([self._batch, _batch_of(new, own)])
 
+    def due(self, version: int) -> set[int]:
+        """Problems with a response that the step at ``version`` can continue, and no later one."""
+        return {row.problem for row in self.rows if version - row.versions[0][0] == self._max_staleness}
+
     def take(self, problems: Collection[int], wanted: Collection[int], version: int) -> dict[Key, Carried]:
         """Remove the responses to ``problems`` and return those to ``wanted`` ones; a collective.
 

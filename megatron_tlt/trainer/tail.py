@@ -8,7 +8,7 @@ not by time: what is kept is a function of the responses alone, whatever engines
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_tlt.config.schedule import ScheduleConfig
@@ -36,7 +36,7 @@ class TailRound:
         samples: responses to each.
         keep_problems: problems of a step.
         keep_samples: responses to each problem that a step trains on.
-        first: see below.
+        must: see below.
         by_time: see below.
     """
 
@@ -44,8 +44,8 @@ class TailRound:
     samples: int
     keep_problems: int
     keep_samples: int
-    first: bool = False
-    """Whether the first ``keep_problems`` win, however long they take; otherwise those that finish at fewest tokens."""
+    must: int = 0
+    """So many of the first problems win, however long they take; the others race for the rest."""
     by_time: bool = False
     """Whether responses race by milliseconds in place of tokens."""
 
@@ -75,7 +75,7 @@ class TailScheduler:
         self._asked_group = math.ceil(settings.eta_responses * group)
         self._by_time = settings.race == "time"
 
-    def round(self, state: TailState) -> TailRound:
+    def round(self, state: TailState, due: Collection[int] = ()) -> TailRound:
         """A long round if the deferred problems fill a step, otherwise a short one of new problems."""
         if len(state.deferred) >= self._prompts:
             return TailRound(state.deferred[: self._prompts], self._group, self._prompts, self._group)
@@ -94,7 +94,8 @@ class AheadScheduler:
     """Which problems a step asks for under bounded asynchrony (section ``schedule``); pure.
 
     A step asks for what earlier steps left, in their order, and for new problems. ``partial`` trains on those that
-    finish at the fewest tokens; ``one_step_off`` on the first ones, which the step before began.
+    finish at the fewest tokens, and on those that would otherwise get too old; ``one_step_off`` on what the step before
+    began.
 
     Args:
         settings: the section.
@@ -106,17 +107,25 @@ class AheadScheduler:
         self._prompts, self._group, self._first = prompts, group, settings.kind == "one_step_off"
         self._asked = 2 * prompts if self._first else math.ceil((settings.eta_prompts or _ETA_PROMPTS) * prompts)
 
-    def round(self, state: TailState) -> TailRound:
-        """What was left, and new problems up to the number that a step asks for."""
-        left = state.deferred[: self._asked]
+    def round(self, state: TailState, due: Collection[int] = ()) -> TailRound:
+        """What was left, and new problems up to the number that a step asks for.
+
+        Args:
+            state: the problems that wait.
+            due: of these, those that the next step could not continue any more.
+        """
+        ordered = sorted(state.deferred, key=lambda problem: problem not in due)
+        left = ordered[: self._asked]
         new = range(state.next_problem, state.next_problem + self._asked - len(left))
-        return TailRound((*left, *new), self._group, self._prompts, self._group, self._first)
+        must = self._prompts if self._first else min(self._prompts, sum(problem in due for problem in left))
+        return TailRound((*left, *new), self._group, self._prompts, self._group, must)
 
     def after(self, state: TailState, asked: TailRound, kept: Sequence[int]) -> TailState:
         """The state after a round that kept the problems at the positions ``kept``."""
         left = tuple(problem for at, problem in enumerate(asked.problems) if at not in kept)
         new = sum(problem >= state.next_problem for problem in asked.problems)
-        return TailState(state.next_problem + new, (*left, *state.deferred[self._asked :]))
+        waiting = tuple(problem for problem in state.deferred if problem not in asked.problems)
+        return TailState(state.next_problem + new, (*left, *waiting))
 
 
 @dataclass
@@ -131,13 +140,13 @@ class TokenRace:
         samples: responses to each problem.
         keep_problems: how many problems win.
         keep_samples: responses that a problem needs.
-        first: the first ``keep_problems`` win. When all of them have finished, everything else is lost.
+        must: so many of the first problems win; nothing is limited before all of them have finished.
     """
 
     samples: int
     keep_problems: int
     keep_samples: int
-    first: bool = False
+    must: int = 0
     _finished: dict[int, dict[int, int]] = field(default_factory=dict)
     _aborted: dict[int, set[int]] = field(default_factory=dict)
     _finishes: dict[int, int] = field(default_factory=dict)
@@ -145,10 +154,13 @@ class TokenRace:
     @property
     def limit(self) -> float:
         """Tokens; infinity while fewer problems than win have finished."""
-        if self.first:
-            return 0 if all(at in self._finishes for at in range(self.keep_problems)) else math.inf
-        finishes = sorted(self._finishes.values())
-        return finishes[self.keep_problems - 1] if len(finishes) >= self.keep_problems else math.inf
+        if any(at not in self._finishes for at in range(self.must)):
+            return math.inf
+        others = sorted(tokens for at, tokens in self._finishes.items() if at >= self.must)
+        places = self.keep_problems - self.must
+        if not places:
+            return 0
+        return others[places - 1] if len(others) >= places else math.inf
 
     @property
     def finishes(self) -> dict[int, int]:
@@ -177,8 +189,7 @@ class TokenRace:
         limit, found = self.limit, []
         for key, tokens in unfinished.items():
             # it ends at more than ``tokens``
-            own = math.inf if self.first else self._finishes.get(key[0], math.inf)
-            if tokens >= min(limit, own):
+            if tokens >= min(limit, self._finishes.get(key[0], math.inf)):
                 found += self._abort(key)
         out = {problem for problem in {at for at, _ in unfinished} if self._is_out(problem, limit)}
         for key in unfinished:
@@ -214,10 +225,9 @@ def select(asked: TailRound, lengths: Mapping[Key, int]) -> list[Key]:
     for (problem, sample), tokens in lengths.items():
         finished.setdefault(problem, []).append((tokens, sample))
     best = {at: sorted(rows)[: asked.keep_samples] for at, rows in finished.items() if len(rows) >= asked.keep_samples}
-    if asked.first:
-        winners = [at for at in range(asked.keep_problems) if at in best]
-    else:
-        winners = sorted(best, key=lambda at: (best[at][-1][0], at))[: asked.keep_problems]
+    winners = sorted(best, key=lambda at: (at >= asked.must, best[at][-1][0], at))[: asked.keep_problems]
+    if any(at not in best for at in range(asked.must)):
+        winners = []
     if len(winners) < asked.keep_problems:
         raise ValueError(f"{len(winners)} problems have {asked.keep_samples} responses; needed: {asked.keep_problems}")
     return sorted((at, sample) for at in winners for _, sample in best[at])

@@ -105,7 +105,7 @@ class RacingRollout:
     def __init__(self, asked: TailRound, engine: RolloutEngine, keys: Mapping[str, Key]) -> None:
         self._asked, self._engine, self._keys = asked, engine, keys
         self._names = {key: name for name, key in keys.items()}
-        self._race = TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.first)
+        self._race = TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.must)
         self._group = engine.tensor_parallel_group
         self._leads = self._group is None or dist.get_rank(self._group) == 0
         self._board = FinishBoard()
@@ -210,6 +210,10 @@ class Continued:
     def __init__(self, carried: CarriedResponses, owns: Callable[[int], bool], version: Callable[[], int]) -> None:
         self._carried, self._owns, self._version = carried, owns, version
 
+    def due(self) -> set[int]:
+        """Problems that no later step can continue; the same on all ranks."""
+        return self._carried.due(self._version())
+
     def take(self, asked: TailRound) -> dict[Key, Carried]:
         """What this rank's engine continues, by position and sample; a collective."""
         positions = {problem: at for at, problem in enumerate(asked.problems)}
@@ -284,7 +288,7 @@ def _collect_round(
     collect: Collect,
     continued: Continued | None,
 ) -> CollectedRound:
-    asked = scheduler.round(state)
+    asked = scheduler.round(state, continued.due() if continued is not None else ())
     problems = [problem(index) for index in asked.problems]
     races: list[RacingRollout] = []
 

@@ -17,9 +17,9 @@ from megatron_tlt.trainer.tail import AheadScheduler, Key, TailRound, TailSchedu
 def rounds(draw: st.DrawFn) -> TailRound:
     keep_problems, keep_samples = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     problems = tuple(range(keep_problems + draw(st.integers(0, 3))))
-    first = draw(st.booleans())
+    must = draw(st.integers(0, keep_problems))
     return TailRound(
-        problems, keep_samples + (0 if first else draw(st.integers(0, 3))), keep_problems, keep_samples, first
+        problems, keep_samples + (0 if must else draw(st.integers(0, 3))), keep_problems, keep_samples, must
     )
 
 
@@ -36,7 +36,7 @@ def test_races_that_know_little_of_each_other_keep_what_full_responses_would(dat
         zip(keys, data.draw(st.lists(st.integers(1, 9), min_size=len(keys), max_size=len(keys))), strict=True)
     )
     engines = data.draw(st.integers(1, 3))
-    races = [TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.first) for _ in range(engines)]
+    races = [TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.must) for _ in range(engines)]
     unfinished = [{key: 0 for key in keys if key[0] % engines == engine} for engine in range(engines)]
     finished: dict[Key, int] = {}
     aborted: dict[Key, int] = {}
@@ -117,7 +117,7 @@ def test_a_round_of_deferred_problems_is_not_taken_for_new_ones() -> None:
 def test_partial_steps_ask_first_for_what_was_left() -> None:
     scheduler = AheadScheduler(ScheduleConfig(kind="partial", eta_prompts=1.5), prompts=4, group=2)
     state, used, asked = TailState(), [], scheduler.round(TailState())
-    assert (asked.problems, asked.samples, asked.first) == ((0, 1, 2, 3, 4, 5), 2, False)
+    assert (asked.problems, asked.samples, asked.must) == ((0, 1, 2, 3, 4, 5), 2, 0)
     for kept in ([0, 2, 3, 5], [0, 1, 2, 3], [2, 3, 4, 5]):
         asked = scheduler.round(state)
         used += [asked.problems[at] for at in kept]
@@ -131,7 +131,7 @@ def test_one_step_off_trains_on_what_the_step_before_began() -> None:
     state = TailState()
     for step in range(4):
         asked = scheduler.round(state)
-        assert asked.problems == tuple(range(3 * step, 3 * step + 6)) and asked.first
+        assert asked.problems == tuple(range(3 * step, 3 * step + 6)) and asked.must == 3
         lengths = {(at, sample): 9 - at for at in range(6) for sample in range(2)}
         kept = select(asked, lengths)
         assert {at for at, _ in kept} == {0, 1, 2}, "however short the others are"
@@ -140,9 +140,28 @@ def test_one_step_off_trains_on_what_the_step_before_began() -> None:
 
 
 def test_one_step_off_ends_everything_once_its_problems_have_ended() -> None:
-    race = TokenRace(samples=1, keep_problems=2, keep_samples=1, first=True)
+    race = TokenRace(samples=1, keep_problems=2, keep_samples=1, must=2)
     assert not race.finished((2, 0), 1) or race.lost({(0, 0): 5, (1, 0): 5, (3, 0): 5}) == []
     race.finished((0, 0), 7)
     assert race.lost({(1, 0): 7, (3, 0): 7}) == []
     race.learn({1: 20})
     assert race.lost({(3, 0): 8}) == [(3, 0)]
+
+
+def test_what_would_get_too_old_comes_first_and_wins() -> None:
+    scheduler = AheadScheduler(ScheduleConfig(kind="partial", eta_prompts=1.5), prompts=4, group=1)
+    state = TailState(next_problem=9, deferred=(3, 5, 7))
+    asked = scheduler.round(state, due={5, 7})
+    assert asked.problems == (5, 7, 3, 9, 10, 11) and asked.must == 2
+    lengths = {(0, 0): 90, (1, 0): 80, (2, 0): 7, (3, 0): 6, (4, 0): 5, (5, 0): 4}
+    assert [at for at, _ in select(asked, lengths)] == [0, 1, 4, 5], "however long they take"
+    assert scheduler.after(state, asked, [0, 1, 4, 5]) == TailState(12, (3, 9))
+    with pytest.raises(ValueError, match="0 problems have 1 responses; needed: 4"):
+        select(asked, {key: tokens for key, tokens in lengths.items() if key != (1, 0)})
+    race = TokenRace(samples=1, keep_problems=4, keep_samples=1, must=2)
+    for at in (2, 3, 4, 5):
+        race.finished((at, 0), lengths[at, 0])
+    race.finished((1, 0), 80)
+    assert race.lost({(0, 0): 85}) == [] and math.isinf(race.limit), "what must win is waited for"
+    race.finished((0, 0), 90)
+    assert race.limit == 5
