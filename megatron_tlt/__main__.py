@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -11,8 +12,9 @@ from megatron_tlt import __version__
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    print("error: interrupted", file=sys.stderr)
-    sys.exit(128 + signum)
+    """Ends the process at once: an exception raised inside a callback of the garbage collector would be dropped."""
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + signum)
 
 
 def main() -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
+from megatron_tlt.cli.interrupts import interrupts
 from megatron_tlt.cli.runs import check_run_folder
 
 
@@ -24,20 +24,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_tlt.observe.report import write_report
-    from megatron_tlt.observe.report_data import METRICS_FILE
+    if arguments.watch is None:
+        print(_written(arguments.run_dir, None))
+        return 0
+    with interrupts() as wait:
+        print(_written(arguments.run_dir, arguments.watch), flush=True)
+        from megatron_tlt.observe.report_data import METRICS_FILE
 
-    folder: Path = arguments.run_dir
-    check_run_folder(folder)
-    print(f"report.html: {write_report(folder, arguments.watch)}")
-    metrics, seen = folder / METRICS_FILE, None
-    while arguments.watch is not None:
-        now = metrics.stat().st_mtime_ns if metrics.is_file() else None
-        if now != seen:
-            write_report(folder, arguments.watch)
-            seen = now
-        time.sleep(arguments.watch)
+        metrics, seen = arguments.run_dir / METRICS_FILE, None
+        while not wait(arguments.watch):
+            now = metrics.stat().st_mtime_ns if metrics.is_file() else None
+            if now != seen:
+                _written(arguments.run_dir, arguments.watch)
+                seen = now
     return 0
+
+
+def _written(folder: Path, every: int | None) -> str:
+    from megatron_tlt.observe.report import write_report
+
+    check_run_folder(folder)
+    return f"report.html: {write_report(folder, every)}"
 
 
 def _seconds(text: str) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import time
 from pathlib import Path
 
+from megatron_tlt.cli.interrupts import interrupts
 from megatron_tlt.cli.runs import check_run_folder
 
 
@@ -19,18 +18,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.live import Live
+    with interrupts() as wait:
+        from rich.console import Console
+        from rich.live import Live
 
-    from megatron_tlt.observe.watch import RunPage
+        from megatron_tlt.observe.watch import RunPage
 
-    check_run_folder(arguments.run_dir)
-    page, console = RunPage(arguments.run_dir), Console()
-    if arguments.once:
-        console.print(page.render())
-        return 0
-    with contextlib.suppress(KeyboardInterrupt), Live(page.render(), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(arguments.every)
-            live.update(page.render(), refresh=True)
+        check_run_folder(arguments.run_dir)
+        page, console = RunPage(arguments.run_dir), Console()
+        if arguments.once:
+            console.print(page.render())
+            return 0
+        with Live(page.render(), console=console, auto_refresh=False) as live:
+            while not wait(arguments.every):
+                live.update(page.render(), refresh=True)
     return 0

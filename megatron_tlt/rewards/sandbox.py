@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import select
 import shutil
 import subprocess
 import sys
@@ -55,16 +57,23 @@ def run_sandboxed(program: str, stdin: str = "", limits: SandboxLimits | None = 
         source, given, printed = Path(folder, "program.py"), Path(folder, "stdin"), Path(folder, "stdout")
         source.write_text(program, encoding="utf-8", errors="replace")
         given.write_text(stdin, encoding="utf-8", errors="replace")
-        with given.open("rb") as input_file, printed.open("wb") as output:
-            process = subprocess.Popen(
-                [*_command(source, limits)],
-                stdin=input_file,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"},
-                start_new_session=True,
-            )
+        reading, writing = os.pipe()
+        with given.open("rb") as input_file, printed.open("wb") as output, open(reading, "rb") as info:
             try:
+                process = subprocess.Popen(
+                    _command(source, limits, writing),
+                    stdin=input_file,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8"},
+                    start_new_session=True,
+                    pass_fds=(writing,),
+                )
+            finally:
+                os.close(writing)
+            first = None
+            try:
+                first = _first_process(info.read())
                 status = process.wait(limits.seconds)
                 end: Literal["exit", "signal", "timeout"] = "exit" if status >= 0 else "signal"
             except subprocess.TimeoutExpired:
@@ -72,9 +81,27 @@ def run_sandboxed(program: str, stdin: str = "", limits: SandboxLimits | None = 
             finally:
                 process.kill()  # bubblewrap's children die with it, as their namespace's first process does
                 process.wait()
+                _wait_for_the_end(first)
         with printed.open("rb") as output_file:
             text = output_file.read(_OUTPUT_BYTES).decode("utf-8", "replace")
     return SandboxResult(end, status, text)
+
+
+def _first_process(info: bytes) -> int | None:
+    """A file descriptor of the first process of the program's namespace; None if it has ended or never began."""
+    try:
+        return os.pidfd_open(json.loads(info)["child-pid"])
+    except (ValueError, ProcessLookupError):
+        return None
+
+
+def _wait_for_the_end(first: int | None) -> None:
+    """Waits until a namespace's first process is gone, which the kernel lets go last, after all the others."""
+    if first is not None:
+        ended = select.poll()
+        ended.register(first, select.POLLIN)
+        ended.poll()
+        os.close(first)
 
 
 @cache
@@ -96,7 +123,7 @@ def sandbox_problem() -> str | None:
     return f"bubblewrap cannot start a program here ({reason}); user namespaces must be permitted"
 
 
-def _command(source: Path, limits: SandboxLimits) -> list[str]:
+def _command(source: Path, limits: SandboxLimits, info: int | None = None) -> list[str]:
     python = f"{_PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     places = [*((folder, folder) for folder in _SYSTEM), (sys.base_prefix, _PYTHON)]
     bound = [part for folder, place in places for part in ("--ro-bind-try", folder, place)]
@@ -112,6 +139,7 @@ def _command(source: Path, limits: SandboxLimits) -> list[str]:
         *users,
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--die-with-parent", "--new-session", "--clearenv"),
+        *(() if info is None else ("--info-fd", str(info))),
         *bound,
         *("--proc", "/proc", "--dev", "/dev"),
         *(

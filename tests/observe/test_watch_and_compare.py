@@ -72,7 +72,7 @@ def test_the_commands_end_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([command[0], str(tmp_path / "none"), *command[1:]]) == 1
         assert "no such folder" in capsys.readouterr().err
     assert main(["compare", str(run)]) == 2 and "found 1; allowed: 2 to" in capsys.readouterr().err
-    entry = [sys.executable, "-c", "import sys; from megatron_tlt.cli import main; sys.exit(main())"]
+    entry = [sys.executable, "-m", "megatron_tlt"]
     for arguments in (["watch", str(run), "--every", "0.2"], ["report", str(run), "--watch", "1"]):
         process = subprocess.Popen(
             [*entry, *arguments],
