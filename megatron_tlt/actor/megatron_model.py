@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,15 @@ class MegatronModel:
     weights: WeightMap
     chunks: list[GPTModel]
     ddp_chunks: list[DistributedDataParallel]
+
+    @contextmanager
+    def unfinished_gradients(self) -> Iterator[None]:
+        """Backward passes inside sum gradients on this rank, and finish nothing: no reduction, no division."""
+        finish, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, None
+        try:
+            yield
+        finally:
+            self.config.finalize_model_grads_func = finish
 
     @property
     def attention_share(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_tlt.actor.megatron_model import MegatronModel
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.platform.offload import StorageOffload
+
+
+def gradient_buffers(ddp_chunks: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The flat tensors in which Megatron accumulates gradients; none for a frozen model."""
+    for chunk in ddp_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
 
 class PhaseOffload:
@@ -30,7 +37,7 @@ class PhaseOffload:
         if not self._enabled:
             return 0
         # Gradients are zeroed before the next accumulation, so their values need not be kept.
-        freed = self._storages.offload(self._gradients(), keep=False)
+        freed = self._storages.offload(gradient_buffers(self._model.ddp_chunks), keep=False)
         freed += self._storages.offload(self._kept())
         current_device().empty_cache()
         return freed
@@ -38,11 +45,6 @@ class PhaseOffload:
     def reload(self) -> None:
         """Restores all tensors; does nothing if they are not offloaded."""
         self._storages.reload()
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        for chunk in self._model.ddp_chunks:
-            if isinstance(chunk, DistributedDataParallel):
-                yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
 
     def _kept(self) -> Iterator[torch.Tensor]:
         for chunk in self._model.chunks:

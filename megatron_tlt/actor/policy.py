@@ -14,13 +14,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, form_micro_batches, plan_shares
 from megatron_tlt.actor.context import gather_context
+from megatron_tlt.actor.gradient_part import GradientPart
 from megatron_tlt.actor.hidden_states import StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
 from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, export_merged
 from megatron_tlt.actor.megatron_model import build_model
-from megatron_tlt.actor.megatron_offload import PhaseOffload
+from megatron_tlt.actor.megatron_offload import PhaseOffload, gradient_buffers
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
 from megatron_tlt.actor.megatron_routing import RouterReplays
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
@@ -29,14 +30,11 @@ from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 from megatron_tlt.reshard.views import ViewCache
 
 AfterForward = Callable[..., Any]
-RESERVED_METRICS = ("tokens", "grad_norm", "lr", "router_agreement")
-"""Metric names that an update reports itself; a loss must not use them."""
 
 
 def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
@@ -91,6 +89,7 @@ class Policy:
                 min_lr_fraction=min_lr_fraction,
             )
         self._routing = RouterReplays(self.model.chunks, self.model.config)
+        self._part: GradientPart | None = None  # what the next update's gradient has already
         self.agreement: float | None = None
         """Of the last pass: the share of (token, layer) whose experts the routers would have chosen too."""
         self.memory = PhaseOffload(self.model, self.optimizer)
@@ -125,8 +124,10 @@ class Policy:
             context_parallel_size=config.context_parallel_size,
         )
 
-    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, as indices into ``lengths``."""
+    def _groups(self, lengths: Sequence[int], alone: bool = False) -> list[list[int]]:
+        """This data-parallel rank's micro-batches, as indices into ``lengths``; with ``alone`` it takes all samples."""
+        if alone:
+            return plan_shares(lengths, self._batch_shape, 1)[0]
         shares = plan_shares(lengths, self._batch_shape, parallel_state.get_data_parallel_world_size())
         return shares[parallel_state.get_data_parallel_rank()]
 
@@ -140,9 +141,9 @@ class Policy:
         """
         return sorted(i for group in self._groups(lengths) for i in group)
 
-    def micro_batches(self, batch: RolloutBatch) -> MicroBatches:
-        """The micro-batches of this data-parallel rank; ``batch`` must hold at least :meth:`share`."""
-        return form_micro_batches(batch, self._groups(batch.lengths), self._batch_shape, self._device)
+    def micro_batches(self, batch: RolloutBatch, alone: bool = False) -> MicroBatches:
+        """This data-parallel rank's micro-batches; ``batch`` must hold :meth:`share` or, ``alone``, all samples."""
+        return form_micro_batches(batch, self._groups(batch.lengths, alone), self._batch_shape, self._device)
 
     def _scores(
         self, logits_RTV: torch.Tensor, batch: MicroBatch, temperature: float
@@ -204,9 +205,12 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
-    def log_probs(self, batch: RolloutBatch, temperature: float = 1.0) -> PolicyScores:
-        """Scores every response token of this rank's :meth:`share` of ``batch``; a collective over the world."""
-        return self._score(batch, self.micro_batches(batch), temperature)
+    def log_probs(self, batch: RolloutBatch, temperature: float = 1.0, *, alone: bool = False) -> PolicyScores:
+        """Scores every response token of this rank's :meth:`share` of ``batch``; a collective over the world.
+
+        With ``alone`` the ranks of one data-parallel rank score all samples, and no other rank takes part.
+        """
+        return self._score(batch, self.micro_batches(batch, alone), temperature)
 
     @torch.no_grad()
     def log_probs_and_states(
@@ -216,6 +220,7 @@ class Policy:
         *,
         aux_layers: Sequence[int],
         dtype: torch.dtype = torch.bfloat16,
+        alone: bool = False,
     ) -> tuple[PolicyScores, dict[int, torch.Tensor]]:
         """The result of :meth:`log_probs`, bit for bit, and the hidden states of the same pass for drafter training.
 
@@ -225,6 +230,7 @@ class Policy:
             aux_layers: layers i whose input is recorded, before any norm: transformers' ``hidden_states[i]`` for i
                 below the number of layers, the stream before the final norm for i equal to it. EAGLE has none.
             dtype: of the states.
+            alone: as in :meth:`log_probs`.
 
         Returns:
             The scores of the share, and the states of some of its samples, by index, on the host. A sample of T tokens
@@ -236,7 +242,7 @@ class Policy:
         Raises:
             ConfigError: the model has no such layer.
         """
-        batches = self.micro_batches(batch)
+        batches = self.micro_batches(batch, alone)
         with record_hidden_states(self.model, aux_layers, dtype) as aux_states:
             scores = self._score(batch, batches, temperature)
         exchange = StateExchange(
@@ -271,23 +277,62 @@ class Policy:
         sequence = self._batch_shape.sequence_parallel_size
         return batch.tokens_RT.numel() // (sequence * parallel_state.get_context_parallel_world_size())
 
-    def _loss_scale(self, batches: MicroBatches, loss: Loss) -> torch.Tensor:
-        """The factor for the sum of the loss; Megatron divides the whole gradient by the tokens in the layers.
+    def accumulate(self, samples: RolloutBatch, loss: Loss, temperature: float = 1.0) -> None:
+        """Adds the gradient of ``samples`` to that of the next :meth:`update`, which trains on others.
 
-        A router adds the gradient of its auxiliary losses, which are means over a micro-batch, times this rank's
-        tokens. Divided by all tokens, the result is a mean over tokens for every layout and number of micro-batches,
-        and does not depend on the denominator of the loss.
+        The ranks of one data-parallel rank call it together, with the samples that they hold all; no other rank takes
+        part. Until that update no memory of the policy may be offloaded.
         """
+        batches = self.micro_batches(samples, alone=True)
+        if self._part is None:
+            self._zero_gradients()
+            self._part = GradientPart(self._device)
+        part = self._part
+        part.add(self._sizes(batches, loss))
+        with self.model.unfinished_gradients():
+            self.run_schedule(batches, self._loss_of(loss, temperature, part), forward_only=False)
+
+    def _sizes(self, batches: MicroBatches, loss: Loss) -> torch.Tensor:
+        """Tokens in this rank's layers, and the denominator of the loss; (2) float64."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         for batch in batches:
             totals[0] += self._held_tokens(batch)
             totals[1] += loss.denominator(batch.loss_inputs)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-        tokens, denominator = totals
-        return (tokens / denominator.clamp(min=1)).float()
+        return totals
+
+    def _loss_of(
+        self, loss: Loss, temperature: float, part: GradientPart, scale: torch.Tensor | float = 1.0, earlier: int = 0
+    ) -> AfterForward:
+        """The loss of a micro-batch, times ``scale``, for Megatron's schedule; its metrics are added to ``part``.
+
+        ``earlier``: tokens in the layers that were accumulated before, which the first micro-batch counts with its own.
+        """
+        # Context-parallel ranks compute the same loss on the same samples, so only one of them counts.
+        counts = parallel_state.get_context_parallel_rank() == 0
+        uncounted = [earlier]
+
+        def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            log_probs, entropy = self._scores(logits, batch, temperature)
+            total, metrics = loss(log_probs, entropy, batch.loss_inputs)
+            part.add_metrics(batch.loss_inputs.mask_BT.sum(), metrics)
+            more = uncounted.pop() if uncounted else 0
+            tokens = torch.tensor(self._held_tokens(batch) + more, dtype=torch.int, device=self._device)
+            return total * scale, tokens * counts, {}
+
+        return compute
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.model.ddp_chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def update(self, samples: RolloutBatch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
-        """One optimizer step on all ``samples``, of which every rank holds its :meth:`share`.
+        """One optimizer step on all ``samples``, of which every rank holds its :meth:`share`, and accumulated ones.
+
+        Megatron divides the whole gradient by the tokens in the layers; the loss is multiplied by them and divided by
+        its denominator. A router adds the gradient of its auxiliary losses, which are means over a micro-batch, times
+        this rank's tokens. Divided by all tokens, the result is a mean over tokens for every layout and number of
+        micro-batches, and does not depend on the denominator of the loss.
 
         Returns:
             Means over response tokens of the loss's metrics; the number of ``tokens``; ``grad_norm`` before clipping;
@@ -297,54 +342,28 @@ class Policy:
             RunError: the gradient is not finite, or a metric is not a number; the policy must not be used any more.
         """
         batches = self.micro_batches(samples)
-        sums = {"tokens": torch.zeros((), dtype=torch.float64, device=self._device)}
-        context_rank = parallel_state.get_context_parallel_rank()
-        scale = self._loss_scale(batches, loss)
-
-        def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            log_probs, entropy = self._scores(logits, batch, temperature)
-            total, metrics = loss(log_probs, entropy, batch.loss_inputs)
-            sums["tokens"] += batch.loss_inputs.mask_BT.sum().double()
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + self._metric(name, value)
-            # Context-parallel ranks compute the same loss on the same samples, so only one of them counts.
-            tokens = torch.tensor(self._held_tokens(batch), dtype=torch.int, device=self._device)
-            return total * scale, tokens * (context_rank == 0), {}
-
-        for chunk in self.model.ddp_chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.run_schedule(batches, compute, forward_only=False)
+        part, self._part = self._part or GradientPart(self._device), None
+        earlier = int(part.sizes[0])
+        part.add(self._sizes(batches, loss))
+        totals = part.sizes.clone()
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        tokens, denominator = totals
+        scale = (tokens / denominator.clamp(min=1)).float()
+        if earlier:
+            for gradients in gradient_buffers(self.model.ddp_chunks):
+                gradients *= scale
+        else:
+            self._zero_gradients()
+        self.run_schedule(batches, self._loss_of(loss, temperature, part, scale, earlier), forward_only=False)
         self.agreement = self._routing.end()
         lr = self.optimizer.param_groups[0]["lr"]
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
             raise RunError(f"gradient norm {grad_norm}; it must be finite; the last checkpoint is unaffected")
         self.scheduler.step(1)
-        counts = not (parallel_state.get_tensor_model_parallel_rank() or context_rank)
-        named = self._sums_of_all_ranks(sums if counts else {})
-        tokens = named.pop("tokens")
-        means = {name: value / max(tokens, 1.0) for name, value in named.items()}
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
         routing = {} if self.agreement is None else {"router_agreement": self.agreement}
-        return {**means, **routing, "tokens": tokens, "grad_norm": float(grad_norm), "lr": float(lr)}
-
-    def _metric(self, name: str, value: Any) -> torch.Tensor:
-        """A metric that the loss returned for a micro-batch, checked and converted to float64."""
-        found = torch.as_tensor(value).detach()
-        if found.numel() != 1 or name in RESERVED_METRICS:
-            raise RunError(
-                f"metric {name!r} of the loss: found shape {tuple(found.shape)}; allowed: one number, a sum over "
-                f"response tokens, under another name than {', '.join(RESERVED_METRICS)}"
-            )
-        return found.reshape(()).to(self._device, torch.float64)
-
-    def _sums_of_all_ranks(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Sums each metric over all ranks; the names are collected first, as not every rank computes the loss."""
-        names = list(dict.fromkeys(name for found in all_gather_data(list(sums), list[str]) for name in found))
-        absent = torch.zeros((), dtype=torch.float64, device=self._device)
-        values = torch.stack([sums.get(name, absent) for name in names])
-        dist.all_reduce(values)
-        return dict(zip(names, values.tolist(), strict=True))
+        return part.means_of_all_ranks(counts=first) | routing | {"grad_norm": float(grad_norm), "lr": float(lr)}
 
     def held_spans(self) -> list[tuple[Span, torch.Tensor]]:
         """This rank's spans of every Hugging Face tensor, with views of the data; a collective. Without adapters."""

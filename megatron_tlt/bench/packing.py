@@ -65,7 +65,7 @@ def plan_in_order(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 class _InOrder(Policy):
     """Forms micro-batches in the order of the samples, in one process."""
 
-    def micro_batches(self, batch: RolloutBatch) -> MicroBatches:
+    def micro_batches(self, batch: RolloutBatch, alone: bool = False) -> MicroBatches:
         shape = self._batch_shape
         return form_micro_batches(batch, plan_in_order(batch.lengths, shape.max_tokens), shape, self._device)
 

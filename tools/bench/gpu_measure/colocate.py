@@ -189,6 +189,7 @@ def _offload(job: Job, memory: Any) -> None:
     """GB/s of what is moved; beside it plain copies between pinned memory and the device."""
     import torch
 
+    from megatron_tlt.actor.megatron_offload import gradient_buffers
     from tools.bench.gpu_measure.smoke import device_memory
 
     size = 1 << (22 if job.settings.small else 30)
@@ -196,7 +197,8 @@ def _offload(job: Job, memory: Any) -> None:
     host = torch.empty(size, dtype=torch.uint8, pin_memory=job.settings.on_gpu)
     to_host, to_device = (size / min(timed(partial(b.copy_, a), 5)) / 1e9 for a, b in ((here, host), (host, here)))
     del here, host
-    dropped = sum(tensor.nbytes for tensor in memory._gradients())  # not copied: they are zeroed before their next use
+    # not copied: they are zeroed before their next use
+    dropped = sum(tensor.nbytes for tensor in gradient_buffers(memory._model.ddp_chunks))
     for turn in range(job.given["repeats"] + 1):  # the first one allocates pinned memory
         freed: list[int] = []
         offload_s = _once(lambda found=freed: found.append(memory.offload()))
