@@ -112,6 +112,11 @@ class Policy:
         }
 
     @property
+    def replica(self) -> int:
+        """The data-parallel rank of this rank, which all ranks of one copy of the weights share."""
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
     def _batch_shape(self) -> BatchShape:
         config = self.model.config
         return BatchShape(
@@ -126,10 +131,8 @@ class Policy:
 
     def _groups(self, lengths: Sequence[int], alone: bool = False) -> list[list[int]]:
         """This data-parallel rank's micro-batches, as indices into ``lengths``; with ``alone`` it takes all samples."""
-        if alone:
-            return plan_shares(lengths, self._batch_shape, 1)[0]
-        shares = plan_shares(lengths, self._batch_shape, parallel_state.get_data_parallel_world_size())
-        return shares[parallel_state.get_data_parallel_rank()]
+        ranks = 1 if alone else parallel_state.get_data_parallel_world_size()
+        return plan_shares(lengths, self._batch_shape, ranks)[0 if alone else self.replica]
 
     def share(self, lengths: Sequence[int]) -> list[int]:
         """The samples of a batch that this rank computes on, ascending; equal on all ranks of a data-parallel rank.
@@ -362,8 +365,8 @@ class Policy:
             raise RunError(f"gradient norm {grad_norm}; it must be finite; the last checkpoint is unaffected")
         self.scheduler.step(1)
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        routing = {} if self.agreement is None else {"router_agreement": self.agreement}
-        return part.means_of_all_ranks(counts=first) | routing | {"grad_norm": float(grad_norm), "lr": float(lr)}
+        found = part.means_of_all_ranks(counts=first) | {"grad_norm": float(grad_norm), "lr": float(lr)}
+        return found if self.agreement is None else {**found, "router_agreement": self.agreement}
 
     def held_spans(self) -> list[tuple[Span, torch.Tensor]]:
         """This rank's spans of every Hugging Face tensor, with views of the data; a collective. Without adapters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.algorithms.registry import build_loss
@@ -17,6 +18,9 @@ class Algorithm(ABC):
 
     The constructor of a subclass may take further arguments after ``config``, from ``algorithm.arguments``.
     """
+
+    per_problem: ClassVar[bool] = False
+    """Whether the advantages of a problem's responses depend on these alone; ``stream`` needs it."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

@@ -15,5 +15,7 @@ class Distillation(Algorithm):
     alone; Schulman, "Approximating KL divergence", for k2). Rewards are still measured.
     """
 
+    per_problem = True
+
     def advantages(self, rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
         return [0.0] * len(rewards)

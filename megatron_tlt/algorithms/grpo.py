@@ -15,5 +15,7 @@ class Grpo(Algorithm):
     for every token of the response. GSPO, CISPO and Dr. GRPO have this credit, too, with other values of the config.
     """
 
+    per_problem = True
+
     def advantages(self, rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
         return group_relative_advantages(rewards, self.config.group_size, self.config.normalize_by_std)

@@ -27,6 +27,8 @@ ALGORITHMS = {
     "reinforce++_baseline": "megatron_tlt.algorithms.reinforce.ReinforcePlusPlusBaseline",
 }
 """``algorithm.name`` -> import path of the class; ``config.algorithm.RECIPES`` has what else a name sets."""
+WHOLE_BATCH = frozenset({"reinforce++", "reinforce++_baseline"})
+"""Those of ``ALGORITHMS`` that are not ``per_problem``; known without their libraries."""
 LOSSES = {
     "clipped": "megatron_tlt.algorithms.clipped.ClippedPolicyLoss",
     "gspo": "megatron_tlt.algorithms.gspo.GspoLoss",
@@ -66,6 +68,16 @@ def build_loss(config: AlgorithmConfig) -> Loss:
     except Exception as error:  # a user's constructor may raise anything
         raise ConfigError(f"{_LOSS_KEY}: found {config.loss!r}; it refuses the section: {one_line(error)}") from error
     return loss
+
+
+def is_per_problem(config: AlgorithmConfig) -> bool | None:
+    """Whether advantages depend on a problem's responses alone; None if ``algorithm_problems`` has the class's."""
+    if config.name in ALGORITHMS:
+        return config.name not in WHOLE_BATCH
+    try:
+        return _algorithm_class(config.name).per_problem
+    except ConfigError:
+        return None
 
 
 def algorithm_problems(config: AlgorithmConfig) -> list[str]:

@@ -11,6 +11,8 @@ from megatron_tlt.algorithms.algorithm import Algorithm
 class Reinforce(Algorithm):
     """The reward itself (Williams 1992)."""
 
+    per_problem = True
+
     def advantages(self, rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
         return rewards
 

@@ -11,5 +11,7 @@ from megatron_tlt.algorithms.algorithm import Algorithm
 class Rloo(Algorithm):
     """REINFORCE leave-one-out (2402.14740, section 2.2): G / (G - 1) times the reward minus the group's mean."""
 
+    per_problem = True
+
     def advantages(self, rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
         return leave_one_out_advantages(rewards, self.config.group_size)

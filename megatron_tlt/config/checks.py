@@ -26,6 +26,7 @@ from megatron_tlt.config.runner_checks import runner_violations
 from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.stream import stream_violations
 from megatron_tlt.config.tail import tail_violations
 from megatron_tlt.errors import ConfigError
 
@@ -379,6 +380,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         algorithm_violations,
         tail_violations,
         schedule_violations,
+        stream_violations,
         _router,
         _optimizer,
         _adam_only,

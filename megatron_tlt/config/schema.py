@@ -21,6 +21,7 @@ from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.config.task import CurriculumConfig, TaskConfig
 
@@ -368,6 +369,7 @@ class TltConfig(Section):
     spot: SpotConfig | None = None
     tail: TailConfig | None = None
     schedule: ScheduleConfig | None = None
+    stream: StreamConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -6,7 +6,7 @@ Shapes as in ``data/rollout_batch.py``; W ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,22 @@ from megatron_tlt.platform.device import current_device, rank, world_size
 
 Sends = list[list[list[int]]]
 """``sends[source][destination]``: samples in ascending order."""
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that exchange, this one among them, and the device of what they send."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    own: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> _Ranks:
+        if group is None:
+            return cls(None, world_size(), rank(), current_device().torch_device)
+        return cls(group, dist.get_world_size(group), dist.get_rank(group), torch.device("cpu"))
 
 
 def plan_sends(held_WN: torch.Tensor, wanted_WN: torch.Tensor) -> Sends:
@@ -37,12 +53,17 @@ def plan_sends(held_WN: torch.Tensor, wanted_WN: torch.Tensor) -> Sends:
     return sends
 
 
-def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence[str] | None = None) -> RolloutBatch:
+def redistribute(
+    batch: RolloutBatch,
+    wanted: Collection[int],
+    columns: Sequence[str] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> RolloutBatch:
     """The batch holding the samples ``wanted``; every rank calls this with its own. What it holds does not travel.
 
     The batch has the same samples on every rank, and on one rank at least the tokens of each wanted one. ``columns``
     are those per response token that are still needed; None: all that there are. ``routes_SF`` is on all ranks or on
-    none.
+    none. The ranks are those of ``group``, of gloo; None is the world.
 
     Raises:
         RunError: on every rank: no rank holds a wanted sample, or holders of samples differ in their columns.
@@ -50,22 +71,23 @@ def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence
     names = [name for name in batch.columns if columns is None or name in columns]
     dropped = {name: None for name in batch.columns if name not in names}
     batch = batch.with_columns(**dropped) if dropped else batch
-    if world_size() == 1:
+    ranks = _Ranks.of(group)
+    if ranks.size == 1:
         return batch.holding(wanted)
-    held_WN, wanted_WN, names = _requests(batch, wanted, names)
+    held_WN, wanted_WN, names = _requests(batch, wanted, names, ranks)
     batch = batch if batch.held else _with_empty(batch, names)
     sends = plan_sends(held_WN, wanted_WN)
-    kept = [i for i in batch.held if wanted_WN[rank(), i]]
+    kept = [i for i in batch.held if wanted_WN[ranks.own, i]]
     if not any(samples for row in sends for samples in row):
         return batch.holding(kept)
-    outgoing, incoming = sends[rank()], [row[rank()] for row in sends]
+    outgoing, incoming = sends[ranks.own], [row[ranks.own] for row in sends]
     arriving = [i for samples in incoming for i in samples]
     held = sorted((*kept, *arriving))
     moved: dict[str, torch.Tensor] = {}
     routes = [] if batch.routes_SF is None else [ROUTES]
     for name in (TOKENS, *routes, *names):  # one after another, so that only one column is in buffers
         length = batch.lengths.__getitem__ if name in (TOKENS, ROUTES) else batch.response_length
-        found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming])
+        found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming], ranks)
         parts = dict(zip(arriving, found.split([length(i) for i in arriving]), strict=True))
         parts |= {i: _entries(batch, name, i) for i in kept}
         moved[name] = torch.cat([found[:0], *(parts[i] for i in held)])
@@ -73,7 +95,7 @@ def redistribute(batch: RolloutBatch, wanted: Collection[int], columns: Sequence
 
 
 def _requests(
-    batch: RolloutBatch, wanted: Collection[int], names: Sequence[str]
+    batch: RolloutBatch, wanted: Collection[int], names: Sequence[str], ranks: _Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """What every rank holds and wants, (W, N) each, and the columns that the holders have."""
     count = batch.num_samples
@@ -81,9 +103,9 @@ def _requests(
     mine[list(batch.held)] = 1
     mine[[count + i for i in wanted]] = 1
     mine[2 * count :] = torch.tensor([name in names for name in RESPONSE_COLUMNS])
-    mine = mine.to(current_device().torch_device)
-    gathered = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(gathered, mine)
+    mine = mine.to(ranks.device)
+    gathered = [torch.empty_like(mine) for _ in range(ranks.size)]
+    dist.all_gather(gathered, mine, group=ranks.group)
     all_ranks = torch.stack(gathered).cpu().bool()
     held_WN, wanted_WN, has_WC = all_ranks.split([count, count, len(RESPONSE_COLUMNS)], dim=1)
     holders = held_WN.any(dim=1)
@@ -109,7 +131,7 @@ def _entries(batch: RolloutBatch, name: str, sample: int) -> torch.Tensor:
 
 
 def _exchange(
-    batch: RolloutBatch, name: str, outgoing: Sequence[Sequence[int]], receives: Sequence[int]
+    batch: RolloutBatch, name: str, outgoing: Sequence[Sequence[int]], receives: Sequence[int], ranks: _Ranks
 ) -> torch.Tensor:
     """One column's entries from all ranks, one rank's behind another's; ``receives`` counts them by rank."""
     pieces = [[_entries(batch, name, i) for i in row] for row in outgoing]
@@ -117,7 +139,7 @@ def _exchange(
     data = torch.cat([like[:0], *(piece for row in pieces for piece in row)])
     if like.dtype == torch.bool:  # which neither gloo nor NCCL sends
         data = data.to(torch.uint8)
-    data = data.to(current_device().torch_device)
+    data = data.to(ranks.device)
     found = data.new_empty((sum(receives), *data.shape[1:]))
-    dist.all_to_all_single(found, data, list(receives), [sum(map(len, row)) for row in pieces])
+    dist.all_to_all_single(found, data, list(receives), [sum(map(len, row)) for row in pieces], group=ranks.group)
     return found.cpu().to(like.dtype)

@@ -64,6 +64,9 @@ METRICS: dict[str, Metric] = {
         "", "mean length of the responses kept over that of all, aborted ones as long as they were: the bias, or less"
     ),
     "sampling/problems_drawn": M("", "problems drawn for the step, used or not"),
+    "stream/share": M("", "share of the step's tokens whose gradient was accumulated before the rollout was over"),
+    "stream/busy_s": M("s", "of all ranks, from the begin to the end of accumulating in the bubble"),
+    "stream/ranks": M("", "ranks that accumulated in the bubble"),
     # lengths and tokens
     "length/mean": M(
         "tokens", "response length", "response_length/mean", "rollout/response_len/mean", "completions/mean_length"

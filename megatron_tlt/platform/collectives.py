@@ -17,25 +17,35 @@ from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 T = TypeVar("T")
 
 
-def _gather_bytes(payload: bytes) -> list[bytes]:
-    device = current_device().torch_device
+def _place(group: dist.ProcessGroup | None) -> tuple[int, torch.device]:
+    """The size of a group, and the device of its tensors: the world's, or a smaller gloo group's."""
+    if group is None:
+        return world_size(), current_device().torch_device
+    return dist.get_world_size(group), torch.device("cpu")
+
+
+def _gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    size, device = _place(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [torch.zeros_like(length) for _ in range(world_size())]
-    dist.all_gather(lengths, length)
+    lengths = [torch.zeros_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length, group=group)
     longest = max(1, max(int(item) for item in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(rows, padded)
+    dist.all_gather(rows, padded, group=group)
     return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def all_gather_data(value: T, kind: Any) -> list[T]:
-    """Gathers every rank's ``value``, plain data of type ``kind``, in rank order; the type is checked on arrival."""
-    if world_size() == 1:
+def all_gather_data(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gathers every rank's ``value``, plain data of type ``kind``, in rank order; the type is checked on arrival.
+
+    ``group``: of gloo; None is the world.
+    """
+    if _place(group)[0] == 1:
         return [value]
-    return [msgspec.msgpack.decode(row, type=kind) for row in _gather_bytes(msgspec.msgpack.encode(value))]
+    return [msgspec.msgpack.decode(row, type=kind) for row in _gather_bytes(msgspec.msgpack.encode(value), group)]
 
 
 def broadcast_data(value: T | None, kind: Any) -> T:
@@ -46,18 +56,19 @@ def broadcast_data(value: T | None, kind: Any) -> T:
     return found
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is true on at least one rank; all ranks get the same answer."""
-    if world_size() == 1:
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is true on at least one rank of ``group`` (as above); all get the same answer."""
+    size, device = _place(group)
+    if size == 1:
         return flag
-    tensor = torch.tensor([int(flag)], dtype=torch.int32, device=current_device().torch_device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    tensor = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return bool(int(tensor))
 
 
 @contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """Raises a ConfigError or RunError of one rank on every rank, so that the other ranks do not wait for it.
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raises a ConfigError or RunError of one rank on every rank of ``group``, so that none waits for it.
 
     The block must not contain a collective that the failing rank skips.
     """
@@ -66,8 +77,8 @@ def failing_together() -> Iterator[None]:
         yield
     except (ConfigError, RunError) as caught:
         error = caught
-    if any_rank(error is not None):
+    if any_rank(error is not None, group):
         mine = None if error is None else (isinstance(error, ConfigError), str(error))
-        everyone = all_gather_data(mine, tuple[bool, str] | None)
+        everyone = all_gather_data(mine, tuple[bool, str] | None, group)
         is_config, message = next(found for found in everyone if found is not None)
         raise (ConfigError if is_config else RunError)(message) from error

@@ -44,8 +44,8 @@ from megatron_tlt.reshard.interface import SyncReport, WeightSync
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.recorded_states import RecordedStates
 from megatron_tlt.trainer.engine_data import EngineData
-from megatron_tlt.trainer.experience import ScoredResponse
 from megatron_tlt.trainer.frozen_drafter import compare_with_frozen, held
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.session_diagnosis import SessionDiagnosis, SessionWarnings
 from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 from megatron_tlt.trainer.spot_trainer import SpotReport, SpotTrainer, newest_rank, spot_metrics

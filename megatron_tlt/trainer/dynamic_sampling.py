@@ -9,7 +9,8 @@ from math import ceil
 from megatron_tlt.config.algorithm import DynamicSamplingConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.experience import Answers, PhaseTimes, ScoredResponse
+from megatron_tlt.trainer.experience import Answers, PhaseTimes
+from megatron_tlt.trainer.responses import ScoredResponse
 
 Collect = Callable[[list[Problem], int], Answers]
 """Responses to problems, by the number of the generation in the step, from 0."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import torch
+import torch.distributed as dist
 
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.routes import routes_of
@@ -26,59 +25,21 @@ from megatron_tlt.rollout.engine_speculation import EngineSpeculation
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.replay import append_recording
 from megatron_tlt.rollout.stop import StopAgreement
-from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
+from megatron_tlt.rollout.types import Request, Response, SamplingSpec
 from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import allowed_prompts
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.carried import Carried, Continuations, Key, Versions, whole_versions
+from megatron_tlt.trainer.carried import Carried, Continuations, Key
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.engine_track import EngineTrack
 from megatron_tlt.trainer.episodes import Episodes, first_turn, last_turn
 from megatron_tlt.trainer.requests import request_seed
+from megatron_tlt.trainer.responses import ScoredResponse, batch_of_responses, check_responses
 from megatron_tlt.trainer.turns import EngineTurns
 
 
 class StopRequested(Exception):
     """A stop was requested during decoding; the step's responses are dropped and decoded again after a resume."""
-
-
-@dataclass(frozen=True)
-class ScoredResponse:
-    """The data of a response that every rank holds: its problem and sample index, draft counts and reward.
-
-    Its tokens are in the :class:`RolloutBatch`, at its index among all responses. ``prompt_length`` and ``length`` are
-    numbers of tokens of the prompt and of the response.
-    """
-
-    problem: int
-    sample: int
-    prompt_length: int
-    length: int
-    finish_reason: str
-    draft: DraftStats
-    reward: Reward
-    turns: int = 1
-    said: int | None = None
-    """Tokens of the response that the policy said; None: all, as no task has an environment."""
-    versions: Versions = ()
-    """Runs of its first tokens that earlier policies sampled."""
-
-    def of_problem(self, problem: int) -> ScoredResponse:
-        """The same response as one to problem number ``problem``."""
-        return replace(self, problem=problem)
-
-    @staticmethod
-    def of(problem: int, sample: int, response: Response, reward: Reward) -> ScoredResponse:
-        """From a response and its reward; the tokens are left out."""
-        lengths = len(response.prompt_token_ids), len(response.token_ids)
-        scored = ScoredResponse(problem, sample, *lengths, response.finish_reason, response.draft, reward)
-        said = sum(response.loss_mask) if response.loss_mask else None
-        return replace(scored, turns=response.turns, said=said, versions=response.versions)
-
-    @property
-    def continued(self) -> int:
-        """Tokens that were sampled in earlier steps."""
-        return sum(count for _, count in self.versions)
 
 
 class Race(Protocol):
@@ -107,7 +68,11 @@ class PhaseTimes:
     reward: float
 
 
+Scored = tuple[list[ScoredResponse], RolloutBatch]
 Answers = tuple[list[ScoredResponse], RolloutBatch, PhaseTimes]
+WhileIdle = Callable[[Callable[[dist.ProcessGroup], Scored] | None], None]
+"""Called by a rank whose engine is done, with a function that returns the responses of a group's engines, all of which
+are done; None where responses are still chosen or dropped. The function is a collective of the group."""
 StartRace = Callable[[RolloutEngine, Mapping[str, tuple[int, int]]], Race]
 
 
@@ -172,14 +137,14 @@ class ExperienceCollector:
         sampling: SamplingSpec,
         seed_parts: Sequence[object],
         on_finished: Callable[[int], None] | None = None,
-        while_idle: Callable[[], None] | None = None,
+        while_idle: WhileIdle | None = None,
         recording: Path | None = None,
         race: StartRace | None = None,
         carried: Mapping[Key, Carried] | None = None,
     ) -> Answers:
         """Generates ``samples`` responses to each problem.
 
-        ``while_idle`` is called after this rank's engine has finished, and returns when the last engine has. The first
+        ``while_idle`` is called after this rank's engine has finished; it ends soon after the last engine. The first
         rank of each engine appends its responses to a file of its own in the folder ``recording``, if any. ``race`` is
         called with the engine and the position of each request's problem and sample; it ends responses early and
         chooses which are returned. ``carried`` responses of earlier steps, by position and sample, are continued; the
@@ -197,6 +162,7 @@ class ExperienceCollector:
         requests, keys = self._requests(problems, samples, sampling, seed_parts)
         masked = next((problem.source for problem in problems if problem.environment is not None), None)
         leads = rank() % self._tp == 0
+        version = self._engine.versions.get("policy") or 0  # an engine that sleeps has none
         start = time.perf_counter()
         stopped = False
         responses: list[Response] = []
@@ -272,31 +238,50 @@ class ExperienceCollector:
                 if self._speculation is not None:
                     self._speculation.end_rollout([*requests, *(turns.requests if turns else ())])
         decoded = time.perf_counter()
+        rewards: dict[Hashable, Reward] = {}
+
+        def own_responses() -> dict[Key, Response]:
+            """This rank's, by position and sample; none on all ranks of an engine but the first."""
+            if not leads:
+                return {}
+            ended = responses if turns is None else [whole[request.request_id] for request in requests]
+            return {keys[r.request_id]: r for r in ended}
+
+        def judge_all(own: Mapping[Key, Response]) -> None:
+            check_responses(own.values())
+            rewards.update(self._pool.collect() | dict[Hashable, Reward](given))
+
+        def answers(own: Mapping[Key, Response], group: dist.ProcessGroup | None = None) -> Scored:
+            mine = [ScoredResponse.of(*key, r, rewards[r.request_id]) for key, r in own.items()]
+            everyone = all_gather_data(mine, list[ScoredResponse], group)
+            scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
+            marks = {"masked": masked is not None, "versioned": carried is not None}
+            return scored, batch_of_responses(scored, own, version, **marks)
+
+        def answers_of(group: dist.ProcessGroup) -> Scored:
+            with failing_together(group):
+                own = own_responses()
+                judge_all(own)
+            return answers(own, group)
+
         with self._timeline.span("idle"):
             if while_idle is not None:
-                while_idle()
+                while_idle(answers_of if racing is None and not stopped else None)
             stopped = any_rank(stopped or self._should_stop())
             barrier()
         waited = time.perf_counter()
         with self._timeline.span("reward"), failing_together():
-            if turns is not None:
-                responses = [whole[request.request_id] for request in requests] if leads and not stopped else []
-            own = {keys[r.request_id]: r for r in responses} if leads and not stopped else {}
+            own = own_responses() if not stopped else {}
             if racing is not None and not stopped:
                 own = racing.kept(own)
-            _check_lengths(own.values())
             if recording is not None and leads and not stopped:
                 rewarded = [replace(one, reward=given.get(one.request_id)) for one in responses]
                 append_recording(recording / f"rank_{rank():05d}.jsonl", requests, rewarded)
-            rewards = self._pool.collect() | dict[Hashable, Reward](given)
+            judge_all(own)
         if stopped:
             raise StopRequested
         judged = time.perf_counter()
-        mine = [ScoredResponse.of(*key, r, rewards[r.request_id]) for key, r in own.items()]
-        everyone = all_gather_data(mine, list[ScoredResponse])
-        scored = sorted((s for part in everyone for s in part), key=lambda s: (s.problem, s.sample))
-        version = self._engine.versions.get("policy") or 0
-        batch = _batch_of(scored, own, version, masked=masked is not None, versioned=carried is not None)
+        scored, batch = answers(own)
         if self._has_routes:
             held = [own[scored[i].problem, scored[i].sample] for i in batch.held]
             batch = batch.with_columns(routes_SF=routes_of(held))
@@ -342,50 +327,3 @@ class ExperienceCollector:
         if self._environments is None:
             raise RunError("a task has an environment, but nothing here holds episodes")
         return Episodes(asked, self._tokenizer, self._environments, judge)
-
-
-def _check_lengths(responses: Iterable[Response]) -> None:
-    """Checks the responses that an engine returned.
-
-    Raises:
-        RunError: a response is empty, or does not have one log-prob per token.
-    """
-    for one in responses:
-        if not len(one.token_ids) == len(one.log_probs) > 0:
-            raise RunError(
-                f"response {one.request_id}: the rollout engine returned {len(one.token_ids)} tokens with "
-                f"{len(one.log_probs)} log-probs; allowed: one log-prob per token, at least one token"
-            )
-
-
-def _batch_of(
-    scored: Sequence[ScoredResponse],
-    own: Mapping[tuple[int, int], Response],
-    version: int,
-    *,
-    masked: bool,
-    versioned: bool,
-) -> RolloutBatch:
-    """The batch of all responses, with the tokens of this rank's ``own`` responses (keyed by problem and sample).
-
-    ``masked``: some may have tokens of an environment. ``versioned``: some may have tokens of earlier policies.
-    """
-    held = [(i, own[s.problem, s.sample]) for i, s in enumerate(scored) if (s.problem, s.sample) in own]
-    parts = [np.asarray(ids, np.int32) for _, r in held for ids in (r.prompt_token_ids, r.token_ids)]
-    log_probs = [np.asarray(r.log_probs, np.float32) for _, r in held]
-    runs = [run for _, r in held for run in whole_versions(r, version)] if versioned else []
-    masks = [np.asarray(r.loss_mask, bool) if r.loss_mask else np.ones(len(r.token_ids), bool) for _, r in held]
-    return RolloutBatch(
-        prompt_lengths_N=torch.tensor([s.prompt_length for s in scored], dtype=torch.int64),
-        lengths_N=torch.tensor([s.prompt_length + s.length for s in scored], dtype=torch.int64),
-        rewards_N=torch.tensor([s.reward.value for s in scored], dtype=torch.float64),
-        advantages_N=torch.zeros(len(scored), dtype=torch.float64),
-        versions_N=torch.full((len(scored),), version, dtype=torch.int64),
-        held=tuple(i for i, _ in held),
-        tokens_S=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts])),
-        rollout_log_probs_G=torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
-        loss_mask_G=torch.from_numpy(np.concatenate([np.empty(0, bool), *masks])) if masked else None,
-        versions_G=torch.tensor([v for v, count in runs for _ in range(count)], dtype=torch.int32)
-        if versioned
-        else None,
-    )

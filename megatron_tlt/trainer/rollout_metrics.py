@@ -10,7 +10,7 @@ import numpy as np
 from megatron_tlt.algorithms.advantages import mixed_groups
 from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.trainer.acceptance import acceptance_metrics
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.task_metrics import length_metrics, reward_spread, task_metrics
 
 

@@ -9,7 +9,7 @@ from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.data.tokenizer import Tokenizer
 from megatron_tlt.observe.samples import SampleRow, choose_samples, shorten
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 
 
 class SampleRows:

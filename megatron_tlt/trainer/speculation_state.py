@@ -20,7 +20,7 @@ from megatron_tlt.speculation.suffix_file import OtherVersion
 from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dealing import engine_of
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 
 _STATE, _SUFFIX = "state.json", "suffix.bin"
 

@@ -162,6 +162,9 @@ class SpotTrainer:
         self._rl_step = -1
         self._report = SpotReport()
         self._has_device = False
+        self._is_enough: Callable[[], bool] = lambda: False
+        self._has_enough = False
+        self._first_version = 0
         self._leave_requested_at: float | None = None
         self._steps = 0  # in the current generation
 
@@ -184,9 +187,14 @@ class SpotTrainer:
             unsaved=self._checkpoints.failed,
         )
 
+    @property
+    def steps(self) -> int:
+        """Drafter steps that this rank knows of, in the newest rollout."""
+        return self._trainer.version - self._first_version
+
     def begin(self, rl_step: int) -> None:
         """Called when this rank's rollout of ``rl_step`` starts."""
-        self._rl_step = rl_step
+        self._rl_step, self._first_version, self._has_enough = rl_step, self._trainer.version, False
         self._report = SpotReport()
         self._has_device = False
         self._newest = None
@@ -194,13 +202,17 @@ class SpotTrainer:
             self._data.begin()
         self._client.rollout_started(rl_step)
 
-    def train_until_rollout_ends(self, rl_step: int) -> None:
-        """Trains as the coordinator orders, until the last rank's rollout ends or the coordinator is silent."""
+    def train_until_rollout_ends(self, rl_step: int, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Trains as the coordinator orders, until the last rank's rollout ends or the coordinator is silent.
+
+        Once ``is_enough()``, the rank leaves its session at the next reduction, and enters none any more.
+        """
+        self._is_enough = is_enough
         client, released_at = self._client, self._timeline.now()
         entries = len(self._buffer) + (0 if self._data is None else self._data.count)
         self._report = replace(self._report, released_at=released_at, entries=entries)
         client.released(rl_step, self._report.entries, self._trainer.version)
-        while not client.rollout_over(rl_step) and not client.is_silent:
+        while not client.rollout_over(rl_step) and not client.is_silent and not self._enough():
             order = client.order
             if order is None or not self._is_free_for(order) or not client.enter(order):
                 client.wait(_WAIT_S)
@@ -210,6 +222,8 @@ class SpotTrainer:
             except Exception:
                 logger.exception("rank %d stops training the drafter until this rollout ends", client.rank)
                 client.withdraw()
+        if self._has_enough:
+            client.withdraw()
         self._newest = None  # the log-prob pass provides the actor's states of these responses
         if self._data is not None:
             self._data.end()
@@ -329,16 +343,24 @@ class SpotTrainer:
         yield from self._buffer.sample(share - len(newest), self._rl_step, self._trainer.version)
 
     def _leave_requested(self) -> bool:
-        """Whether the rank must leave this generation; stays True even if a silent coordinator answers again."""
+        """Whether the rank must or wants to leave this generation.
+
+        An order stays even if a silent coordinator answers again.
+        """
         if self._leave_requested_at is None and self._client.poll() is Advice.LEAVE:
             self._leave_requested_at = self._timeline.now()
-        return self._leave_requested_at is not None
+        return self._leave_requested_at is not None or self._enough()
+
+    def _enough(self) -> bool:
+        """Whether this rank has something better to do; it stays so until the rollout ends."""
+        self._has_enough = self._has_enough or self._is_enough()
+        return self._has_enough
 
     def _is_overdue(self) -> bool:
         """Whether the order to leave is older than ``grace_s``, so that every member should have received it."""
-        return (
-            self._leave_requested() and self._timeline.now() - (self._leave_requested_at or 0.0) > self._config.grace_s
-        )
+        self._leave_requested()
+        ordered_at = self._leave_requested_at
+        return ordered_at is not None and self._timeline.now() - ordered_at > self._config.grace_s
 
     def _get_device(self) -> None:
         if not self._has_device:

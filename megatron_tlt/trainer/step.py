@@ -9,14 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+from torch.distributed import ProcessGroup
 
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.actor.scores import PolicyScores, of_all_samples
-from megatron_tlt.algorithms.correction import correct, correction_metrics
-from megatron_tlt.algorithms.kl import kl_per_sample
-from megatron_tlt.algorithms.mismatch import Mismatch, enforce, mismatch_per_sample
-from megatron_tlt.algorithms.overlong import penalized, without_truncated
 from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.exchange import redistribute
@@ -35,16 +30,18 @@ from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.carried import Carried, Key
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.dynamic_sampling import collect_problems
-from megatron_tlt.trainer.experience import Answers, ExperienceCollector, ScoredResponse, StartRace
+from megatron_tlt.trainer.experience import Answers, ExperienceCollector, Scored, StartRace, WhileIdle
 from megatron_tlt.trainer.memory_ledger import START
 from megatron_tlt.trainer.reference import ReferencePolicy
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.rollout_metrics import rollout_metrics
 from megatron_tlt.trainer.samples import SampleRows
+from megatron_tlt.trainer.scoring import BatchScorer
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
+from megatron_tlt.trainer.stream import StreamTrainer
 from megatron_tlt.trainer.tail import TailState
 from megatron_tlt.trainer.tail_rounds import build_rounds
-from megatron_tlt.trainer.task_metrics import advantage_metrics, entropy_metrics
 
 
 @dataclass
@@ -119,10 +116,27 @@ class TrainingStep:
         self._start_memory: dict[str, int] = {}
         #: folder that training responses are recorded in, or None
         self.recording = config.run.dir / "recording" if config.observe.recording else None
-        self._algorithm = build_algorithm(config.algorithm)
-        self._loss = self._algorithm.loss()
+        algorithm = build_algorithm(config.algorithm)
+        self._loss = algorithm.loss()
+        self._scorer = BatchScorer(config, policy, reference, drafter, algorithm, self._temperature)
+        self.stream = self._build_stream() if config.stream is not None else None
         #: rounds of tail batching or bounded asynchrony; None: a step waits for all that it began
         self.rounds = build_rounds(config, collector.owns, lambda: engine.versions.get("policy") or 0)
+
+    def _build_stream(self) -> StreamTrainer:
+        config, spot = self._config, self._config.spot
+        assert config.stream is not None
+        return StreamTrainer(
+            config.stream,
+            self._policy,
+            self._loss,
+            self._scorer,
+            self._timeline,
+            temperature=self._temperature,
+            engine_size=config.rollout.tensor_parallel_size,
+            take_device=self.switch_to_actor,
+            least_drafter_steps=spot.min_steps if spot is not None and self._spot_trainer is not None else None,
+        )
 
     def run(
         self,
@@ -244,16 +258,36 @@ class TrainingStep:
             }
         if self._speculation is not None:
             result.metrics.update(self._speculation.metrics())
-        if config.algorithm.overlong.filter:
-            batch = without_truncated(batch, [s.finish_reason == "length" for s in scored])
+        if self.stream is not None:
+            found = result.metrics
+            seconds = found["time/rollout"] if found.get("tail/long_round", 1.0) else None
+            drafted = found["speculation/draft_tokens"] > 0
+            result.metrics |= self.stream.end_rollout(
+                seconds, found["speculation/acceptance_length"] if drafted else None
+            )
         return scored, batch
 
-    def _while_idle(self, step: int) -> Callable[[], None] | None:
-        spot_trainer = self._spot_trainer
-        if spot_trainer is None:
-            return None
-        spot_trainer.begin(step)
-        return lambda: spot_trainer.train_until_rollout_ends(step)
+    def _while_idle(self, step: int) -> WhileIdle | None:
+        spot_trainer, stream = self._spot_trainer, self.stream
+        if spot_trainer is not None:
+            spot_trainer.begin(step)
+        if stream is None:
+            return None if spot_trainer is None else lambda answers: spot_trainer.train_until_rollout_ends(step)
+        stream.begin()
+
+        def idle(answers: Callable[[ProcessGroup], Scored] | None) -> None:
+            stream.engine_ended()
+            if spot_trainer is None:
+                stream.run(answers, stream.bubble().use)
+                return
+
+            def is_due() -> bool:
+                return answers is not None and stream.bubble(spot_trainer.steps).use == "stream"
+
+            spot_trainer.train_until_rollout_ends(step, is_due)
+            stream.run(answers, "stream" if is_due() else "drafter")
+
+        return idle
 
     def _log_probs(
         self,
@@ -263,71 +297,20 @@ class TrainingStep:
         result: StepResult,
         on_phase: OnPhase,
     ) -> RolloutBatch:
-        """The batch with this rank's share of the samples, their advantages and the columns that the loss reads."""
-        algorithm, share = self._config.algorithm, self._policy.share(batch.lengths)
-        passes = int(self._drafter is not None or not algorithm.correction.bypass) + int(self._reference is not None)
-        on_phase("log-probs", passes * len(share))
+        """The batch that the update trains on, with this rank's share and the columns that the loss reads."""
         began = time.perf_counter()
         self.switch_to_actor()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
-        temperature = self._temperature
         with self._timed("log_probs", result):
-            batch = redistribute(batch, share)
-            old = None
-            if self._drafter is None:
-                if not algorithm.correction.bypass:
-                    old = self._policy.log_probs(batch, temperature)
-            else:
-                old, states = self._policy.log_probs_and_states(batch, temperature, aux_layers=self._drafter.aux_layers)
-                self._drafter.add(step, scored, batch, states)
-            if old is not None:
-                batch = self._compare_with_rollout(
-                    step, batch.with_columns(old_log_probs_G=old.log_probs_G), old, result
-                )
-            if algorithm.correction.bypass:
-                batch = batch.with_columns(old_log_probs_G=batch.rollout_log_probs_G)
-            if self._reference:
-                reference = self._reference.log_probs(batch, temperature)
-                batch = batch.with_columns(reference_log_probs_G=reference.log_probs_G)
-            rewards = [s.reward.value for s in scored]
-            if algorithm.overlong.penalty:
-                limit = self._config.rollout.max_response_tokens
-                rewards = penalized(rewards, [s.length for s in scored], limit, algorithm.overlong)
-            if algorithm.kl.coefficient and algorithm.kl.placement == "reward":
-                rewards = self._penalized(rewards, batch, result)
-            advantages = self._algorithm.assign_credit(rewards, [s.length for s in scored])
-            result.metrics.update(advantage_metrics(advantages, result.lengths))
-            columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
-        return batch.with_columns(**columns, rollout_log_probs_G=None, versions_G=None)
-
-    def _penalized(self, rewards: Sequence[float], batch: RolloutBatch, result: StepResult) -> list[float]:
-        """Rewards minus the coefficient times the KL estimate, in nats, summed over each response."""
-        kl = self._config.algorithm.kl
-        sums_N = of_all_samples(kl_per_sample(batch, kl.estimator), batch.held, batch.num_samples)[:, 0]
-        result.metrics["reward/kl"] = float(sums_N.mean())
-        return [reward - kl.coefficient * float(penalty) for reward, penalty in zip(rewards, sums_N, strict=True)]
-
-    def _compare_with_rollout(
-        self, step: int, batch: RolloutBatch, old: PolicyScores, result: StepResult
-    ) -> RolloutBatch:
-        """Records the difference of the engine's log-probs, and corrects for it if configured.
-
-        Raises:
-            RunError: on every rank, if the difference exceeds the configured threshold.
-        """
-        rows_HK = torch.cat([mismatch_per_sample(batch), old.entropy_sums_H[:, None]], dim=1)
-        rows_NK = of_all_samples(rows_HK, batch.held, batch.num_samples)
-        mismatch = Mismatch.of(rows_NK[:, :4])
-        result.metrics["mismatch/mean_abs"] = mismatch.mean_abs
-        result.metrics["mismatch/max_abs"] = mismatch.max_abs
-        result.metrics["mismatch/k3_kl"] = mismatch.k3_kl
-        result.metrics.update(entropy_metrics(result.tasks, rows_NK[:, 4].tolist(), rows_NK[:, 3].tolist()))
-        enforce(mismatch, self._config.algorithm.mismatch, step)
-        correction = self._config.algorithm.correction
-        if correction.compares:
-            batch, sums_H5 = correct(batch, correction)
-            result.metrics |= correction_metrics(of_all_samples(sums_H5, batch.held, batch.num_samples))
-        return batch
+            return self._scorer.score(
+                step,
+                scored,
+                batch,
+                result.tasks,
+                result.metrics,
+                self.stream.streamed if self.stream is not None else None,
+                on_share=lambda samples: on_phase("log-probs", self._scorer.passes * samples),
+            )
 
     def _update(self, step: int, batch: RolloutBatch, result: StepResult, on_phase: OnPhase) -> None:
         config = self._config

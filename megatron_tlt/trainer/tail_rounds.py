@@ -21,7 +21,8 @@ from megatron_tlt.rollout.types import Response
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.carried import Carried, CarriedResponses, new_tokens
 from megatron_tlt.trainer.dynamic_sampling import Collected
-from megatron_tlt.trainer.experience import Answers, ScoredResponse, StartRace
+from megatron_tlt.trainer.experience import Answers, StartRace
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.tail import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
 
 POLL_S = 0.05
@@ -208,32 +209,33 @@ class Continued:
     """
 
     def __init__(self, carried: CarriedResponses, owns: Callable[[int], bool], version: Callable[[], int]) -> None:
-        self._carried, self._owns, self._version = carried, owns, version
+        self._carried, self._owns, self._engine_version = carried, owns, version
+        self._version = 0
 
-    def due(self) -> set[int]:
-        """Problems that no later step can continue; the same on all ranks."""
-        return self._carried.due(self._version())
+    def begin(self) -> set[int]:
+        """Begins a round; the problems that no later step can continue, the same on all ranks."""
+        self._version = self._engine_version()  # after the rollout the engine may sleep, and has none
+        return self._carried.due(self._version)
 
     def take(self, asked: TailRound) -> dict[Key, Carried]:
         """What this rank's engine continues, by position and sample; a collective."""
         positions = {problem: at for at, problem in enumerate(asked.problems)}
         wanted = [problem for problem, at in positions.items() if self._owns(at)]
-        found = self._carried.take(asked.problems, wanted, self._version())
+        found = self._carried.take(asked.problems, wanted, self._version)
         return {(positions[problem], sample): one for (problem, sample), one in found.items() if sample < asked.samples}
 
     def add(self, asked: TailRound, left: Mapping[Key, Response]) -> None:
         """Carries what a round left; a collective."""
-        self._carried.add({(asked.problems[at], sample): one for (at, sample), one in left.items()}, self._version())
+        self._carried.add({(asked.problems[at], sample): one for (at, sample), one in left.items()}, self._version)
 
     def metrics(self, scored: Sequence[ScoredResponse], decoded: int) -> dict[str, float]:
         """Share of a step's tokens that earlier policies sampled, the age of the oldest in updates, and dropped tokens
         over those ``decoded`` in the round."""
-        version = self._version()
-        oldest = min((one.versions[0][0] for one in scored if one.versions), default=version)
+        oldest = min((one.versions[0][0] for one in scored if one.versions), default=self._version)
         tokens = sum(one.length for one in scored)
         return {
             "tail/continued": sum(one.continued for one in scored) / tokens,
-            "tail/staleness": float(version - oldest),
+            "tail/staleness": float(self._version - oldest),
             "tail/wasted": self._carried.dropped_tokens / max(decoded, 1),
         }
 
@@ -288,7 +290,7 @@ def _collect_round(
     collect: Collect,
     continued: Continued | None,
 ) -> CollectedRound:
-    asked = scheduler.round(state, continued.due() if continued is not None else ())
+    asked = scheduler.round(state, continued.begin() if continued is not None else ())
     problems = [problem(index) for index in asked.problems]
     races: list[RacingRollout] = []
 

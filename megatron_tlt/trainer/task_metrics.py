@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_tlt.algorithms.advantages import mixed_groups
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 
 
 def reward_spread(rewards: Sequence[float], group_size: int) -> dict[str, float]:

@@ -16,7 +16,8 @@ from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.dynamic_sampling import Collected, collect_problems
-from megatron_tlt.trainer.experience import PhaseTimes, ScoredResponse
+from megatron_tlt.trainer.experience import PhaseTimes
+from megatron_tlt.trainer.responses import ScoredResponse
 
 GROUP = 2
 

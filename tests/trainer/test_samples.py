@@ -14,7 +14,7 @@ from megatron_tlt.observe.samples import TRAIN
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.types import DraftStats
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.samples import SampleRows
 
 PROBLEMS = [Problem("sums/0", "sums", "1+1", "2", "math"), Problem("openai/gsm8k/0", "openai/gsm8k", "2+2", "", "math")]

@@ -24,7 +24,7 @@ from megatron_tlt.speculation.suffix_file import read_responses
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer import speculation_state
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from tests.trainer.conftest import Runs, rows_of
 

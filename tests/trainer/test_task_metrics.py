@@ -9,7 +9,7 @@ from megatron_tlt.actor.scores import entropy_sum
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.types import DraftStats
-from megatron_tlt.trainer.experience import ScoredResponse
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.task_metrics import (
     advantage_metrics,
     entropy_metrics,

@@ -34,8 +34,9 @@ from megatron_tlt.rollout.types import DraftStats, Response
 from megatron_tlt.rollout.vllm_engine import VllmEngine
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.drafter_manager import DrafterManager
-from megatron_tlt.trainer.experience import ExperienceCollector, ScoredResponse
+from megatron_tlt.trainer.experience import ExperienceCollector
 from megatron_tlt.trainer.requests import one_request_each, training_sampling
+from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.step import TrainingStep
 from megatron_tlt.trainer.synchronization import drafter_sync, policy_sync
 

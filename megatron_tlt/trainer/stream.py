@@ -1,0 +1,213 @@
+"""The stream trainer: replicas whose engines are done train on their responses while other engines decode (RollPacker).
+
+Its unit is the smallest set of ranks that holds whole data-parallel replicas of the policy and whole engines. A unit
+whose engines are done scores its responses and accumulates their gradient, one part of its problems after another,
+until the rollout is over. The update then trains on the rest, shared between all replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import Loss
+from megatron_tlt.config.stream import StreamConfig
+from megatron_tlt.data.exchange import redistribute
+from megatron_tlt.data.rollout_batch import RolloutBatch
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.platform.collectives import all_gather_data
+from megatron_tlt.platform.device import rank, world_size
+from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
+from megatron_tlt.trainer.bubble import Bubble, BubbleUse, RolloutHistory
+from megatron_tlt.trainer.experience import Scored
+from megatron_tlt.trainer.responses import ScoredResponse
+from megatron_tlt.trainer.scoring import BatchScorer
+from megatron_tlt.trainer.streamed import Streamed
+
+_POLL_S = 0.02
+
+
+def units_of(replicas: Sequence[int], engine_size: int) -> list[list[int]]:
+    """The smallest sets of ranks that hold whole replicas and whole engines, each ascending; pure.
+
+    ``replicas`` has the data-parallel rank of every rank; ``engine_size`` consecutive ranks are an engine.
+    """
+    unit_of = {at: frozenset([at]) for at in range(len(replicas))}
+    for at, replica in enumerate(replicas):
+        first = min(other for other, found in enumerate(replicas) if found == replica)
+        for partner in (first, at // engine_size * engine_size):
+            merged = unit_of[at] | unit_of[partner]
+            unit_of |= dict.fromkeys(merged, merged)
+    return sorted(sorted(unit) for unit in set(unit_of.values()))
+
+
+def parts_of(problems: Sequence[int], part: float) -> list[list[int]]:
+    """``problems`` in parts of which each has that share of them, rounded up; pure."""
+    size = max(1, -(-len(problems) * round(part * 1000) // 1000))
+    return [list(problems[at : at + size]) for at in range(0, len(problems), size)]
+
+
+class RolloutArrivals:
+    """Which ranks are done with a rollout, in the process group's store; all ranks create one for the same rollout."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._name = f"stream/{next(self._numbers)}"
+
+    def arrive(self, place: str) -> None:
+        """This rank is at ``place``; once for each."""
+        self._store.add(f"{self._name}/{place}", 1)
+
+    def count(self, place: str) -> int:
+        """How many are or were there."""
+        return int(self._store.add(f"{self._name}/{place}", 0))
+
+
+class StreamTrainer:
+    """The stream trainer of one rank; all ranks create one.
+
+    Args:
+        config: the ``stream`` section.
+        policy: accumulates the gradient.
+        loss: of the update.
+        scorer: gives the loss its columns.
+        temperature: of the log-probs.
+        engine_size: consecutive ranks of an engine.
+        take_device: moves the engine and the drafter off the device, and the policy onto it.
+        least_drafter_steps: ``spot.min_steps``; None: no drafter is trained in the bubble.
+
+    Raises:
+        ConfigError: all ranks are one unit, so that none is ever done before another.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        policy: Policy,
+        loss: Loss,
+        scorer: BatchScorer,
+        timeline: Timeline,
+        *,
+        temperature: float,
+        engine_size: int,
+        take_device: Callable[[], None],
+        least_drafter_steps: int | None = None,
+    ) -> None:
+        self._config, self._policy, self._loss, self._scorer = config, policy, loss, scorer
+        self._timeline, self._temperature, self._take_device = timeline, temperature, take_device
+        self._least_steps = least_drafter_steps
+        self._replicas = all_gather_data(policy.replica, int)
+        units = units_of(self._replicas, engine_size)
+        if len(units) == 1:
+            raise ConfigError(
+                f"stream: found a section; engines of {engine_size} ranks and replicas of "
+                f"{self._replicas.count(0)} leave no rank idle before another; allowed: null, or smaller ones"
+            )
+        # of gloo also on GPUs: what travels lies on the host
+        groups = [(unit, dist.new_group(unit, backend="gloo")) for unit in units]
+        self._unit, self._group = next((unit, group) for unit, group in groups if rank() in unit)
+        self._history, self._part_s, self._load_s = RolloutHistory(), 0.0, 0.0
+        self._acceptance: float | None = None
+        self._best: float | None = None
+        self.streamed = Streamed()
+        """What this rank has accumulated in the newest rollout."""
+        self._began, self._busy_s = 0.0, 0.0
+        self._arrivals = RolloutArrivals()
+
+    def begin(self) -> None:
+        """A rollout begins; all ranks call it together."""
+        self.streamed, self._busy_s = Streamed(), 0.0
+        self._arrivals, self._began = RolloutArrivals(), time.perf_counter()
+
+    def engine_ended(self) -> None:
+        """This rank's engine is done."""
+        self._arrivals.arrive("end")
+
+    def bubble(self, drafter_steps: int = 0) -> Bubble:
+        """This rank's bubble now."""
+        return Bubble(
+            self._history.remaining(time.perf_counter() - self._began),
+            self._load_s + self._part_s,
+            self._least_steps is not None,
+            drafter_steps,
+            self._least_steps or 0,
+            self._acceptance,
+            self._best,
+        )
+
+    def run(self, answers: Callable[[dist.ProcessGroup], Scored] | None, use: BubbleUse) -> None:
+        """Accumulates this unit's gradient until it is whole or the rollout is over, if all of its ranks may.
+
+        Args:
+            answers: the unit's responses, as :data:`WhileIdle` gives them.
+            use: what this rank chose for its bubble.
+        """
+        self._arrivals.arrive(f"unit {self._unit[0]}")
+        while self._arrivals.count(f"unit {self._unit[0]}") < len(self._unit):
+            time.sleep(_POLL_S)
+        willing = all_gather_data(answers is not None and use == "stream", bool, self._group)
+        if answers is None or not all(willing) or not self._agree():
+            return
+        began = time.perf_counter()
+        with self._timeline.span("stream", "update", remaining_s=self._history.remaining(began - self._began)):
+            try:
+                scored, batch = answers(self._group)
+            except RunError:
+                return  # the rollout's end reports it on every rank
+            problems = sorted({one.problem for one in scored})
+            own = self._own_of(problems)
+            places = [i for i, one in enumerate(scored) if one.problem in own]
+            batch = redistribute(batch, places, group=self._group)
+            self._take_device()
+            self._load_s = time.perf_counter() - began
+            for part in parts_of(problems, self._config.part):
+                if part[0] != problems[0] and not self._agree():
+                    break
+                started = time.perf_counter()
+                self._accumulate([i for i in places if scored[i].problem in part], scored, batch)
+                self._part_s = time.perf_counter() - started
+        self._busy_s = time.perf_counter() - began
+
+    def _own_of(self, problems: Sequence[int]) -> set[int]:
+        """Those of a unit's problems that this rank's replica takes."""
+        replicas = sorted({self._replicas[at] for at in self._unit})
+        return set(problems[replicas.index(self._replicas[rank()]) :: len(replicas)])
+
+    def _agree(self) -> bool:
+        """Whether the unit goes on; its first rank decides for all."""
+        goes_on = rank() == self._unit[0] and self._arrivals.count("end") < world_size()
+        found: bool = broadcast_plain(WholeGroup(self._group), goes_on, bool, self._unit[0], torch.device("cpu"))
+        return found
+
+    def _accumulate(self, places: Sequence[int], scored: Sequence[ScoredResponse], batch: RolloutBatch) -> None:
+        if not places:
+            return
+        chosen = [scored[i] for i in places]
+        part, (old, states) = self._scorer.score_part(chosen, batch.select(places))
+        self._policy.accumulate(part, self._loss, self._temperature)
+        keys = [(one.problem, one.sample) for one in chosen]
+        self.streamed.add(keys, part.advantages_N.tolist(), old, states, [one.length for one in chosen])
+
+    def end_rollout(self, seconds: float | None, acceptance: float | None) -> dict[str, float]:
+        """The rollout is over; a collective over the world. Returns its metrics.
+
+        Args:
+            seconds: until the last engine was done; None where responses raced, which says nothing of others.
+            acceptance: of the drafts in it, in tokens per engine step; None if none were made.
+        """
+        if seconds is not None:
+            self._history.add(seconds)
+        self._acceptance = acceptance
+        if acceptance is not None:
+            self._best = max(acceptance, self._best or 0.0)
+        busy = all_gather_data(self._busy_s, float)
+        return {"stream/busy_s": sum(busy), "stream/ranks": float(sum(seconds > 0 for seconds in busy))}
