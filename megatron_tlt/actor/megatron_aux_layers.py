@@ -98,13 +98,19 @@ def record_hidden_states(
             handle.remove()
 
 
-def holders(aux_states: AuxHiddenStates) -> list[Holder]:
-    """The ranks that process this rank's samples, in rank order; a collective over the world."""
+def holders(model: MegatronModel, aux_layers: Sequence[int]) -> list[Holder]:
+    """The ranks that process this rank's samples, in rank order; a collective over the world.
+
+    Raises:
+        ConfigError: the model has no such layer.
+    """
+    with record_hidden_states(model, aux_layers, torch.float32) as states:
+        columns = sorted(states)
     own = Holder(
         data=parallel_state.get_data_parallel_rank(),
         context=parallel_state.get_context_parallel_rank(),
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         rank=torch.distributed.get_rank(),
-        columns=sorted(aux_states),
+        columns=columns,
     )
     return [holder for holder in all_gather_data(own, Holder) if holder.data == own.data]

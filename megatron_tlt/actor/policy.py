@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, form_micro_batches, plan_shares
 from megatron_tlt.actor.context import gather_context
 from megatron_tlt.actor.gradient_part import GradientPart
-from megatron_tlt.actor.hidden_states import StateExchange
+from megatron_tlt.actor.hidden_states import Holder, StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
 from megatron_tlt.actor.megatron_layers import packed_seq_params
@@ -25,7 +25,7 @@ from megatron_tlt.actor.megatron_offload import PhaseOffload, gradient_buffers
 from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
 from megatron_tlt.actor.megatron_routing import RouterReplays
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
-from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores
+from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores, on_this_context_rank
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
@@ -35,13 +35,6 @@ from megatron_tlt.reshard.spans import Span
 from megatron_tlt.reshard.views import ViewCache
 
 AfterForward = Callable[..., Any]
-
-
-def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
-    """The part of a micro-batch that this context-parallel rank processes."""
-    return batch.on_context_rank(
-        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    )
 
 
 class Policy:
@@ -90,6 +83,7 @@ class Policy:
             )
         self._routing = RouterReplays(self.model.chunks, self.model.config)
         self._part: GradientPart | None = None  # what the next update's gradient has already
+        self._holders: dict[tuple[int, ...], list[Holder]] = {}
         self.agreement: float | None = None
         """Of the last pass: the share of (token, layer) whose experts the routers would have chosen too."""
         self.memory = PhaseOffload(self.model, self.optimizer)
@@ -252,12 +246,18 @@ class Policy:
             batches,
             batch.lengths,
             aux_states,
-            holders(aux_states),
+            self.state_holders(aux_layers),
             num_columns=len(aux_layers) + 1,
             hidden_size=self.model.config.hidden_size,
             dtype=dtype,
         )
         return scores, exchange.run()
+
+    def state_holders(self, aux_layers: Sequence[int]) -> list[Holder]:
+        """The ranks that record the states of this rank's samples; the first time a collective over the world."""
+        if (key := tuple(aux_layers)) not in self._holders:
+            self._holders[key] = holders(self.model, key)
+        return self._holders[key]
 
     def _score(self, samples: RolloutBatch, batches: MicroBatches, temperature: float) -> PolicyScores:
         """One pass over this data-parallel rank's micro-batches."""

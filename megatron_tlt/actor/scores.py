@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_tlt.actor.batches import MicroBatch
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.device import current_device
 
@@ -28,6 +29,13 @@ class PolicyScores(NamedTuple):
     samples: tuple[int, ...]
     log_probs_G: torch.Tensor
     entropy_sums_H: torch.Tensor
+
+
+def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
+    """The part of a micro-batch that this context-parallel rank processes."""
+    return batch.on_context_rank(
+        parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    )
 
 
 def assemble_scores(batch: RolloutBatch, samples: Iterable[int], collected: Iterable[ScoredTokens]) -> PolicyScores:

@@ -117,6 +117,11 @@ class BatchScorer:
         columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
         return batch.with_columns(**columns, rollout_log_probs_G=None, versions_G=None).select(rest)
 
+    def prepare_parts(self) -> None:
+        """What :meth:`score_part` needs to know of other ranks; a collective over the world."""
+        if self._drafter is not None:
+            self._policy.state_holders(self._drafter.aux_layers)
+
     def score_part(self, scored: Sequence[ScoredResponse], batch: RolloutBatch) -> tuple[RolloutBatch, Scores]:
         """As :meth:`score`, for whole problems alone, all held; the ranks of one data-parallel rank call it.
 

@@ -112,6 +112,7 @@ class StreamTrainer:
                 f"stream: found a section; engines of {engine_size} ranks and replicas of "
                 f"{self._replicas.count(0)} leave no rank idle before another; allowed: null, or smaller ones"
             )
+        scorer.prepare_parts()
         # of gloo also on GPUs: what travels lies on the host
         groups = [(unit, dist.new_group(unit, backend="gloo")) for unit in units]
         self._unit, self._group = next((unit, group) for unit, group in groups if rank() in unit)

@@ -1,14 +1,17 @@
-"""What tail batching and adaptive limits go together with."""
+"""What tail batching, schedules, streaming and adaptive limits go together with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from megatron_tlt.algorithms.algorithm import Algorithm
 from megatron_tlt.config.algorithm_checks import algorithm_violations
 from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.stream import stream_violations
 from megatron_tlt.config.tail import tail_violations
 from megatron_tlt.rollout.engines import engine_problems
 
@@ -79,6 +82,64 @@ def test_what_contradicts_a_schedule_is_named(sections: dict[str, Any], said: li
     config = TltConfig.model_validate({**BASE, **correction, **sections})
     found = list(schedule_violations(config))
     assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+
+
+EXPERTS = {"expert_model_parallel_size": 2, "moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, []),
+        ({"stream": None, "run": {"deterministic": True}}, []),
+        ({"tail": {}}, []),
+        ({"algorithm": {"name": "rloo"}}, []),
+        ({"launcher": {"nproc_per_node": 1}}, ["stream: found a section; the layout has one replica"]),
+        (
+            {"actor": {"megatron": {"tensor_model_parallel_size": 2}}},
+            ["stream: found a section; the layout has one replica"],
+        ),
+        ({"run": {"deterministic": True}}, ["run.deterministic: found true; with stream the order"]),
+        ({"trainer": {"mini_batches": 2}}, ["trainer.mini_batches: found 2; stream accumulates one gradient"]),
+        (
+            {"algorithm": {"dynamic_sampling": {"enabled": True}}},
+            ["algorithm.dynamic_sampling.enabled: found true; which problems a step trains on"],
+        ),
+        ({"algorithm": {"kl": {"coefficient": 0.1}}}, ["algorithm.kl.coefficient: found 0.1; stream has no reference"]),
+        ({"schedule": {"kind": "partial"}}, ["stream: found a section beside schedule"]),
+        ({"rollout": {"router_replay": "ids"}}, ["rollout.router_replay: found ids, which stream does not replay"]),
+        (
+            {"actor": {"megatron": EXPERTS}},
+            [
+                "actor.megatron.expert_model_parallel_size: found 2; replicas that share experts",
+                "actor.megatron.moe_aux_loss_coeff: found 0.01; its gradient is scaled",
+            ],
+        ),
+        (
+            {"actor": {"ddp": {"overlap_grad_reduce": True}}},
+            ["actor.ddp.overlap_grad_reduce: found true; a replica that streams would wait"],
+        ),
+        (
+            {"algorithm": {"name": "reinforce++"}},
+            ["algorithm.name: found reinforce++, whose advantages depend on the whole batch"],
+        ),
+        (
+            {"algorithm": {"name": "tests.config.test_tail.Unsaid"}},
+            ["algorithm.name: found tests.config.test_tail.Unsaid, whose advantages"],
+        ),
+        ({"algorithm": {"name": "tests.config.test_tail.Missing"}}, []),
+    ],
+)
+def test_what_contradicts_streaming_is_named(sections: dict[str, Any], said: list[str]) -> None:
+    found = list(stream_violations(TltConfig.model_validate({**BASE, "stream": {}, **sections})))
+    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
+
+
+class Unsaid(Algorithm):
+    """A user's algorithm that does not say that it is per problem."""
+
+    def advantages(self, rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
+        return rewards
 
 
 def test_an_engine_that_cannot_end_requests_is_refused() -> None:

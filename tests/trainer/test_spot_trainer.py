@@ -195,6 +195,33 @@ def test_a_rank_whose_data_fails_withdraws_and_the_other_goes_on(threads: Thread
     assert threads.trainers[1].version < threads.trainers[0].version
 
 
+def test_a_rank_with_something_better_to_do_leaves_and_the_others_go_on(threads: Threads) -> None:
+    threads.begin()
+    threads.release(0)
+    until(lambda: threads.trainers[0].version >= 2)
+    assert threads.bubbles[0].steps == threads.trainers[0].version > threads.bubbles[1].steps == 0
+    enough = threading.Event()
+    threads.release(1, is_enough=enough.is_set)
+    until(lambda: threads.trainers[1].version > 4)
+    enough.set()
+    threads.join(1)
+    left, before = threads.trainers[1].version, threads.trainers[0].version
+    until(lambda: threads.trainers[0].version > before + 2)
+    threads.release(2)
+    threads.join(0, 2)
+    assert threads.trainers[1].version == left < threads.trainers[0].version, "it enters no session any more"
+    reports = [bubble.report for bubble in threads.bubbles]
+    assert [(report.failed, report.cut_off) for report in reports] == [(0, 0)] * 3
+    spans = [[e for e in timeline.to_events() if e["track"] == SPOT_TRACK] for timeline in threads.timelines]
+    assert [[e["args"]["members"] for e in own] for own in spans] == [[1, 2, 1], [2], []]
+    # the next rollout finds it where the others are
+    threads.begin(2)
+    threads.release(1, rl_step=2)
+    until(lambda: threads.bubbles[1].steps >= 1)
+    threads.release(0, 2, rl_step=2)
+    threads.join(0, 1, 2)
+
+
 def test_a_member_that_hangs_is_not_waited_for(threads: Threads) -> None:
     go_on, hangs = threading.Event(), threading.Event()
     sample = threads.buffers[1].sample

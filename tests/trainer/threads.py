@@ -157,9 +157,10 @@ class Threads:
         for bubble in self.bubbles:
             bubble.begin(rl_step)
 
-    def release(self, *ranks: int, rl_step: int = 1) -> None:
+    def release(self, *ranks: int, rl_step: int = 1, is_enough: Asked = never) -> None:
         for rank in ranks:
-            thread = threading.Thread(target=self.bubbles[rank].train_until_rollout_ends, args=(rl_step,), daemon=True)
+            train = self.bubbles[rank].train_until_rollout_ends
+            thread = threading.Thread(target=train, args=(rl_step, is_enough), daemon=True)
             self._running[rank] = thread
             thread.start()
 
