@@ -22,13 +22,15 @@ TAILS: dict[str, dict[str, Any]] = {
     "continued": {"eta_prompts": 1.25, "eta_responses": 1.0, "deferred": "continue"},
 }
 SCHEDULES: dict[str, dict[str, Any]] = {"partial": {"kind": "partial"}, "one_step_off": {"kind": "one_step_off"}}
-_ALONE = ("off", *TAILS, *SCHEDULES)
-ARMS = (*_ALONE, "SD", "SD + problems", "SD + both", "SD + partial", "SD + spot", "SD + spot + both")
+STREAM = "stream"
+_ALONE = ("off", *TAILS, *SCHEDULES, STREAM)
+_SPECULATING = ("SD", "SD + problems", "SD + both", "SD + partial", "SD + spot", "SD + spot + both")
+ARMS = (*_ALONE, *_SPECULATING, f"SD + spot + {STREAM}")
 
 
 def base_of(arm: str) -> str:
-    """The arm of ``bench.spot`` that this one adds tail batching or a schedule to."""
-    for ending in (*TAILS, *SCHEDULES):
+    """The arm of ``bench.spot`` that this one adds tail batching, a schedule or the stream trainer to."""
+    for ending in (*TAILS, *SCHEDULES, STREAM):
         arm = arm.removesuffix(f" + {ending}")
     return "off" if arm in _ALONE else arm
 
@@ -74,6 +76,7 @@ def summarize(steps: Sequence[Mapping[str, Any]], settle: int, problems: int) ->
             "kept over all": sum(one.get("tail/kept_over_all", 1.0) for one in mine) / len(mine),
             "length": sum(one["length/mean"] for one in mine) / len(mine),
             "long rounds": sum(one.get("tail/long_round", 0.0) for one in mine) / len(mine),
+            "streamed": sum(one.get("stream/share", 0.0) for one in mine) / len(mine),
         }
         if "off" in arms:
             row["step, off over it"] = ratio_of_medians(totals["off"], totals[arm])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -27,6 +26,7 @@ from megatron_tlt.planning.simulation.constants import Constants, documented, of
 from megatron_tlt.planning.simulation.from_config import scenario_of
 from megatron_tlt.planning.simulation.lengths import LengthDistribution, LongTail, Recorded, fit_long_tail, read_lengths
 from megatron_tlt.planning.simulation.policies import POLICIES
+from megatron_tlt.planning.simulation.rounds import RoundKind
 from megatron_tlt.planning.simulation.scenario import Scenario
 from megatron_tlt.planning.simulation.steps import PHASES, Outcome, simulate, summarize
 
@@ -34,9 +34,15 @@ _MANY = 50_000
 """Responses per step above which one seed is enough by default."""
 _MOST_DRAFTS = 7
 """Length of the simulated chain if the config has no learned drafter."""
-_DEFAULT_POLICIES = [name for name in POLICIES if name != "tail+spot"]
+_DEFAULT_POLICIES = [name for name, policy in POLICIES.items() if policy.is_synchronous or policy.speculation == "off"]
 _QUANTILES, _UNSEEN_CUT, _MOST_CUT = 1000, 0.01, 0.5
 """Quantiles that are looked at, and the shares of cut lengths that need no note, and that are refused."""
+_PRICES: dict[RoundKind | None, str] = {
+    "tail": "trains on responses that were kept because they are short",
+    "continue": "trains on tokens of earlier policies, and on short problems first",
+    "partial": "trains on tokens of earlier policies, and on short problems first",
+    "one_step_off": "trains on tokens of the policy before",
+}
 _PLOTS = (".svg", ".png", ".pdf")
 
 
@@ -70,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)
     arms, note = _arms(config)
-    notes = [note, _cut(lengths, config.rollout.max_response_tokens), *_not_simulated(config)]
+    notes = [note, _cut(lengths, config.rollout.max_response_tokens)]
     scenario = scenario_of(config, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
     machine = find_machine(arguments.device)  # the KV cache as `tlt plan` has it
     scenario = replace(scenario, kv_tokens=memory_of(config, job_of(config), machine).cache_tokens)
@@ -139,14 +145,6 @@ def _lengths(arguments: argparse.Namespace, config: TltConfig, constants: Consta
         return LongTail(constants.length_median, constants.length_sigma)
     recorded = read_lengths(arguments.lengths)
     return fit_long_tail(recorded.tokens, config.rollout.max_response_tokens) if arguments.fit else recorded
-
-
-def _not_simulated(config: TltConfig) -> Iterator[str]:
-    """Notes on sections that the simulation takes no account of."""
-    if config.schedule is not None:
-        yield f"schedule: {config.schedule.kind} is not simulated; a step is taken to wait for all that it began"
-    if config.tail is not None and config.tail.deferred == "continue":
-        yield "tail.deferred: continue is not simulated; long rounds are taken to generate all problems anew"
 
 
 def _cut(lengths: LengthDistribution, longest: int) -> str | None:
@@ -251,6 +249,7 @@ def _print(
         if seeds > 1:
             console.print(_ranges(rows), highlight=False)
         console.print(_rollouts(rows))
+        console.print(_advice(rows), highlight=False)
     fitted = ", ".join(f"{name} {getattr(scenario.constants, name):.4g}" for name in of_kind("fitted"))
     console.print(
         f"computed, not measured; of the constants {fitted} were fitted to TLT's 7B runs, the sources of the others "
@@ -272,9 +271,24 @@ def _ranges(rows: list[dict[str, Any]]) -> str:
     return f"speed-ups by seed: {', '.join(ranges)}"
 
 
+def _advice(rows: list[dict[str, Any]]) -> str:
+    """Which policy pays: of all, and of those that change nothing but time."""
+    best = max(rows, key=lambda row: row["speedup"]["ratio"])
+    exact = max(
+        (row for row in rows if POLICIES[row["policy"]].is_synchronous), key=lambda row: row["speedup"]["ratio"]
+    )
+    said = f"fastest: {best['policy']}, {best['speedup']['ratio']:.2f} times as fast as off"
+    if best is exact:
+        return said
+    return (
+        f"{said}, which {_PRICES[POLICIES[best['policy']].rounds]}; of those that only save time: {exact['policy']}, "
+        f"{exact['speedup']['ratio']:.2f}"
+    )
+
+
 def _rollouts(rows: list[dict[str, Any]]) -> Table:
     table = table_of(
-        "the rollout", "policy", "idle", "speculating", "tokens/round", "drafter steps", "kept length (all)"
+        "the rollout", "policy", "idle", "speculating", "tokens/round", "drafter steps", "streamed", "kept length (all)"
     )
     for row in rows:
         table.add_row(
@@ -283,6 +297,7 @@ def _rollouts(rows: list[dict[str, Any]]) -> Table:
             f"{row['speculating']:.0%}",
             f"{row['tokens_per_round']:.2f}",
             f"{row['drafter_steps']:.0f}",
+            f"{row['streamed']:.0%}",
             f"{row['kept_length_mean']:.0f} ({row['full_length_mean']:.0f})",
         )
     return table

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class StreamConfig(Section):
     """Replicas whose engines are done train on their responses while other engines decode (RollPacker).
 
-    They accumulate the gradient of ``part`` of their problems at a time, until the rollout is over; the update trains
+    They accumulate the gradient of ``part`` of their responses at a time, until the rollout is over; the update trains
     on the rest. The gradient is that of the whole batch up to the order of its sums, which depends on time.
     """
 
-    part: Annotated[float, Field(gt=0, le=1)] = 0.25
+    part: Annotated[float, Field(gt=0, le=1)] = 0.05
 
 
 def stream_violations(config: TltConfig) -> Iterator[str]:

@@ -122,10 +122,20 @@ class BatchScorer:
         if self._drafter is not None:
             self._policy.state_holders(self._drafter.aux_layers)
 
-    def score_part(self, scored: Sequence[ScoredResponse], batch: RolloutBatch) -> tuple[RolloutBatch, Scores]:
-        """As :meth:`score`, for whole problems alone, all held; the ranks of one data-parallel rank call it.
+    def advantages(self, scored: Sequence[ScoredResponse]) -> list[float]:
+        """Of whole problems, for algorithms that are ``per_problem``; without a KL penalty.
 
-        Without a reference, and for algorithms whose advantages are ``per_problem``.
+        Raises:
+            RunError: a reward or an advantage is not finite.
+        """
+        return self._algorithm.assign_credit(self._rewards(scored), [one.length for one in scored])
+
+    def score_part(
+        self, scored: Sequence[ScoredResponse], batch: RolloutBatch, advantages: Sequence[float]
+    ) -> tuple[RolloutBatch, Scores]:
+        """As :meth:`score`, for some responses with their advantages, all held, without a reference.
+
+        The ranks of one data-parallel rank call it.
         """
         batch = self._masked(scored, batch)
         old, states = self._scores(batch, alone=True)
@@ -135,7 +145,6 @@ class BatchScorer:
                 batch, _ = correct(batch, self._settings.correction)
         if self._settings.correction.bypass:
             batch = batch.with_columns(old_log_probs_G=batch.rollout_log_probs_G)
-        advantages = self._algorithm.assign_credit(self._rewards(scored), [one.length for one in scored])
         columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
         return batch.with_columns(**columns, rollout_log_probs_G=None, versions_G=None), (old, states)
 

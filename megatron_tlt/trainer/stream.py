@@ -1,13 +1,14 @@
 """The stream trainer: replicas whose engines are done train on their responses while other engines decode (RollPacker).
 
 Its unit is the smallest set of ranks that holds whole data-parallel replicas of the policy and whole engines. A unit
-whose engines are done scores its responses and accumulates their gradient, one part of its problems after another,
+whose engines are done scores its responses and accumulates their gradient, one part of them after another,
 until the rollout is over. The update then trains on the rest, shared between all replicas.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.data.exchange import redistribute
+from megatron_tlt.data.packing import balance
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
@@ -48,10 +50,10 @@ def units_of(replicas: Sequence[int], engine_size: int) -> list[list[int]]:
     return sorted(sorted(unit) for unit in set(unit_of.values()))
 
 
-def parts_of(problems: Sequence[int], part: float) -> list[list[int]]:
-    """``problems`` in parts of which each has that share of them, rounded up; pure."""
-    size = max(1, -(-len(problems) * round(part * 1000) // 1000))
-    return [list(problems[at : at + size]) for at in range(0, len(problems), size)]
+def parts_of(samples: Sequence[int], part: float) -> list[list[int]]:
+    """``samples`` in parts of which each has that share of them, rounded up; pure."""
+    size = max(1, math.ceil(len(samples) * part - 1e-9))
+    return [list(samples[at : at + size]) for at in range(0, len(samples), size)]
 
 
 class RolloutArrivals:
@@ -162,26 +164,29 @@ class StreamTrainer:
         with self._timeline.span("stream", "update", remaining_s=self._history.remaining(began - self._began)):
             try:
                 scored, batch = answers(self._group)
+                advantages = self._scorer.advantages(scored)
             except RunError:
                 return  # the rollout's end reports it on every rank
-            problems = sorted({one.problem for one in scored})
-            own = self._own_of(problems)
-            places = [i for i, one in enumerate(scored) if one.problem in own]
-            batch = redistribute(batch, places, group=self._group)
+            shares = self._shares(scored)
+            own = shares[self._replicas[rank()]]
+            batch = redistribute(batch, own, group=self._group)
             self._take_device()
             self._load_s = time.perf_counter() - began
-            for part in parts_of(problems, self._config.part):
-                if part[0] != problems[0] and not self._agree():
+            parts = {replica: parts_of(share, self._config.part) for replica, share in shares.items()}
+            for number in range(max(len(found) for found in parts.values())):
+                if number and not self._agree():
                     break
                 started = time.perf_counter()
-                self._accumulate([i for i in places if scored[i].problem in part], scored, batch)
+                for part in parts[self._replicas[rank()]][number : number + 1]:
+                    self._accumulate(part, scored, batch, advantages)
                 self._part_s = time.perf_counter() - started
         self._busy_s = time.perf_counter() - began
 
-    def _own_of(self, problems: Sequence[int]) -> set[int]:
-        """Those of a unit's problems that this rank's replica takes."""
+    def _shares(self, scored: Sequence[ScoredResponse]) -> dict[int, list[int]]:
+        """The responses of each of the unit's replicas, as evenly as their numbers of tokens allow."""
         replicas = sorted({self._replicas[at] for at in self._unit})
-        return set(problems[replicas.index(self._replicas[rank()]) :: len(replicas)])
+        shares = balance([float(one.prompt_length + one.length) for one in scored], len(replicas))
+        return dict(zip(replicas, map(sorted, shares), strict=True))
 
     def _agree(self) -> bool:
         """Whether the unit goes on; its first rank decides for all."""
@@ -189,14 +194,14 @@ class StreamTrainer:
         found: bool = broadcast_plain(WholeGroup(self._group), goes_on, bool, self._unit[0], torch.device("cpu"))
         return found
 
-    def _accumulate(self, places: Sequence[int], scored: Sequence[ScoredResponse], batch: RolloutBatch) -> None:
-        if not places:
-            return
-        chosen = [scored[i] for i in places]
-        part, (old, states) = self._scorer.score_part(chosen, batch.select(places))
+    def _accumulate(
+        self, places: Sequence[int], scored: Sequence[ScoredResponse], batch: RolloutBatch, advantages: Sequence[float]
+    ) -> None:
+        chosen, own = [scored[i] for i in places], [advantages[i] for i in places]
+        part, (old, states) = self._scorer.score_part(chosen, batch.select(places), own)
         self._policy.accumulate(part, self._loss, self._temperature)
         keys = [(one.problem, one.sample) for one in chosen]
-        self.streamed.add(keys, part.advantages_N.tolist(), old, states, [one.length for one in chosen])
+        self.streamed.add(keys, own, old, states, [one.length for one in chosen])
 
     def end_rollout(self, seconds: float | None, acceptance: float | None) -> dict[str, float]:
         """The rollout is over; a collective over the world. Returns its metrics.

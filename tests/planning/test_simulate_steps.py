@@ -23,13 +23,13 @@ from megatron_tlt.bench.calibration import (
     speculation_speedup,
 )
 from megatron_tlt.config.spot import SpotConfig
+from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.simulation.constants import documented, shipped
 from megatron_tlt.planning.simulation.lengths import LongTail, Recorded, draw, fit_long_tail, read_lengths
 from megatron_tlt.planning.simulation.phases import bubble_steps, drafter_step_flops, training_seconds
-from megatron_tlt.planning.simulation.policies import POLICIES, Prompts, spread
-from megatron_tlt.planning.simulation.rollout import Speculation
-from megatron_tlt.planning.simulation.scenario import Actor, Gate, Spot, TailBatching
+from megatron_tlt.planning.simulation.policies import POLICIES, spread
+from megatron_tlt.planning.simulation.scenario import Actor, Gate, Spot
 from megatron_tlt.planning.simulation.steps import PHASES, simulate, speedup, summarize
 from megatron_tlt.spot.coordinator import Coordinator
 from megatron_tlt.spot.types import Report
@@ -114,27 +114,10 @@ def test_sessions_begin_when_the_products_coordinator_begins_them(
     assert idle == pytest.approx(wanted, abs=1e-6)
 
 
-def test_tail_batching_puts_off_and_comes_back() -> None:
-    one = scenario(prompts=8, group=4, tail=TailBatching(1.5, 1.25))
-    prompts = Prompts(one, np.random.default_rng(0))
-    waiting = []
-    for _ in range(6):
-        found = prompts.tail_round(Speculation())
-        waiting.append(len(prompts.deferred))
-        assert len(found.kept) == 8 * 4
-        assert found.seconds <= found.rollout.seconds_in_all + 1e-9
-        assert (found.ends <= found.seconds + 1e-9).all()
-    # four put off in each short round; a long one takes eight as soon as there are eight
-    assert waiting == [4, 8, 0, 4, 8, 0]
-    plain = Prompts(replace(one, tail=TailBatching(1.0, 1.0)), np.random.default_rng(0))
-    whole = plain.tail_round(Speculation())
-    assert whole.seconds == pytest.approx(whole.rollout.seconds_in_all) and not plain.deferred
-
-
 def test_tail_batching_selects_for_length_and_says_so() -> None:
     rows = {row["policy"]: row for row in summarize(simulate(scenario(), ("off", "tail"), (0, 1), 5))}
     assert rows["tail"]["kept_length_mean"] < rows["tail"]["full_length_mean"] == rows["off"]["kept_length_mean"]
-    even = scenario(tail=TailBatching(1.25, 1.0))
+    even = scenario(tail=TailConfig(eta_prompts=1.25))
     kept = summarize(simulate(even, ("off", "tail"), range(4), 10))[1]
     # without responses to spare, long prompts are late but not lost
     assert kept["kept_length_mean"] > rows["tail"]["kept_length_mean"]

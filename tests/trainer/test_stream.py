@@ -49,7 +49,7 @@ def test_units_are_the_finest_partition(size: int, count: int, power: int, draw:
         assert set(unit) == together == {at for own in unit for at in range(world) if at // engine == own // engine}
 
 
-def test_parts_cover_all_problems() -> None:
+def test_parts_cover_all_samples() -> None:
     assert parts_of([3, 5, 8, 9, 11], 0.4) == [[3, 5], [8, 9], [11]]
     assert (
         parts_of([3, 5], 1.0) == [[3, 5]] and parts_of([3, 5, 7], 0.01) == [[3], [5], [7]] and parts_of([], 0.5) == []

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.recorded_lengths import LengthsByProblem
-from megatron_tlt.bench.tail import PERIOD, SCHEDULES, TAILS, base_of
+from megatron_tlt.bench.tail import PERIOD, SCHEDULES, STREAM, TAILS, base_of
 from megatron_tlt.bench.workers.rl_steps import Position, measure_pinned, serving, steps_in_turns
 from megatron_tlt.bench.workers.spot import arm_config, first_head, quickstart
 from megatron_tlt.config.algorithm import CorrectionConfig
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.trainer.loop import Run
 
 
 def tail_config(config: TltConfig, arm: str, work: Path) -> TltConfig:
-    """The config with the tail batching or the schedule that the arm's name ends in, and a folder of its own."""
+    """The config with the tail batching, schedule or stream that the arm's name ends in, and a folder of its own."""
     ending = arm.rpartition(" + ")[2]
     changes: dict[str, Any] = {"run": config.run.model_copy(update={"dir": work / arm.replace(" ", "")})}
     if continues(arm):
@@ -29,6 +30,8 @@ def tail_config(config: TltConfig, arm: str, work: Path) -> TltConfig:
         changes["tail"] = TailConfig(**TAILS[ending])
     if ending in SCHEDULES:
         changes["schedule"] = ScheduleConfig(**SCHEDULES[ending])
+    if ending == STREAM:
+        changes["stream"] = StreamConfig()
     return config.model_copy(update=changes)
 
 

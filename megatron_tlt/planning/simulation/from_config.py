@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from megatron_tlt.config.drafter_kinds import MODEL_FREE, kind_of
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.spot import session_start
+from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.planning.devices import DeviceSpec
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.simulation.acceptance import DraftShape
 from megatron_tlt.planning.simulation.constants import Constants
 from megatron_tlt.planning.simulation.lengths import LengthDistribution
-from megatron_tlt.planning.simulation.scenario import Actor, Gate, Scenario, Spot, TailBatching
+from megatron_tlt.planning.simulation.scenario import ROLLPACKER, Actor, Gate, Scenario, Spot
 
 
 def scenario_of(
@@ -58,7 +59,9 @@ def scenario_of(
         num_aux_layers=0 if kind is None else kind.num_aux_layers,
         drafted=None if kind is None or not kind.own_head or drafter is None else drafter.draft_vocab_size,
         gate=Gate() if adaptive is None else Gate(adaptive.threshold, adaptive.patience, adaptive.hysteresis),
-        tail=TailBatching() if tail is None else TailBatching(tail.eta_prompts, tail.eta_responses),
+        tail=tail or ROLLPACKER,
+        schedule=config.schedule,
+        stream_part=(config.stream or StreamConfig()).part,
         spot=Spot(
             *session_start(config),
             min_steps=0 if config.spot is None else config.spot.min_steps,

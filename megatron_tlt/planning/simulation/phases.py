@@ -17,6 +17,39 @@ def forward_flops(scenario: Scenario, lengths: Array) -> Array:
     return 2.0 * model.multiplied * tokens + 2.0 * model.layers * model.query * tokens**2
 
 
+def streamed_responses(scenario: Scenario, ends: Array, lengths: Array) -> tuple[NDArray[np.bool_], float]:
+    """Which responses of a step units of replicas train on in their bubble, and the seconds that the last is late.
+
+    As ``trainer.stream``: a unit is idle once all of its engines are, loads the policy, and takes its own responses,
+    which are consecutive here, part after part as long as the next part begins before the end.
+
+    Args:
+        ends: time at which each engine had no requests left.
+        lengths: of the responses, in the order of their engines.
+    """
+    actor, size = scenario.actor, scenario.engine_devices
+    shard = actor.tensor * actor.pipeline * actor.context
+    unit = int(np.lcm(size, shard))
+    units = scenario.devices // unit
+    streamed = np.zeros(len(lengths), bool)
+    if units < 2:
+        return streamed, 0.0
+    idle_from = ends.reshape(units, -1).max(axis=1)
+    rate = scenario.device.flops * scenario.constants.training_efficiency
+    passes = scenario.actor.log_prob_passes + (4.0 if actor.recompute else 3.0)
+    load = scenario.model.parameters * _BYTES / shard / scenario.constants.wake_bandwidth
+    over = late = float(ends.max())
+    for own, began in zip(np.array_split(np.arange(len(lengths)), units), idle_from, strict=True):
+        now = float(began) + load
+        for part in np.array_split(own, max(1, round(1.0 / scenario.stream_part))):
+            if now >= over:
+                break
+            now += passes * float(forward_flops(scenario, lengths[part]).sum()) / unit / rate
+            streamed[part] = True
+            late = max(late, now)
+    return streamed, late - over
+
+
 def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
     """Seconds of log-probs and update for a step's responses, in the order of the mini-batches.
 
@@ -36,7 +69,7 @@ def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
         return passes * share * (1.0 + bubble) / rate
 
     update = 4.0 if actor.recompute else 3.0
-    parts = np.array_split(np.arange(len(lengths)), min(actor.mini_batches, len(lengths)))
+    parts = np.array_split(np.arange(len(lengths)), max(1, min(actor.mini_batches, len(lengths))))
     return {
         "log_probs": seconds(slice(None), float(actor.log_prob_passes)),
         "update": sum(seconds(part, update) for part in parts),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megatron_tlt.planning.simulation.acceptance import OFF, Alignment
 from megatron_tlt.planning.simulation.lengths import draw
 from megatron_tlt.planning.simulation.rollout import Rollout, Speculation, simulate_rollout
+from megatron_tlt.planning.simulation.rounds import RacingRounds, RoundKind
 from megatron_tlt.planning.simulation.scenario import Scenario
 
 Array = NDArray[np.float64]
@@ -17,12 +18,21 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
-    """``speculation`` is off, static (always the first arm) or adaptive (gate and choice)."""
+    """``speculation`` is off, static (always the first arm) or adaptive (gate and choice).
+
+    ``rounds``: which responses a step waits for; None: all that it began.
+    """
 
     name: str
     speculation: str = "off"
     trains_drafter: bool = False
-    batches_tails: bool = False
+    rounds: RoundKind | None = None
+    streams: bool = False
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether a step trains on all responses to its problems, which its own policy sampled."""
+        return self.rounds is None
 
 
 POLICIES = {
@@ -32,11 +42,17 @@ POLICIES = {
         SchedulingPolicy("static", "static"),
         SchedulingPolicy("adaptive", "adaptive"),
         SchedulingPolicy("spot", "adaptive", trains_drafter=True),
-        SchedulingPolicy("tail", batches_tails=True),
-        SchedulingPolicy("tail+spot", "adaptive", trains_drafter=True, batches_tails=True),
+        SchedulingPolicy("stream", streams=True),
+        SchedulingPolicy("tail", rounds="tail"),
+        SchedulingPolicy("continue", rounds="continue"),
+        SchedulingPolicy("partial", rounds="partial"),
+        SchedulingPolicy("one_step_off", rounds="one_step_off"),
+        SchedulingPolicy("tail+spot", "adaptive", trains_drafter=True, rounds="tail"),
+        SchedulingPolicy("continue+spot", "adaptive", trains_drafter=True, rounds="continue"),
+        SchedulingPolicy("partial+spot", "adaptive", trains_drafter=True, rounds="partial"),
     )
 }
-"""The last combines RollPacker and TLT, which is unpublished."""
+"""The last three combine tail batching or partial rollouts with TLT, which is unpublished."""
 
 
 def speculation_of(scenario: Scenario, policy: SchedulingPolicy, alignment: Alignment) -> Speculation:
@@ -84,14 +100,27 @@ def spread(lengths_PG: Array, engines: int) -> tuple[Array, NDArray[np.intp]]:
 
 @dataclass
 class Prompts:
-    """Source of prompts: always new ones, and with tail batching also the deferred ones."""
+    """Source of prompts, with the rounds that decode them."""
 
     scenario: Scenario
     rng: np.random.Generator
-    deferred: list[float] = field(default_factory=list)
-    """The shared part of the lengths of each deferred prompt, as standard normal variables."""
+    kind: RoundKind | None = None
 
-    def plain_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
+    def __post_init__(self) -> None:
+        self.racing = None if self.kind is None else RacingRounds(self.scenario, self.kind, self.rng)
+
+    def round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
+        """The next step's rollout."""
+        if self.racing is None:
+            return self._plain_round(speculation, watched)
+        one = self.racing.next()
+        rollout, place = self._decode(one.reached, speculation, watched, one.decoded)
+        ended = np.zeros(rollout.finished_ER.size)
+        ended[place] = one.ended.ravel()
+        responses = ended.reshape(rollout.finished_ER.shape).sum(axis=1)
+        return RolloutRound(rollout, rollout.seconds_in_all, one.kept, rollout.ends_E, responses)
+
+    def _plain_round(self, speculation: Speculation, watched: tuple[int, ...]) -> RolloutRound:
         """Decodes every response of every prompt to its end."""
         one = self.scenario
         normal = draw(self.rng, one.prompts, one.group, one.constants.group_correlation)
@@ -100,39 +129,15 @@ class Prompts:
         responses = (~np.isnan(rollout.finished_ER)).sum(axis=1).astype(np.float64)
         return RolloutRound(rollout, rollout.seconds_in_all, lengths.ravel(), rollout.ends_E, responses)
 
-    def tail_round(self, speculation: Speculation, watched: tuple[int, ...] = ()) -> RolloutRound:
-        """RollPacker: a long round of deferred prompts once they fill one, else a short round.
-
-        A short round launches more prompts and responses than it keeps. It ends when the first ``prompts`` prompts have
-        ``group`` responses. Excess responses run until then: no slot is freed earlier.
-        """
-        one = self.scenario
-        shared = np.sqrt(one.constants.group_correlation)
-        is_long = len(self.deferred) >= one.prompts
-        if is_long:
-            common, self.deferred = np.array(self.deferred[: one.prompts]), self.deferred[one.prompts :]
-            size = one.group
-        else:
-            common = self.rng.standard_normal(int(np.ceil(one.tail.prompts * one.prompts)))
-            size = int(np.ceil(one.tail.responses * one.group))
-        own = self.rng.standard_normal((len(common), size)) * np.sqrt(1.0 - shared**2)
-        lengths = one.lengths.at(shared * common[:, None] + own, one.max_response_tokens)
-        rollout, place = self._decode(lengths, speculation, watched)
-        finished = rollout.finished_ER.ravel()[place].reshape(lengths.shape)
-        first = np.argsort(finished, axis=1, kind="stable")[:, : one.group]
-        ended = np.take_along_axis(finished, first, axis=1).max(axis=1)
-        chosen = np.argsort(ended, kind="stable")[: one.prompts]
-        over = float(ended[chosen].max())
-        left = np.setdiff1d(np.arange(len(common)), chosen)
-        self.deferred += common[left].tolist()
-        kept = np.take_along_axis(lengths, first, axis=1)[chosen].ravel()
-        responses = (rollout.finished_ER <= over).sum(axis=1).astype(np.float64)
-        # an engine is free when the round ends, or earlier if it has no requests left
-        return RolloutRound(rollout, over, kept, np.minimum(rollout.ends_E, over), responses)
-
     def _decode(
-        self, lengths: Array, speculation: Speculation, watched: tuple[int, ...]
+        self, lengths: Array, speculation: Speculation, watched: tuple[int, ...], decoded: Array | None = None
     ) -> tuple[Rollout, NDArray[np.intp]]:
         one = self.scenario
         lengths_ER, place = spread(lengths, one.engines)
-        return simulate_rollout(one.engine(), lengths_ER, one.prompt_tokens, one.limits(), speculation, watched), place
+        left_ER = lengths_ER.copy()
+        if decoded is not None:
+            left_ER.reshape(-1)[place] = decoded.ravel()
+        rollout = simulate_rollout(
+            one.engine(), lengths_ER, one.prompt_tokens, one.limits(), speculation, watched, left_ER
+        )
+        return rollout, place

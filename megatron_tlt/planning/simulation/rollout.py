@@ -84,11 +84,10 @@ class Rollout:
 class _State:
     """The engines that still decode; ``p`` is the number of requests admitted, in order."""
 
-    def __init__(self, lengths_ER: Array, prompt: float) -> None:
+    def __init__(self, lengths_ER: Array, left_ER: Array, prompt: float) -> None:
         self.row = np.arange(len(lengths_ER))
         self.column = np.broadcast_to(np.arange(lengths_ER.shape[1]), lengths_ER.shape).copy()
-        self.length = lengths_ER.astype(np.float64)
-        self.left = self.length.copy()
+        self.length, self.left = lengths_ER.astype(np.float64), left_ER.astype(np.float64)
         self.prompt = prompt
         count = len(lengths_ER)
         self.p, self.time, self.context = np.zeros(count, np.intp), np.zeros(count), np.zeros(count)
@@ -125,11 +124,13 @@ def simulate_rollout(
     limits: Limits,
     speculation: Speculation,
     watched: Sequence[int] = (),
+    left_ER: Array | None = None,
 ) -> Rollout:
     """Decodes every response to its end; raises ValueError if one does not fit into an engine's KV cache.
 
     ``lengths_ER``: tokens of each response, in the order of its engine's queue; 0 for none. ``prompt``: tokens of a
-    prompt. ``watched``: engines whose running requests are recorded.
+    prompt. ``watched``: engines whose running requests are recorded. ``left_ER``: those of the tokens that are still to
+    be decoded, after the others are computed again with the prompt; None: all.
     """
     longest = prompt + float(lengths_ER.max(initial=0.0))
     if longest > _WATERMARK * limits.kv_tokens:
@@ -145,7 +146,7 @@ def simulate_rollout(
         0,
         [[] for _ in watched],
     )
-    state = _State(lengths_ER, prompt)
+    state = _State(lengths_ER, lengths_ER if left_ER is None else left_ER, prompt)
     state.keep(np.any(state.left > 0, axis=1))
     places = {row: place for place, row in enumerate(watched)}
     while len(state.row):

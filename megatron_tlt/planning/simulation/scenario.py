@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_tlt.config.schedule import ScheduleConfig
+from megatron_tlt.config.stream import StreamConfig
+from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DeviceSpec
 from megatron_tlt.planning.model_size import ModelSize
@@ -53,12 +56,8 @@ class Gate:
     hysteresis: int = 4
 
 
-@dataclass(frozen=True)
-class TailBatching:
-    """RollPacker (2509.21009): factors by which a short round launches more prompts and responses."""
-
-    prompts: float = 1.25
-    responses: float = 1.25
+ROLLPACKER = TailConfig(eta_prompts=1.25, eta_responses=1.25)
+"""RollPacker's factors (2509.21009), for configs without a ``tail`` section."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,10 @@ class Scenario:
     actor: Actor = Actor()
     gate: Gate = Gate()
     spot: Spot = Spot()
-    tail: TailBatching = TailBatching()
+    tail: TailConfig = ROLLPACKER
+    schedule: ScheduleConfig | None = None
+    """Settings of the kind that it names; the other has its defaults."""
+    stream_part: float = StreamConfig().part
     num_aux_layers: int = 0
     """Number of hidden states that an EAGLE-3 head reads; 0 for an EAGLE head."""
     drafted: int | None = None

@@ -15,6 +15,7 @@ from megatron_tlt.planning.simulation.phases import (
     bubble_steps,
     drafter_step_flops,
     reshard_seconds,
+    streamed_responses,
     training_seconds,
 )
 from megatron_tlt.planning.simulation.policies import POLICIES, Prompts, RolloutRound, SchedulingPolicy, speculation_of
@@ -37,6 +38,8 @@ class Step:
     """Tokens per request and engine step."""
     drafter_steps: float
     """Optimizer steps of the drafter in the bubble."""
+    streamed: float
+    """Fraction of the step's tokens whose gradient was accumulated in the bubble."""
     alignment: float
     """Alignment of the drafter at the start of the rollout."""
     lengths_mean: float
@@ -76,15 +79,15 @@ def simulate_policy(
 
     A trained drafter starts at its equilibrium: training in a step compensates the loss by a policy update, for the
     bubble of a first step that is not counted. An untrained drafter stays cold. The same seed gives the same responses
-    to every policy without tail batching.
+    to every synchronous policy.
     """
     outcome = Outcome(policy)
     for seed in seeds:
         alignment = Alignment(scenario.constants)
         if policy.trains_drafter:
-            trial = _step(scenario, policy, _prompts(scenario, seed), alignment, ())[0]
+            trial = _step(scenario, policy, _prompts(scenario, policy, seed), alignment, ())[0]
             alignment.level = _settled(scenario, max(trial.drafter_steps, scenario.spot.min_steps))
-        prompts, own = _prompts(scenario, seed), []
+        prompts, own = _prompts(scenario, policy, seed), []
         for number in range(steps):
             watched = watch and seed == seeds[0] and number == 0
             step, last = _step(
@@ -101,8 +104,8 @@ def simulate_policy(
     return outcome
 
 
-def _prompts(scenario: Scenario, seed: int) -> Prompts:
-    return Prompts(scenario, np.random.default_rng(seed))
+def _prompts(scenario: Scenario, policy: SchedulingPolicy, seed: int) -> Prompts:
+    return Prompts(scenario, np.random.default_rng(seed), policy.rounds)
 
 
 def _settled(scenario: Scenario, steps: float) -> float:
@@ -116,27 +119,32 @@ def _step(
     scenario: Scenario, policy: SchedulingPolicy, prompts: Prompts, alignment: Alignment, watched: tuple[int, ...]
 ) -> tuple[Step, RolloutRound]:
     speculation = speculation_of(scenario, policy, alignment)
-    one = (prompts.tail_round if policy.batches_tails else prompts.plain_round)(speculation, watched)
+    one = prompts.round(speculation, watched)
     rollout, mean = one.rollout, float(one.kept.mean())
     trained = bubble_steps(scenario, one.ends, one.responses, mean) if policy.trains_drafter else 0.0
     missing = max(0.0, scenario.spot.min_steps - trained) if policy.trains_drafter else 0.0
     rate = scenario.devices * scenario.device.flops * scenario.constants.training_efficiency
+    streamed, late = np.zeros(len(one.kept), bool), 0.0
+    if policy.streams:
+        streamed, late = streamed_responses(scenario, one.ends, one.kept)
     seconds = {
-        "rollout": one.seconds,
-        **training_seconds(scenario, one.kept),
+        "rollout": one.seconds + late,
+        **training_seconds(scenario, one.kept[~streamed]),
         "drafter": missing * drafter_step_flops(scenario, mean) / rate,
         "reshard": reshard_seconds(scenario),
     }
     decoding = sum(spent for name, spent in rollout.seconds.items() if name != "prefill")
     step = Step(
         seconds=seconds,
-        idle=float((one.seconds - one.ends).mean() / one.seconds),
+        # a rollout may have nothing left to decode: one_step_off began its problems in the step before
+        idle=float((one.seconds - one.ends).mean() / one.seconds) if one.seconds else 0.0,
         tokens_per_round=_tokens_per_round(rollout.seconds, scenario, alignment),
         drafter_steps=trained,
+        streamed=float(one.kept[streamed].sum() / one.kept.sum()),
         alignment=alignment.level,
         lengths_mean=mean,
         lengths_longest=float(one.kept.max()),
-        speculating=1.0 - rollout.seconds.get("off", 0.0) / decoding,
+        speculating=1.0 - rollout.seconds.get("off", 0.0) / decoding if decoding else 0.0,
         preemptions=rollout.preemptions,
     )
     return step, one
@@ -181,6 +189,7 @@ def summarize(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
             "speculating": outcome.mean("speculating"),
             "tokens_per_round": outcome.mean("tokens_per_round"),
             "drafter_steps": outcome.mean("drafter_steps"),
+            "streamed": outcome.mean("streamed"),
             "drafter_alignment": outcome.mean("alignment"),
             "kept_length_mean": outcome.mean("lengths_mean"),
             "full_length_mean": full,

@@ -1,0 +1,102 @@
+"""Rounds in which responses race, and replicas that stream: the simulation against the product's own rules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_tlt.config.tail import TailConfig
+from megatron_tlt.planning.simulation.lengths import LongTail
+from megatron_tlt.planning.simulation.phases import streamed_responses, training_seconds
+from megatron_tlt.planning.simulation.policies import Prompts
+from megatron_tlt.planning.simulation.rollout import Speculation
+from megatron_tlt.planning.simulation.rounds import RacingRounds, RoundKind, race
+from megatron_tlt.planning.simulation.scenario import Actor
+from megatron_tlt.planning.simulation.steps import simulate, summarize
+from megatron_tlt.trainer.tail import TailRound, TokenRace, select
+from tests.planning.simulated import scenario
+
+
+def test_tail_batching_puts_off_and_comes_back() -> None:
+    one = scenario(prompts=8, group=4, tail=TailConfig(eta_prompts=1.5, eta_responses=1.25))
+    prompts = Prompts(one, np.random.default_rng(0), "tail")
+    assert prompts.racing is not None
+    waiting = []
+    for _ in range(6):
+        found = prompts.round(Speculation())
+        waiting.append(len(prompts.racing.state.deferred))
+        assert len(found.kept) == 8 * 4
+        assert found.seconds == found.rollout.seconds_in_all
+    # four put off in each short round; a long one takes eight as soon as there are eight
+    assert waiting == [4, 8, 0, 4, 8, 0]
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_responses_decode_what_the_products_race_lets_them(
+    keep: int, group: int, more: int, extra: int, must: int, draw: random.Random
+) -> None:
+    """One engine, whose responses all gain a token in each step."""
+    asked = TailRound(tuple(range(keep + more)), group + extra, keep, group, min(must, keep))
+    left = np.array([[float(draw.randint(1, 9)) for _ in range(group + extra)] for _ in asked.problems])
+    winners, decoded = race(asked, left)
+    product = TokenRace(asked.samples, keep, group, asked.must)
+    running = {(at, sample) for at in asked.problems for sample in range(asked.samples)}
+    found, finished = np.zeros_like(left), {}
+    while running and not asked.is_long:
+        for key in sorted(running):
+            found[key] += 1
+        for key in sorted(key for key in running if found[key] == left[key]):
+            running.remove(key)
+            finished[key] = int(found[key])
+            product.finished(key, finished[key])
+        running -= set(product.lost({key: int(found[key]) for key in running}))
+    if asked.is_long:
+        assert (decoded == left).all() and len(winners) == keep
+        return
+    assert sorted({at for at, _ in select(asked, finished)}) == winners.tolist()
+    # the product also aborts the rest of a problem that is out
+    assert (found <= decoded).all() and all(found[key] == decoded[key] for key in select(asked, finished))
+
+
+@pytest.mark.parametrize("kind", ["continue", "partial", "one_step_off"])
+def test_continued_responses_lose_nothing_and_none_gets_too_old(kind: RoundKind) -> None:
+    one = scenario(prompts=8, group=4, tail=TailConfig(eta_prompts=1.5), lengths=LongTail(60.0, 1.0))
+    rounds = RacingRounds(one, kind, np.random.default_rng(1))
+    decoded = kept = continued = 0.0
+    for step in range(40):
+        found = rounds.next()
+        assert len(found.kept) == 32
+        continued += (found.reached - found.decoded).sum()
+        decoded, kept = decoded + found.decoded.sum(), kept + found.kept.sum()
+        waiting = sum(rounds._problems[index].done.sum() for index in rounds.state.deferred)
+        assert decoded == pytest.approx(kept + waiting), "what was decoded was trained on, or waits"
+        assert all(step + 1 - rounds._problems[index].begun <= rounds._most for index in rounds.state.deferred)
+    assert continued > 0
+
+
+def test_replicas_stream_in_their_bubble_and_a_part_may_be_late() -> None:
+    one = scenario(engine_devices=1, devices=4, per_node=4, actor=Actor(recompute=False), stream_part=0.5)
+    load = one.model.parameters * 2 / one.constants.wake_bandwidth
+    lengths, ends = np.full(8, 1000.0), np.array([100.0, 10.0, 0.0, 100.0 - load - 1e-3])
+    streamed, late = streamed_responses(one, ends, lengths)
+    # the second and third have time for both parts; the last begins one, and is late
+    assert streamed.tolist() == [False, False, True, True, True, True, True, False]
+    seconds = training_seconds(one, lengths)
+    whole = seconds["log_probs"] + seconds["update"]
+    assert 0 < late < 0.5 * whole
+    off, row = summarize(simulate(scenario(), ("off", "stream"), (0, 1), 3))
+    assert off["streamed"] == 0 < row["streamed"] < 1 and row["update_s"] < off["update_s"]
+    # one replica of all devices has no bubble
+    assert not streamed_responses(replace(one, actor=Actor(tensor=4)), ends, lengths)[0].any()
