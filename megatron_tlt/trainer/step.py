@@ -26,6 +26,7 @@ from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import SamplingSpec
 from megatron_tlt.tasks.curriculum import CurriculumMixture
 from megatron_tlt.tasks.mixture import ProblemMixture
+from megatron_tlt.tasks.rounds import TailState
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.carried import Carried, Key
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
@@ -40,7 +41,6 @@ from megatron_tlt.trainer.scoring import BatchScorer
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
 from megatron_tlt.trainer.stream import StreamTrainer
-from megatron_tlt.trainer.tail import TailState
 from megatron_tlt.trainer.tail_rounds import build_rounds
 
 

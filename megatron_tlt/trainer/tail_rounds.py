@@ -18,12 +18,12 @@ from megatron_tlt.platform.device import barrier, rank
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 from megatron_tlt.rollout.interface import RolloutEngine
 from megatron_tlt.rollout.types import Response
+from megatron_tlt.tasks.rounds import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.carried import Carried, CarriedResponses, new_tokens
 from megatron_tlt.trainer.dynamic_sampling import Collected
 from megatron_tlt.trainer.experience import Answers, StartRace
 from megatron_tlt.trainer.responses import ScoredResponse
-from megatron_tlt.trainer.tail import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
 
 POLL_S = 0.05
 """How often an engine asks what finished in the others; a late answer costs decoding, not correctness."""

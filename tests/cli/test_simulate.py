@@ -96,12 +96,16 @@ def test_lengths_that_the_configs_limit_cuts_are_said_or_refused(
     assert "cuts" not in capsys.readouterr().out
 
 
-def test_what_is_not_simulated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corrected = ["algorithm.correction={weights: token}"]
-    simulated(tmp_path, "--policies", "off", *corrected, "schedule={kind: partial}")
-    assert "note: schedule: partial is not simulated" in capsys.readouterr().out
-    simulated(tmp_path, "--policies", "off", *corrected, "tail={deferred: continue}")
-    assert "note: tail.deferred: continue is not simulated" in capsys.readouterr().out
+def test_the_fastest_policy_is_named_with_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corrected = ["algorithm.correction={weights: token}", "schedule={kind: partial, eta_prompts: 2.0}"]
+    rows = simulated(tmp_path, "--policies", "stream,adaptive,partial", *corrected)["nodes"]["2"]
+    told = " ".join(capsys.readouterr().out.split())
+    by_name = {row["policy"]: row["speedup"]["ratio"] for row in rows}
+    assert by_name["partial"] > by_name["adaptive"] > by_name["stream"] >= 1
+    assert f"fastest: partial, {by_name['partial']:.2f} times as fast as off, which trains on tokens of earlier" in told
+    assert f"of those that only save time: adaptive, {by_name['adaptive']:.2f}" in told
+    less = simulated(tmp_path, "--policies", "partial", *corrected[:1], "schedule={kind: partial, eta_prompts: 1.1}")
+    assert less["nodes"]["2"][1]["rollout_s"] != rows[3]["rollout_s"], "the section's settings are simulated"
 
 
 def test_the_kv_cache_is_the_plans(tmp_path: Path) -> None:

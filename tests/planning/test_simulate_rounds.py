@@ -18,7 +18,7 @@ from megatron_tlt.planning.simulation.rollout import Speculation
 from megatron_tlt.planning.simulation.rounds import RacingRounds, RoundKind, race
 from megatron_tlt.planning.simulation.scenario import Actor
 from megatron_tlt.planning.simulation.steps import simulate, summarize
-from megatron_tlt.trainer.tail import TailRound, TokenRace, select
+from megatron_tlt.tasks.rounds import TailRound, TokenRace, select
 from tests.planning.simulated import scenario
 
 

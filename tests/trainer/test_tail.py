@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.tail import TailConfig
-from megatron_tlt.trainer.tail import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
+from megatron_tlt.tasks.rounds import AheadScheduler, Key, TailRound, TailScheduler, TailState, TokenRace, select
 
 
 @st.composite

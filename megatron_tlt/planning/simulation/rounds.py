@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.planning.simulation.scenario import Scenario
-from megatron_tlt.trainer.tail import AheadScheduler, TailRound, TailScheduler, TailState
+from megatron_tlt.tasks.rounds import AheadScheduler, TailRound, TailScheduler, TailState
 
 Array = NDArray[np.float64]
 RoundKind = Literal["tail", "continue", "partial", "one_step_off"]
@@ -22,7 +22,7 @@ RoundKind = Literal["tail", "continue", "partial", "one_step_off"]
 
 
 def race(asked: TailRound, left_PR: Array) -> tuple[NDArray[np.intp], Array]:
-    """The winners of a round and the tokens that each response decodes; pure, as ``trainer.tail.TokenRace``.
+    """The winners of a round and the tokens that each response decodes; pure, as ``tasks.rounds.TokenRace``.
 
     Args:
         asked: the round, of P problems and R responses to each.
