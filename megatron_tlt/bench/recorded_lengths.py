@@ -55,9 +55,8 @@ class LengthsByProblem:
     """
 
     def __init__(self, longest: int, seed: int) -> None:
-        rollouts = _recorded()
-        self._problems = list(itertools.chain.from_iterable(rollouts))
-        self._scale, self._seed, self._rollout = _scale(rollouts, longest), seed, 0
+        self._problems = lengths_of_problems(longest)
+        self._seed, self._rollout = seed, 0
 
     def begin(self, rollout: int) -> None:
         """Starts a rollout: the following requests belong to it."""
@@ -67,7 +66,14 @@ class LengthsByProblem:
         """Sets the request's length, which depends on its problem, sample and rollout."""
         problem = random.Random(f"{self._seed}/{request.problem_key}").choice(self._problems)
         draw = random.Random(f"{self._seed}/{request.problem_key}/{request.sample}/{self._rollout}")
-        return of_length(request, max(1, round(self._scale * draw.choice(problem))))
+        return of_length(request, draw.choice(problem))
+
+
+def lengths_of_problems(longest: int) -> list[list[int]]:
+    """The recorded lengths of each problem; ``longest`` as above."""
+    rollouts = _recorded()
+    scale = _scale(rollouts, longest)
+    return [[max(1, round(scale * length)) for length in one] for one in itertools.chain.from_iterable(rollouts)]
 
 
 def _recorded() -> list[list[list[int]]]:

@@ -101,7 +101,7 @@ class Run:
             check_coordinator_host(config)
         seed_everything(config.run.seed, config.run.deterministic)
         self._folder = Path(config.run.dir)
-        self._timeline = Timeline(rank(), None if read_only else self._folder)
+        self.timeline = Timeline(rank(), None if read_only else self._folder)
         source = model_folder(config)
         self._side_files = side_files_of(source)
         self.tokenizer = load_tokenizer(self._side_files)
@@ -128,7 +128,7 @@ class Run:
             self.drafting.attach(self.engine)
         self.bubble = None
         if self.drafting and config.spot is not None:
-            self.bubble = self.drafting.spot_trainer(self.engine, self._timeline)
+            self.bubble = self.drafting.spot_trainer(self.engine, self.timeline)
         self._speculation = SpeculationState(config, self.engine.token_drafters)
         self._limit = prompt_limit(config.rollout, self.tokenizer)
         problems = build_sources(config.tasks, "train", config.run.seed, self._limit)
@@ -146,7 +146,7 @@ class Run:
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
-            timeline=self._timeline,
+            timeline=self.timeline,
             speculation=self._speculation.engine,
             has_routes=config.rollout.router_replay != "none",
             on_collected=self._speculation.end_rollout,
@@ -164,7 +164,7 @@ class Run:
             self._collector,
             self._curriculum or problems,
             policy_sync(config, self.policy, self.engine),
-            self._timeline,
+            self.timeline,
             training_sampling(config.rollout, self.tokenizer),
             self.drafting,
             self._speculation,
@@ -221,7 +221,7 @@ class Run:
         if self.drafting is not None:
             self.drafting.load_newer_spot_checkpoint()
         with (
-            RunRecord(self._folder, config, self._state.step, self._timeline) as record,
+            RunRecord(self._folder, config, self._state.step, self.timeline) as record,
             Progress(
                 rank(),
                 config.trainer.steps,
@@ -243,7 +243,7 @@ class Run:
                 where = f"after {self._state.step} steps, state saved; run again to continue"
                 raise Interrupted(self._stop.signum or signal.SIGTERM, where) from None
             self._watch.begin("export")
-            with self._timeline.span("export"):
+            with self.timeline.span("export"):
                 save_hf_folder(self.policy, self._side_files, self._folder / "hf")
                 if self.policy.lora is not None:
                     save_adapter_folder(self.policy, model_folder(self._config), self._folder / "adapter")
@@ -274,12 +274,12 @@ class Run:
 
     def _loop(self, record: RunRecord, progress: Progress) -> None:
         config = self._config
-        self._timeline.begin_step(self._state.step)
+        self.timeline.begin_step(self._state.step)
         self.step.reshard(self._state.step, StepResult(), progress.start)
         self._evaluate(record, progress)
         while self._state.step < config.trainer.steps:
             step = self._state.step
-            self._timeline.begin_step(step + 1)
+            self.timeline.begin_step(step + 1)
             drawn = self._state.problems_drawn
             result = self.step.run(step, progress.start, progress.advance, self._updated, drawn, self._state.deferred)
             record.step(self._state.step, result, progress)
@@ -313,7 +313,7 @@ class Run:
     def _phase(self, name: str, result: StepResult) -> Iterator[None]:
         began = time.perf_counter()
         self._watch.begin(name)
-        with self._timeline.span(name):
+        with self.timeline.span(name):
             yield
         result.metrics[f"time/{name}"] = time.perf_counter() - began
 
@@ -351,7 +351,7 @@ class Run:
         seeds = (self._config.run.seed, "held-out")
         responses = settings.samples + settings.greedy
         progress.start("evaluate", self._collector.num_own(len(problems), responses))
-        with self._timeline.span("evaluate"):
+        with self.timeline.span("evaluate"):
             return self._evaluated(problems, settings, seeds, progress)
 
     def evaluate_sets(self, progress: Progress) -> dict[str, dict[str, float]]:
@@ -365,7 +365,7 @@ class Run:
             seeds = (self._config.run.seed, "evaluation set", settings.name)
             responses = settings.samples + settings.greedy
             progress.start("evaluate", self._collector.num_own(len(problems), responses))
-            with self._timeline.span("evaluate"):
+            with self.timeline.span("evaluate"):
                 evaluation, _ = self._evaluated(problems, settings, seeds, progress)
             found[settings.name] = evaluation.figures
         return found

@@ -10,24 +10,24 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 
 UNEQUAL = (
     "rollout.engine=tests.trainer.unequal_engine.UnequalEngine",
-    "rollout.engine_arguments={seconds: 0.15}",
+    "rollout.engine_arguments={seconds: 0.08}",
     "run.deterministic=false",
     "actor.megatron.hidden_dropout=0",
-    "evaluation.every=0",
+    "evaluation={every: 0, problems: 1}",
     "trainer.steps=3",
 )
 SAME = ("reward/mean", "length/mean", "mismatch/mean_abs", "actor/entropy", "actor/grad_norm", "advantage/std")
 
 
 def test_the_step_is_that_of_the_whole_batch(runs: Runs) -> None:
-    runs.train("whole", *UNEQUAL)
-    runs.train("streamed", *UNEQUAL, "stream={part: 0.5}")
+    runs.train("whole", *UNEQUAL, "trainer.steps=2")
+    runs.train("streamed", *UNEQUAL, "trainer.steps=2", "stream={part: 0.5}")
     whole, streamed = rows_of(runs.folder / "whole"), rows_of(runs.folder / "streamed")
-    assert [row["stream/ranks"] for row in streamed] == [1, 1, 1], "the slow engine never waits"
+    assert [row["stream/ranks"] for row in streamed] == [1, 1], "the slow engine never waits"
     assert all(0.3 < row["stream/share"] < 0.7 and row["stream/busy_s"] > 0 for row in streamed)
     for name in SAME:
         assert streamed[0][name] == pytest.approx(whole[0][name], rel=1e-4, abs=1e-7), name
-    assert streamed[2]["actor/grad_norm"] == pytest.approx(whole[2]["actor/grad_norm"], rel=0.05)
+    assert streamed[1]["actor/grad_norm"] == pytest.approx(whole[1]["actor/grad_norm"], rel=0.05)
 
 
 def test_replicas_of_two_ranks_stream_their_engines_long_rounds(runs: Runs) -> None:
@@ -48,7 +48,7 @@ def test_replicas_of_two_ranks_stream_their_engines_long_rounds(runs: Runs) -> N
 def test_the_drafter_gets_its_steps_and_the_gradient_the_rest(runs: Runs) -> None:
     drafter = ("drafter.kind=eagle", "speculation.drafter=eagle", "speculation.num_speculative_tokens=2")
     spot = ("drafter.entries_per_step=2", "spot.min_entries=1", "spot.min_steps=2")
-    runs.train("shared", *UNEQUAL, *drafter, *spot, "stream={}", "rollout.engine_arguments={seconds: 0.4}")
+    runs.train("shared", *UNEQUAL, *drafter, *spot, "stream={}", "rollout.engine_arguments={seconds: 0.2}")
     rows = rows_of(runs.folder / "shared")
     assert all(row["spot/failed"] == row["spot/cut_off"] == 0 and row["drafter/steps"] >= 2 for row in rows)
     assert [row["stream/ranks"] for row in rows] == [0, 0, 1], "the first drafts, in step 2, are the best so far"

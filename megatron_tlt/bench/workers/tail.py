@@ -16,6 +16,8 @@ from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.config.tail import TailConfig
+from megatron_tlt.observe.timeline import ENGINE_TRACK
+from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.trainer.loop import Run
 
 
@@ -56,7 +58,14 @@ def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
         for number in range(given["periods"] * PERIOD):
             lengths.begin(number)
             rows += steps_in_turns(runs, number, positions)
-    return {"steps": rows}
+    everyone = all_gather_data(engine_steps(next(iter(runs.values()))), list[dict[str, float]])
+    return {"steps": rows, "engine_steps": [row for part in everyone for row in part]}
+
+
+def engine_steps(run: Run) -> list[dict[str, float]]:
+    """This rank's engine steps; ``prefill`` is 1 for those with prompts."""
+    events = [one["args"] for one in run.timeline.to_events() if one.get("track") == ENGINE_TRACK]
+    return [{name: float(one[name]) for name in ("batch", "ms_per_step", "steps", "prefill")} for one in events]
 
 
 def main(given: str, work: str, out: str) -> None:

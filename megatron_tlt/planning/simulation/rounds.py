@@ -117,9 +117,13 @@ class RacingRounds:
         if known is not None and self.kind != "tail" and self._step - known.begun <= self._most:
             known.lengths, known.done = known.lengths[:samples], known.done[:samples]
             return known
-        shared = np.sqrt(self.scenario.constants.group_correlation)
-        common = float(self.rng.standard_normal()) if known is None else known.common
-        own = self.rng.standard_normal(samples) * np.sqrt(1.0 - shared**2)
-        lengths = self.scenario.lengths.at(shared * common + own, self.scenario.max_response_tokens)
+        common, lengths = self._draw(samples, None if known is None else known.common)
         self._problems[index] = _Problem(common, lengths, np.zeros(samples), self._step)
         return self._problems[index]
+
+    def _draw(self, samples: int, common: float | None) -> tuple[float, Array]:
+        """The shared part of a problem's lengths, new unless given, and the lengths of so many responses to it."""
+        shared = np.sqrt(self.scenario.constants.group_correlation)
+        common = float(self.rng.standard_normal()) if common is None else common
+        own = self.rng.standard_normal(samples) * np.sqrt(1.0 - shared**2)
+        return common, self.scenario.lengths.at(shared * common + own, self.scenario.max_response_tokens)
