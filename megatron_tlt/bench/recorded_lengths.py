@@ -8,8 +8,16 @@ import random
 from collections.abc import Sequence
 from importlib import resources
 
+import numpy as np
+
 from megatron_tlt.bench.rollout_cases import of_length
+from megatron_tlt.planning.simulation.constants import shipped
+from megatron_tlt.planning.simulation.lengths import LongTail, draw
 from megatron_tlt.rollout.types import Request
+
+RECORDED = "quickstart"
+LAWS = (RECORDED, "32k")
+"""Lengths recorded from the quickstart's policy, or those of long responses in TLT's runs."""
 
 
 class RecordedLengths:
@@ -51,11 +59,12 @@ class LengthsByProblem:
     """Gives a request a length that was recorded for a problem: one problem's lengths stay together.
 
     A training problem has the lengths of one recorded problem, and each of its responses in each rollout one of these.
-    So a problem that is generated again has other lengths of the same kind. ``longest`` and ``seed`` are as above.
+    So a problem that is generated again has other lengths of the same kind. ``longest`` and ``seed`` are as above;
+    ``law`` is one of ``LAWS``.
     """
 
-    def __init__(self, longest: int, seed: int) -> None:
-        self._problems = lengths_of_problems(longest)
+    def __init__(self, longest: int, seed: int, law: str = RECORDED) -> None:
+        self._problems = lengths_of_problems(longest, law)
         self._seed, self._rollout = seed, 0
 
     def begin(self, rollout: int) -> None:
@@ -69,11 +78,19 @@ class LengthsByProblem:
         return of_length(request, draw.choice(problem))
 
 
-def lengths_of_problems(longest: int) -> list[list[int]]:
-    """The recorded lengths of each problem; ``longest`` as above."""
-    rollouts = _recorded()
+def lengths_of_problems(longest: int, law: str = RECORDED) -> list[list[int]]:
+    """The lengths of each problem's responses; ``longest`` and ``law`` as above."""
+    rollouts = _recorded() if law == RECORDED else [_of_long_responses()]
     scale = _scale(rollouts, longest)
     return [[max(1, round(scale * length)) for length in one] for one in itertools.chain.from_iterable(rollouts)]
+
+
+def _of_long_responses() -> list[list[int]]:
+    """Of 512 problems with 8 responses each, up to 32,768 tokens, by the law that was fitted to TLT's 7B runs."""
+    constants = shipped()
+    normal = draw(np.random.default_rng(0), 512, 8, constants.group_correlation)
+    tokens = LongTail(constants.length_median, constants.length_sigma).at(normal, 32768.0)
+    return [[int(length) for length in row] for row in tokens]
 
 
 def _recorded() -> list[list[list[int]]]:

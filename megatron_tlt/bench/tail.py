@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.bench.recorded_lengths import LAWS, RECORDED
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.spot import DEFAULTS
 from megatron_tlt.bench.tail_simulated import MeasuredEngine, simulated_seconds
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settle", type=int, default=1, help="number of the first of these that do not count")
     parser.add_argument("--prompts", type=int, default=48, help="problems per step")
     parser.add_argument("--group", type=int, default=8, help="responses per problem")
-    parser.add_argument("--longest", type=int, default=0, help="tokens of the longest response; 0: as recorded")
+    parser.add_argument("--longest", type=int, default=0, help="tokens of the longest response; 0: as in the law")
+    parser.add_argument("--law", choices=LAWS, default=RECORDED, help="response lengths; 32k needs --longest")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for all steps")
 
@@ -91,12 +93,14 @@ def summarize(steps: Sequence[Mapping[str, Any]], settle: int, problems: int) ->
 
 def add_simulated(rows: list[dict[str, Any]], found: Mapping[str, Any], given: Mapping[str, Any], engines: int) -> None:
     """Adds what the simulation says about the arms without speculation, given the engine steps of the first arm."""
-    engine = MeasuredEngine.fitted([row for row in found["engine_steps"] if not row["prefill"]])
+    responses, steps = given["prompts"] * given["group"], [row for row in found["steps"] if row["arm"] == "off"]
+    prompt = sum(row["length/prompt_mean"] for row in steps) / len(steps)
+    engine = MeasuredEngine.fitted(found["engine_steps"], prompt * responses * len(steps))
     most = int(max(row["batch"] for row in found["engine_steps"]))
-    bound = most if most < given["prompts"] * given["group"] // engines else sys.maxsize
+    bound = most if most < responses // engines else sys.maxsize
 
     def seconds(arm: str) -> float:
-        return simulated_seconds(engine, given, engines, bound, TAILS.get(arm), SCHEDULES.get(arm))
+        return simulated_seconds(engine, given, engines, bound, prompt, TAILS.get(arm), SCHEDULES.get(arm))
 
     off = seconds("off")
     for row in rows:
@@ -131,7 +135,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         RunError: the processes failed.
     """
     result = BenchmarkResult(environment=describe_environment(), name="tail")
-    names = ("arms", "periods", "prompts", "group", "longest", "seed")
+    names = ("arms", "periods", "prompts", "group", "longest", "law", "seed")
     given = DEFAULTS["quickstart"] | {"target": "quickstart", "session_steps": 5, "warm_entries": 8}
     given |= {name: getattr(arguments, name) for name in names} | {"config": str(arguments.config)}
     given["model"] = str(arguments.model or model_folder(load_config(arguments.config, [])))

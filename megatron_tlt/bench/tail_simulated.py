@@ -23,35 +23,42 @@ from megatron_tlt.planning.simulation.rounds import RacingRounds, RoundKind
 from megatron_tlt.planning.simulation.scenario import Scenario
 
 Array = NDArray[np.float64]
-_PROMPT_TOKENS = 32.0
 _STEPS = 100
 
 
 class MeasuredEngine(EngineModel):
-    """An engine whose steps take ``fixed_s`` and ``request_s`` for each request of their batch."""
+    """An engine whose steps take ``fixed_s``, ``request_s`` per request of their batch and ``token_s`` per prompt's."""
 
-    def __init__(self, fixed_s: float, request_s: float) -> None:
-        self.fixed_s, self.request_s = fixed_s, request_s
+    def __init__(self, fixed_s: float, request_s: float, token_s: float) -> None:
+        self.fixed_s, self.request_s, self.token_s = fixed_s, request_s, token_s
 
     @classmethod
-    def fitted(cls, steps: Sequence[Mapping[str, Any]]) -> MeasuredEngine:
-        """The line through measured steps without prompts: ``batch``, ``ms_per_step`` and how many ``steps``."""
-        batch, ms, count = (np.array([row[name] for row in steps], float) for name in ("batch", "ms_per_step", "steps"))
-        request_ms, fixed_ms = np.polyfit(batch, ms, 1, w=np.sqrt(count))
-        return cls(max(0.0, fixed_ms) / 1e3, request_ms / 1e3)
+    def fitted(cls, steps: Sequence[Mapping[str, float]], prompt_tokens: float) -> MeasuredEngine:
+        """From measured steps: the line through those without prompts, and what those with prompts took beyond it.
+
+        Args:
+            steps: rows with ``batch``, ``ms_per_step``, how many ``steps``, and whether they have prompts, ``prefill``.
+            prompt_tokens: of all their prompts.
+        """
+        names = ("batch", "ms_per_step", "steps", "prefill")
+        batch, ms, count, prefill = (np.array([row[name] for row in steps], float) for name in names)
+        plain = prefill == 0
+        request_ms, fixed_ms = np.polyfit(batch[plain], ms[plain], 1, w=np.sqrt(count[plain]))
+        beyond = float((count * (ms - fixed_ms - request_ms * batch))[~plain].sum())
+        return cls(max(0.0, fixed_ms) / 1e3, request_ms / 1e3, max(0.0, beyond) / 1e3 / prompt_tokens)
 
     def plain(self, batch: ArrayLike, context: ArrayLike) -> Array:
         return self.fixed_s + self.request_s * np.asarray(batch, dtype=np.float64)
 
     def prefill(self, tokens: ArrayLike) -> Array:
-        return self.request_s * np.asarray(tokens, dtype=np.float64)
+        return self.token_s * np.asarray(tokens, dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class MeasuredScenario(Scenario):
     """A scenario with an engine that was measured, and room for every request."""
 
-    measured: MeasuredEngine = MeasuredEngine(0.0, 1.0)  # noqa: RUF009 - given by every caller
+    measured: MeasuredEngine = MeasuredEngine(0.0, 1.0, 0.0)  # noqa: RUF009 - given by every caller
 
     def engine(self) -> EngineModel:
         return self.measured
@@ -75,6 +82,7 @@ def simulated_seconds(
     given: Mapping[str, Any],
     engines: int,
     max_seqs: int,
+    prompt_tokens: float,
     tail: Mapping[str, Any] | None,
     schedule: Mapping[str, Any] | None,
 ) -> float:
@@ -82,9 +90,10 @@ def simulated_seconds(
 
     Args:
         engine: of one rank.
-        given: ``prompts``, ``group``, ``longest`` and ``seed`` of the benchmark.
+        given: ``prompts``, ``group``, ``longest``, ``law`` and ``seed`` of the benchmark.
         engines: their number.
         max_seqs: requests of an engine at a time.
+        prompt_tokens: of a prompt.
         tail: the section of that name; None as ``schedule`` too: a step waits for all that it began.
         schedule: the section of that name.
     """
@@ -102,7 +111,7 @@ def simulated_seconds(
         engine_devices=1,
         prompts=given["prompts"],
         group=given["group"],
-        prompt_tokens=_PROMPT_TOKENS,
+        prompt_tokens=prompt_tokens,
         max_response_tokens=1 << 20,
         memory_fraction=1.0,
         max_seqs=max_seqs,
@@ -113,5 +122,5 @@ def simulated_seconds(
     )
     prompts = Prompts(scenario, np.random.default_rng(given["seed"]), kind)
     prompts.racing = RecordedRounds(scenario, kind, prompts.rng)
-    prompts.racing.problems = lengths_of_problems(given["longest"])
+    prompts.racing.problems = lengths_of_problems(given["longest"], given["law"])
     return float(np.mean([prompts.round(Speculation()).seconds for _ in range(_STEPS)]))

@@ -73,6 +73,10 @@ class RolloutArrivals:
         """How many are or were there."""
         return int(self._store.add(f"{self._name}/{place}", 0))
 
+    def forget(self, place: str) -> None:
+        """Removes the count of ``place``, which no rank asks for any more."""
+        self._store.delete_key(f"{self._name}/{place}")
+
 
 class StreamTrainer:
     """The stream trainer of one rank; all ranks create one.
@@ -198,8 +202,12 @@ class StreamTrainer:
         self, places: Sequence[int], scored: Sequence[ScoredResponse], batch: RolloutBatch, advantages: Sequence[float]
     ) -> None:
         chosen, own = [scored[i] for i in places], [advantages[i] for i in places]
-        part, (old, states) = self._scorer.score_part(chosen, batch.select(places), own)
-        self._policy.accumulate(part, self._loss, self._temperature)
+        told, self._policy.on_forward = self._policy.on_forward, lambda samples: None  # not what the phase counts
+        try:
+            part, (old, states) = self._scorer.score_part(chosen, batch.select(places), own)
+            self._policy.accumulate(part, self._loss, self._temperature)
+        finally:
+            self._policy.on_forward = told
         keys = [(one.problem, one.sample) for one in chosen]
         self.streamed.add(keys, own, old, states, [one.length for one in chosen])
 
@@ -215,5 +223,7 @@ class StreamTrainer:
         self._acceptance = acceptance
         if acceptance is not None:
             self._best = max(acceptance, self._best or 0.0)
-        busy = all_gather_data(self._busy_s, float)
+        busy = all_gather_data(self._busy_s, float)  # after this no rank asks for arrivals
+        for place in [f"unit {self._unit[0]}"] * (rank() == self._unit[0]) + ["end"] * (rank() == 0):
+            self._arrivals.forget(place)
         return {"stream/busy_s": sum(busy), "stream/ranks": float(sum(seconds > 0 for seconds in busy))}

@@ -35,7 +35,7 @@ def test_races_that_know_little_of_each_other_keep_what_full_responses_would(dat
     lengths = dict(
         zip(keys, data.draw(st.lists(st.integers(1, 9), min_size=len(keys), max_size=len(keys))), strict=True)
     )
-    engines = data.draw(st.integers(1, 3))
+    engines = data.draw(st.integers(1, 4))
     races = [TokenRace(asked.samples, asked.keep_problems, asked.keep_samples, asked.must) for _ in range(engines)]
     unfinished = [{key: 0 for key in keys if key[0] % engines == engine} for engine in range(engines)]
     finished: dict[Key, int] = {}

@@ -46,7 +46,7 @@ def continues(arm: str) -> bool:
 def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
     target = quickstart(given, work)
     head = first_head(target, given, work)
-    lengths, same = (LengthsByProblem(given["longest"], given["seed"]) for _ in range(2))
+    lengths, same = (LengthsByProblem(given["longest"], given["seed"], given["law"]) for _ in range(2))
     runs = {}
     for arm in given["arms"]:
         config = arm_config(target, head, base_of(arm), given, work)
