@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,8 +95,7 @@ def add_simulated(rows: list[dict[str, Any]], found: Mapping[str, Any], given: M
     responses, steps = given["prompts"] * given["group"], [row for row in found["steps"] if row["arm"] == "off"]
     prompt = sum(row["length/prompt_mean"] for row in steps) / len(steps)
     engine = MeasuredEngine.fitted(found["engine_steps"], prompt * responses * len(steps))
-    most = int(max(row["batch"] for row in found["engine_steps"]))
-    bound = most if most < responses // engines else sys.maxsize
+    bound = int(found["most_requests"])  # no arm had more at a time, whether an engine may have more or not
 
     def seconds(arm: str) -> float:
         return simulated_seconds(engine, given, engines, bound, prompt, TAILS.get(arm), SCHEDULES.get(arm))

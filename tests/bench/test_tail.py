@@ -85,7 +85,7 @@ def test_simulated_ratios_stand_beside_measured_ones() -> None:
     steps = [{"batch": b, "ms_per_step": 1.0, "steps": 1.0, "prefill": 0.0} for b in (1.0, 2.0)]
     off = [{**row, "length/prompt_mean": 20.0} for row in rows("off", 3.0, 1.0)]
     summary = summarize([*off, *rows("both", 1.5, 1.0), *rows("stream", 3.0, 0.5)], 1, 16)
-    add_simulated(summary, {"engine_steps": steps, "steps": off}, GIVEN, 2)
+    add_simulated(summary, {"engine_steps": steps, "steps": off, "most_requests": 64.0}, GIVEN, 2)
     result = BenchmarkResult(environment={}, name="tail")
     result.rows = summary
     judge(result)

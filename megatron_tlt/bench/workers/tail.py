@@ -58,8 +58,13 @@ def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
         for number in range(given["periods"] * PERIOD):
             lengths.begin(number)
             rows += steps_in_turns(runs, number, positions)
-    everyone = all_gather_data(engine_steps(next(iter(runs.values()))), list[dict[str, float]])
-    return {"steps": rows, "engine_steps": [row for part in everyone for row in part]}
+    own = {arm: engine_steps(run) for arm, run in runs.items()}
+    everyone = all_gather_data(own, dict[str, list[dict[str, float]]])
+    return {
+        "steps": rows,
+        "engine_steps": [row for part in everyone for row in part[given["arms"][0]]],
+        "most_requests": max(row["batch"] for part in everyone for steps in part.values() for row in steps),
+    }
 
 
 def engine_steps(run: Run) -> list[dict[str, float]]:
