@@ -113,10 +113,12 @@ class Prompts:
         """The next step's rollout."""
         if self.racing is None:
             return self._plain_round(speculation, watched)
-        one = self.racing.next()
-        rollout, place = self._decode(one.reached, speculation, watched, one.decoded)
+        one, engines = self.racing.next(), self.scenario.engines
+        # dealt in turn, as those that must win come first in a round
+        dealt = np.concatenate([np.arange(at, len(one.reached), engines) for at in range(engines)])
+        rollout, place = self._decode(one.reached[dealt], speculation, watched, one.decoded[dealt])
         ended = np.zeros(rollout.finished_ER.size)
-        ended[place] = one.ended.ravel()
+        ended[place] = one.ended[dealt].ravel()
         responses = ended.reshape(rollout.finished_ER.shape).sum(axis=1)
         return RolloutRound(rollout, rollout.seconds_in_all, one.kept, rollout.ends_E, responses)
 
