@@ -274,10 +274,10 @@ class ExperienceCollector:
             own = own_responses() if not stopped else {}
             if racing is not None and not stopped:
                 own = racing.kept(own)
+            judge_all(own)
             if recording is not None and leads and not stopped:
                 rewarded = [replace(one, reward=given.get(one.request_id)) for one in responses]
                 append_recording(recording / f"rank_{rank():05d}.jsonl", requests, rewarded)
-            judge_all(own)
         if stopped:
             raise StopRequested
         judged = time.perf_counter()

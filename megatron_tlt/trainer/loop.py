@@ -90,6 +90,8 @@ class Run:
         verifiers: Sequence[str] = (),
         read_only: bool = False,
     ) -> None:
+        if read_only:  # nothing is trained in a bubble
+            config = config.model_copy(update={"spot": None, "stream": None})
         self._config = config
         self._stop = StopFlag()
         prepare(config.actor.tensor_parallel_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -75,7 +76,7 @@ class Streamed:
             RunError: they differ: the algorithm is not ``per_problem``, though it says so.
         """
         for key, before in self.advantages.items():
-            if now[key] != before:
+            if not math.isclose(now[key], before, rel_tol=1e-6, abs_tol=1e-9):
                 raise RunError(
                     f"algorithm.name: {algorithm} is per_problem, but gave response {key[1]} to problem {key[0]} the "
                     f"advantage {before} among its problem's alone and {now[key]} in the batch; allowed: the same"

@@ -99,6 +99,14 @@ def rows_by_request(folder: Path) -> dict[tuple[str, int], list[int]]:
     return {(str(row["prompt_token_ids"]), row["seed"]): row["token_ids"] for row in rows}
 
 
+def test_nothing_is_trained_in_the_wait_of_a_rollout_alone(runs: Runs, tmp_path: Path) -> None:
+    drafter = ("drafter.kind=eagle", "speculation.drafter=eagle", "speculation.num_speculative_tokens=2")
+    bubble = ("run.deterministic=false", *drafter, "spot.min_entries=1", "stream={}")
+    command = [*runs.command("waiting", *bubble, command="rollout"), "--out", str(tmp_path / "out"), "--steps", "2"]
+    assert "rollout of step 2: 16 responses, reward " in run_logged(command, timeout_s=300)
+    assert not (runs.folder / "waiting" / "drafter" / "spot").exists()
+
+
 def test_a_rollout_alone_records_what_the_first_steps_of_training_would_sample(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "recorded"
     said = run_logged(
