@@ -136,8 +136,12 @@ class StreamTrainer:
         self._arrivals, self._began = RolloutArrivals(), time.perf_counter()
 
     def engine_ended(self) -> None:
-        """This rank's engine is done."""
+        """This rank's engine is done; the timeline gets what is expected of its bubble."""
         self._arrivals.arrive("end")
+        bubble = self.bubble()
+        self._timeline.counter("bubble for the first part (s)", bubble.first_part_s)
+        if bubble.remaining_s is not None:
+            self._timeline.counter("bubble expected (s)", bubble.remaining_s)
 
     def bubble(self, drafter_steps: int = 0) -> Bubble:
         """This rank's bubble now."""

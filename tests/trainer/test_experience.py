@@ -17,10 +17,10 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.rollout.types import Response, SamplingSpec
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer import experience
 from megatron_tlt.trainer.dealing import engine_of, num_dealt
 from megatron_tlt.trainer.experience import ExperienceCollector
 from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit
+from megatron_tlt.trainer.responses import check_responses
 from tests.helpers.launch import run_torchrun
 from tests.helpers.tiny_models import build_qwen2, write_letters_tokenizer
 
@@ -51,8 +51,8 @@ def test_a_response_without_a_log_prob_for_each_token_is_refused(
 ) -> None:
     good, bad = Response("0-0", (1,), (2,), (-0.5,), "stop", 0.0), Response("0-1", (1,), tokens, log_probs, "stop", 0.0)
     with pytest.raises(RunError, match=rf"response 0-1: .* {len(tokens)} tokens with {len(log_probs)} log-probs"):
-        experience._check_lengths([good, bad])
-    experience._check_lengths([good])
+        check_responses([good, bad])
+    check_responses([good])
 
 
 def test_whichever_token_ended_a_response_is_not_in_its_text(tmp_path: Path) -> None:
