@@ -276,7 +276,7 @@ class ExperienceCollector:
                 own = racing.kept(own)
             judge_all(own)
             if recording is not None and leads and not stopped:
-                rewarded = [replace(one, reward=given.get(one.request_id)) for one in responses]
+                rewarded = [replace(one, reward=given.get(one.request_id)) for one in own.values()]
                 append_recording(recording / f"rank_{rank():05d}.jsonl", requests, rewarded)
         if stopped:
             raise StopRequested
