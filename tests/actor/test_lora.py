@@ -18,7 +18,8 @@ from tests.helpers.sequences import samples
 from tests.helpers.tiny_models import build_qwen2, response_log_probs
 
 pytestmark = pytest.mark.distributed
-SAME = 2e-6
+SAME = 5e-6
+"""Ten units in the last place of a log-prob of 4 to 8 nats; how sums are ordered depends on the processor too."""
 
 
 def results(folder: Path, kind: str, out: Path) -> dict[str, dict[str, torch.Tensor]]:
