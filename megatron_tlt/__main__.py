@@ -32,7 +32,8 @@ def main() -> int:
     try:
         return run()
     except KeyboardInterrupt:  # where no command awaits it
-        _leave(signal.SIGINT, None)
+        print("error: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

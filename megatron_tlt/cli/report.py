@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_tlt.cli.interrupts import interrupts
@@ -24,27 +25,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.watch is None:
-        print(_written(arguments.run_dir, None))
-        return 0
-    with interrupts() as wait:
-        print(_written(arguments.run_dir, arguments.watch), flush=True)
+    folder, every = arguments.run_dir, arguments.watch
+    check_run_folder(folder)
+    with interrupts() if every is not None else nullcontext() as wait:
+        from megatron_tlt.observe.report import write_report
         from megatron_tlt.observe.report_data import METRICS_FILE
 
-        metrics, seen = arguments.run_dir / METRICS_FILE, None
-        while not wait(arguments.watch):
+        print(f"report.html: {write_report(folder, every)}", flush=True)
+        metrics, seen = folder / METRICS_FILE, None
+        while wait is not None and not wait(every):
             now = metrics.stat().st_mtime_ns if metrics.is_file() else None
             if now != seen:
-                _written(arguments.run_dir, arguments.watch)
+                write_report(folder, every)
                 seen = now
     return 0
-
-
-def _written(folder: Path, every: int | None) -> str:
-    from megatron_tlt.observe.report import write_report
-
-    check_run_folder(folder)
-    return f"report.html: {write_report(folder, every)}"
 
 
 def _seconds(text: str) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.section import Section
 
 if TYPE_CHECKING:
@@ -27,11 +28,9 @@ def stream_violations(config: TltConfig) -> Iterator[str]:
     """One line for each key that streaming contradicts."""
     if config.stream is None:
         return
-    megatron, replicas = config.actor.megatron, config.launcher.world_size
-    for name in ("tensor", "pipeline"):
-        replicas //= int(megatron.get(f"{name}_model_parallel_size", 1))
-    replicas //= int(megatron.get("context_parallel_size", 1))
-    if replicas < 2:
+    megatron = config.actor.megatron
+    layout = Layout.read(megatron, config.launcher.world_size)
+    if layout.dp < 2:
         yield "stream: found a section; the layout has one replica of the policy; allowed: null, or at least two"
     if config.run.deterministic:
         yield (
@@ -54,8 +53,8 @@ def stream_violations(config: TltConfig) -> Iterator[str]:
     if config.rollout.router_replay != "none":
         found = f"found {config.rollout.router_replay}, which stream does not replay"
         yield f"rollout.router_replay: {found}; allowed: none"
-    if (experts := int(megatron.get("expert_model_parallel_size", 1))) > 1:
-        found = f"found {experts}; replicas that share experts run together"
+    if layout.ep > 1:
+        found = f"found {layout.ep}; replicas that share experts run together"
         yield f"actor.megatron.expert_model_parallel_size: {found}; allowed with stream: 1"
     for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if megatron.get(key):

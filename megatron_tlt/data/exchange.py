@@ -6,33 +6,17 @@ Shapes as in ``data/rollout_batch.py``; W ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_tlt.data.rollout_batch import RESPONSE_COLUMNS, ROUTES, TOKENS, RolloutBatch
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.device import current_device, rank, world_size
+from megatron_tlt.platform.collectives import Members
 
 Sends = list[list[list[int]]]
 """``sends[source][destination]``: samples in ascending order."""
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks that exchange, this one among them, and the device of what they send."""
-
-    group: dist.ProcessGroup | None
-    size: int
-    own: int
-    device: torch.device
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> _Ranks:
-        if group is None:
-            return cls(None, world_size(), rank(), current_device().torch_device)
-        return cls(group, dist.get_world_size(group), dist.get_rank(group), torch.device("cpu"))
 
 
 def plan_sends(held_WN: torch.Tensor, wanted_WN: torch.Tensor) -> Sends:
@@ -71,23 +55,23 @@ def redistribute(
     names = [name for name in batch.columns if columns is None or name in columns]
     dropped = {name: None for name in batch.columns if name not in names}
     batch = batch.with_columns(**dropped) if dropped else batch
-    ranks = _Ranks.of(group)
-    if ranks.size == 1:
+    members = Members.of(group)
+    if members.size == 1:
         return batch.holding(wanted)
-    held_WN, wanted_WN, names = _requests(batch, wanted, names, ranks)
+    held_WN, wanted_WN, names = _requests(batch, wanted, names, members)
     batch = batch if batch.held else _with_empty(batch, names)
     sends = plan_sends(held_WN, wanted_WN)
-    kept = [i for i in batch.held if wanted_WN[ranks.own, i]]
+    kept = [i for i in batch.held if wanted_WN[members.own, i]]
     if not any(samples for row in sends for samples in row):
         return batch.holding(kept)
-    outgoing, incoming = sends[ranks.own], [row[ranks.own] for row in sends]
+    outgoing, incoming = sends[members.own], [row[members.own] for row in sends]
     arriving = [i for samples in incoming for i in samples]
     held = sorted((*kept, *arriving))
     moved: dict[str, torch.Tensor] = {}
     routes = [] if batch.routes_SF is None else [ROUTES]
     for name in (TOKENS, *routes, *names):  # one after another, so that only one column is in buffers
         length = batch.lengths.__getitem__ if name in (TOKENS, ROUTES) else batch.response_length
-        found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming], ranks)
+        found = _exchange(batch, name, outgoing, [sum(map(length, samples)) for samples in incoming], members)
         parts = dict(zip(arriving, found.split([length(i) for i in arriving]), strict=True))
         parts |= {i: _entries(batch, name, i) for i in kept}
         moved[name] = torch.cat([found[:0], *(parts[i] for i in held)])
@@ -95,7 +79,7 @@ def redistribute(
 
 
 def _requests(
-    batch: RolloutBatch, wanted: Collection[int], names: Sequence[str], ranks: _Ranks
+    batch: RolloutBatch, wanted: Collection[int], names: Sequence[str], members: Members
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """What every rank holds and wants, (W, N) each, and the columns that the holders have."""
     count = batch.num_samples
@@ -103,9 +87,9 @@ def _requests(
     mine[list(batch.held)] = 1
     mine[[count + i for i in wanted]] = 1
     mine[2 * count :] = torch.tensor([name in names for name in RESPONSE_COLUMNS])
-    mine = mine.to(ranks.device)
-    gathered = [torch.empty_like(mine) for _ in range(ranks.size)]
-    dist.all_gather(gathered, mine, group=ranks.group)
+    mine = mine.to(members.device)
+    gathered = [torch.empty_like(mine) for _ in range(members.size)]
+    dist.all_gather(gathered, mine, group=members.group)
     all_ranks = torch.stack(gathered).cpu().bool()
     held_WN, wanted_WN, has_WC = all_ranks.split([count, count, len(RESPONSE_COLUMNS)], dim=1)
     holders = held_WN.any(dim=1)
@@ -131,7 +115,7 @@ def _entries(batch: RolloutBatch, name: str, sample: int) -> torch.Tensor:
 
 
 def _exchange(
-    batch: RolloutBatch, name: str, outgoing: Sequence[Sequence[int]], receives: Sequence[int], ranks: _Ranks
+    batch: RolloutBatch, name: str, outgoing: Sequence[Sequence[int]], receives: Sequence[int], members: Members
 ) -> torch.Tensor:
     """One column's entries from all ranks, one rank's behind another's; ``receives`` counts them by rank."""
     pieces = [[_entries(batch, name, i) for i in row] for row in outgoing]
@@ -139,7 +123,7 @@ def _exchange(
     data = torch.cat([like[:0], *(piece for row in pieces for piece in row)])
     if like.dtype == torch.bool:  # which neither gloo nor NCCL sends
         data = data.to(torch.uint8)
-    data = data.to(ranks.device)
+    data = data.to(members.device)
     found = data.new_empty((sum(receives), *data.shape[1:]))
-    dist.all_to_all_single(found, data, list(receives), [sum(map(len, row)) for row in pieces], group=ranks.group)
+    dist.all_to_all_single(found, data, list(receives), [sum(map(len, row)) for row in pieces], group=members.group)
     return found.cpu().to(like.dtype)

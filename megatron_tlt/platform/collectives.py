@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,30 +12,41 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.errors import ConfigError, RunError, TltError
-from megatron_tlt.platform.device import current_device, world_size
+from megatron_tlt.platform.device import current_device, rank, world_size
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
 
 T = TypeVar("T")
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, torch.device]:
-    """The size of a group, and the device of its tensors: the world's, or a smaller gloo group's."""
-    if group is None:
-        return world_size(), current_device().torch_device
-    return dist.get_world_size(group), torch.device("cpu")
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a collective: the world, or those of a gloo ``group``, whose tensors lie on the host."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    own: int
+    """This rank's number among them."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Members:
+        """The members of ``group``; None is the world."""
+        if group is None:
+            return cls(None, world_size(), rank(), current_device().torch_device)
+        return cls(group, dist.get_world_size(group), dist.get_rank(group), torch.device("cpu"))
 
 
-def _gather_bytes(payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    size, device = _place(group)
+def _gather_bytes(payload: bytes, members: Members) -> list[bytes]:
+    device = members.device
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [torch.zeros_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
+    lengths = [torch.zeros_like(length) for _ in range(members.size)]
+    dist.all_gather(lengths, length, group=members.group)
     longest = max(1, max(int(item) for item in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     if payload:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(rows, padded, group=group)
+    dist.all_gather(rows, padded, group=members.group)
     return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
@@ -43,9 +55,10 @@ def all_gather_data(value: T, kind: Any, group: dist.ProcessGroup | None = None)
 
     ``group``: of gloo; None is the world.
     """
-    if _place(group)[0] == 1:
+    members = Members.of(group)
+    if members.size == 1:
         return [value]
-    return [msgspec.msgpack.decode(row, type=kind) for row in _gather_bytes(msgspec.msgpack.encode(value), group)]
+    return [msgspec.msgpack.decode(row, type=kind) for row in _gather_bytes(msgspec.msgpack.encode(value), members)]
 
 
 def broadcast_data(value: T | None, kind: Any) -> T:
@@ -58,10 +71,10 @@ def broadcast_data(value: T | None, kind: Any) -> T:
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``flag`` is true on at least one rank of ``group`` (as above); all get the same answer."""
-    size, device = _place(group)
-    if size == 1:
+    members = Members.of(group)
+    if members.size == 1:
         return flag
-    tensor = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    tensor = torch.tensor([int(flag)], dtype=torch.int32, device=members.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return bool(int(tensor))
 

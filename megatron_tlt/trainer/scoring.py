@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.exchange import redistribute
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.collectives import failing_together
+from megatron_tlt.trainer.carried import Key
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.responses import ScoredResponse
@@ -57,37 +58,45 @@ class BatchScorer:
         """Forward passes over each sample."""
         return int(self._drafter is not None or not self._settings.correction.bypass) + int(self._reference is not None)
 
+    def rest(
+        self, scored: Sequence[ScoredResponse], batch: RolloutBatch, streamed: Streamed | None
+    ) -> tuple[list[int], list[int]]:
+        """The samples that no rank has streamed, and this rank's share of them, ascending both.
+
+        A collective over the world where ``streamed`` is given, as on all ranks or on none.
+        """
+        early = set[int]() if streamed is None else streamed.of_all_ranks(_places(scored))
+        rest = [i for i in range(batch.num_samples) if i not in early]
+        return rest, [rest[i] for i in self._policy.share([batch.lengths[i] for i in rest])]
+
     def score(
         self,
         step: int,
         scored: Sequence[ScoredResponse],
         batch: RolloutBatch,
+        rest: Sequence[int],
+        share: Sequence[int],
         tasks: Sequence[str],
         metrics: dict[str, float],
         streamed: Streamed | None = None,
-        on_share: Callable[[int], None] = lambda samples: None,
     ) -> RolloutBatch:
-        """The samples that the update trains on, with this rank's share of them held; a collective over the world.
+        """The ``rest`` of a batch, with this rank's ``share`` held; a collective over the world.
 
         Args:
             step: from 0.
             scored: all responses of the step.
             batch: of their tokens, which may lie on any rank.
+            rest: the samples that the update trains on, as :meth:`rest` gives them.
+            share: those of them that this rank scores.
             tasks: the task of each response.
             metrics: gets those of the step.
-            streamed: what this rank has accumulated already, which the update does not train on; None: no rank has.
-            on_share: called with the number of samples that this rank scores.
+            streamed: what this rank has accumulated already; None: no rank has.
 
         Raises:
             RunError: on every rank: the difference between engine and actor exceeds the configured threshold, or a
                 streamed sample had another advantage than it has now.
         """
-        settings, lengths = self._settings, [one.length for one in scored]
-        places = {(one.problem, one.sample): i for i, one in enumerate(scored)}
-        early = streamed.of_all_ranks(places) if streamed is not None else set[int]()
-        rest = [i for i in range(batch.num_samples) if i not in early]
-        share = [rest[i] for i in self._policy.share([batch.lengths[i] for i in rest])]
-        on_share(len(share))
+        settings, lengths, places = self._settings, [one.length for one in scored], _places(scored)
         mine = {places[key]: key for key in streamed.keys} if streamed is not None else {}
         batch = redistribute(self._masked(scored, batch), [*share, *mine])
         old, states = self._scores(batch.select(rest), alone=False)
@@ -113,9 +122,8 @@ class BatchScorer:
         if streamed is not None:
             with failing_together():
                 streamed.check(settings.name, {key: advantages[i] for i, key in mine.items()})
-            metrics["stream/share"] = sum(batch.lengths[i] for i in early) / sum(batch.lengths)
-        columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
-        return batch.with_columns(**columns, rollout_log_probs_G=None, versions_G=None).select(rest)
+            metrics["stream/share"] = 1 - sum(batch.lengths[i] for i in rest) / sum(batch.lengths)
+        return _with_advantages(batch, advantages).select(rest)
 
     def prepare_parts(self) -> None:
         """What :meth:`score_part` needs to know of other ranks; a collective over the world."""
@@ -145,8 +153,7 @@ class BatchScorer:
                 batch, _ = correct(batch, self._settings.correction)
         if self._settings.correction.bypass:
             batch = batch.with_columns(old_log_probs_G=batch.rollout_log_probs_G)
-        columns = {"advantages_N": torch.tensor(advantages, dtype=torch.float64)}
-        return batch.with_columns(**columns, rollout_log_probs_G=None, versions_G=None), (old, states)
+        return _with_advantages(batch, advantages), (old, states)
 
     def _masked(self, scored: Sequence[ScoredResponse], batch: RolloutBatch) -> RolloutBatch:
         if not self._settings.overlong.filter:
@@ -196,3 +203,13 @@ class BatchScorer:
             batch, sums_H5 = correct(batch, correction)
             metrics |= correction_metrics(of_all_samples(sums_H5, batch.held, batch.num_samples))
         return batch
+
+
+def _places(scored: Sequence[ScoredResponse]) -> dict[Key, int]:
+    return {(one.problem, one.sample): i for i, one in enumerate(scored)}
+
+
+def _with_advantages(batch: RolloutBatch, advantages: Sequence[float]) -> RolloutBatch:
+    """The batch with its advantages, without the columns that the loss does not read."""
+    advantages_N = torch.tensor(advantages, dtype=torch.float64)
+    return batch.with_columns(advantages_N=advantages_N, rollout_log_probs_G=None, versions_G=None)

@@ -276,16 +276,14 @@ class TrainingStep:
         stream.begin()
 
         def idle(answers: Callable[[ProcessGroup], Scored] | None) -> None:
-            stream.engine_ended()
-            if spot_trainer is None:
-                stream.run(answers, stream.bubble().use)
-                return
-
             def is_due() -> bool:
-                return answers is not None and stream.bubble(spot_trainer.steps).use == "stream"
+                steps = spot_trainer.steps if spot_trainer is not None else 0
+                return answers is not None and stream.bubble(steps).use == "stream"
 
-            spot_trainer.train_until_rollout_ends(step, is_due)
-            stream.run(answers, "stream" if is_due() else "drafter")
+            stream.engine_ended()
+            if spot_trainer is not None:
+                spot_trainer.train_until_rollout_ends(step, is_due)
+            stream.run(answers if is_due() else None)
 
         return idle
 
@@ -298,19 +296,14 @@ class TrainingStep:
         on_phase: OnPhase,
     ) -> RolloutBatch:
         """The batch that the update trains on, with this rank's share and the columns that the loss reads."""
+        streamed = self.stream.streamed if self.stream is not None else None
+        rest, share = self._scorer.rest(scored, batch, streamed)
+        on_phase("log-probs", self._scorer.passes * len(share))
         began = time.perf_counter()
         self.switch_to_actor()
         result.metrics["transition/to_actor_ms"] = _slowest_ms(time.perf_counter() - began)
         with self._timed("log_probs", result):
-            return self._scorer.score(
-                step,
-                scored,
-                batch,
-                result.tasks,
-                result.metrics,
-                self.stream.streamed if self.stream is not None else None,
-                on_share=lambda samples: on_phase("log-probs", self._scorer.passes * samples),
-            )
+            return self._scorer.score(step, scored, batch, rest, share, result.tasks, result.metrics, streamed)
 
     def _update(self, step: int, batch: RolloutBatch, result: StepResult, on_phase: OnPhase) -> None:
         config = self._config

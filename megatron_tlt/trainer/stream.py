@@ -27,7 +27,7 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import rank, world_size
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
-from megatron_tlt.trainer.bubble import Bubble, BubbleUse, RolloutHistory
+from megatron_tlt.trainer.bubble import Bubble, RolloutHistory
 from megatron_tlt.trainer.experience import Scored
 from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.scoring import BatchScorer
@@ -155,17 +155,16 @@ class StreamTrainer:
             self._best,
         )
 
-    def run(self, answers: Callable[[dist.ProcessGroup], Scored] | None, use: BubbleUse) -> None:
+    def run(self, answers: Callable[[dist.ProcessGroup], Scored] | None) -> None:
         """Accumulates this unit's gradient until it is whole or the rollout is over, if all of its ranks may.
 
-        Args:
-            answers: the unit's responses, as :data:`WhileIdle` gives them.
-            use: what this rank chose for its bubble.
+        ``answers``: the unit's responses, as :data:`WhileIdle` gives them; None where this rank has another use for its
+        bubble, or none.
         """
         self._arrivals.arrive(f"unit {self._unit[0]}")
         while self._arrivals.count(f"unit {self._unit[0]}") < len(self._unit):
             time.sleep(_POLL_S)
-        willing = all_gather_data(answers is not None and use == "stream", bool, self._group)
+        willing = all_gather_data(answers is not None, bool, self._group)
         if answers is None or not all(willing) or not self._agree():
             return
         began = time.perf_counter()

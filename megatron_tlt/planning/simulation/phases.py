@@ -27,17 +27,16 @@ def streamed_responses(scenario: Scenario, ends: Array, lengths: Array) -> tuple
         ends: time at which each engine had no requests left.
         lengths: of the responses, in the order of their engines.
     """
-    actor, size = scenario.actor, scenario.engine_devices
-    shard = actor.tensor * actor.pipeline * actor.context
-    unit = int(np.lcm(size, shard))
+    actor = scenario.actor
+    unit = int(np.lcm(scenario.engine_devices, actor.shard))
     units = scenario.devices // unit
     streamed = np.zeros(len(lengths), bool)
     if units < 2:
         return streamed, 0.0
     idle_from = ends.reshape(units, -1).max(axis=1)
     rate = scenario.device.flops * scenario.constants.training_efficiency
-    passes = scenario.actor.log_prob_passes + (4.0 if actor.recompute else 3.0)
-    load = scenario.model.parameters * _BYTES / shard / scenario.constants.wake_bandwidth
+    passes = actor.log_prob_passes + actor.update_passes
+    load = scenario.model.parameters * _BYTES / actor.shard / scenario.constants.wake_bandwidth
     over = late = float(ends.max())
     for own, began in zip(np.array_split(np.arange(len(lengths)), units), idle_from, strict=True):
         now = float(began) + load
@@ -57,8 +56,7 @@ def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
     is idle for the time of (p - 1) / v micro-batches (FlexTrain).
     """
     actor, dp = scenario.actor, scenario.data_parallel
-    shard = actor.tensor * actor.pipeline * actor.context
-    rate = shard * scenario.device.flops * scenario.constants.training_efficiency
+    rate = actor.shard * scenario.device.flops * scenario.constants.training_efficiency
     flops = forward_flops(scenario, lengths)
     tokens = lengths + scenario.prompt_tokens
 
@@ -68,11 +66,10 @@ def training_seconds(scenario: Scenario, lengths: Array) -> dict[str, float]:
         bubble = (actor.pipeline - 1) / actor.interleaved / micro_batches
         return passes * share * (1.0 + bubble) / rate
 
-    update = 4.0 if actor.recompute else 3.0
     parts = np.array_split(np.arange(len(lengths)), max(1, min(actor.mini_batches, len(lengths))))
     return {
         "log_probs": seconds(slice(None), float(actor.log_prob_passes)),
-        "update": sum(seconds(part, update) for part in parts),
+        "update": sum(seconds(part, actor.update_passes) for part in parts),
     }
 
 

@@ -33,6 +33,16 @@ class Actor:
     log_prob_passes: int = 1
     """2 with a reference model."""
 
+    @property
+    def shard(self) -> int:
+        """Devices that hold one copy of the weights together."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def update_passes(self) -> float:
+        """An update in forward passes."""
+        return 4.0 if self.recompute else 3.0
+
 
 @dataclass(frozen=True)
 class Spot:
@@ -107,7 +117,7 @@ class Scenario:
 
     @property
     def data_parallel(self) -> int:
-        return self.devices // (self.actor.tensor * self.actor.pipeline * self.actor.context)
+        return self.devices // self.actor.shard
 
     def engine(self) -> EngineModel:
         head = self.model.draft_head(self.num_aux_layers, self.drafted) if self.num_aux_layers else None
@@ -123,13 +133,12 @@ class Scenario:
 
     def check(self) -> None:
         """Raises ConfigError, one line per reason, if the scenario cannot be simulated."""
-        actor, problems = self.actor, []
+        shard, problems = self.actor.shard, []
         if self.devices < 1 or self.devices % self.engine_devices:
             problems.append(
                 f"rollout.tensor_parallel_size: found {self.engine_devices}; allowed: a divisor of {self.devices} "
                 "devices"
             )
-        shard = actor.tensor * actor.pipeline * actor.context
         if self.devices % shard:
             problems.append(
                 f"actor.megatron: tensor x pipeline x context is {shard}; allowed: a divisor of {self.devices} devices"

@@ -13,9 +13,8 @@ import torch
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.registry import build_loss
 from megatron_tlt.config.algorithm import AlgorithmConfig
-from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
-from tests.actor.workers.layouts import CP2, PP2, TP2SP, VP2, batch, model_of, weights_of
+from tests.actor.workers.layouts import CP2, PP2, TP2SP, VP2, batch, policy_of, weights_of
 
 NO_AUXILIARY_LOSS = {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -33,20 +32,10 @@ LATE = [1, 3]
 RATE = 1000.0
 
 
-def policy_of(folder: Path, name: str) -> Policy:
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    actor = ActorConfig(
-        transformer_impl="local",
-        megatron=LAYOUTS[name],
-        packing=not name.endswith("-padded"),
-        # the step is the gradient, and so long that the rounding of the weights does not hide it
-        optimizer={"optimizer": "sgd", "lr": RATE, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0},
-        max_tokens_per_micro_batch=64,
-    )
-    policy = Policy(model_of(folder, name), actor, seed=0, total_steps=8)
+def accumulating(folder: Path, name: str) -> Policy:
+    """A policy whose step is its gradient, and so long that the rounding of the weights does not hide it."""
+    optimizer = {"optimizer": "sgd", "lr": RATE, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
+    policy = policy_of(folder, name, megatron=LAYOUTS[name], optimizer=optimizer, lr_warmup_steps=0)
     for group in policy.optimizer.param_groups:  # the first step changes nothing; the second shows what it left
         group["lr"] = 0.0
     return policy
@@ -65,11 +54,11 @@ def main(folder: str, out: str) -> None:
             old_log_probs_G=torch.full((sum(data.response_length(i) for i in data.held),), -4.0),
             advantages_N=torch.linspace(-1, 1, data.num_samples, dtype=torch.float64),
         )
-        whole = policy_of(Path(folder), name)
+        whole = accumulating(Path(folder), name)
         initial = weights_of(whole)
         expected = [whole.update(data, loss) for _ in range(2)]
         whole_weights = weights_of(whole)
-        parts = policy_of(Path(folder), name)
+        parts = accumulating(Path(folder), name)
         found = []
         for _ in range(2):
             for part in EARLY.get(parallel_state.get_data_parallel_rank(), []):

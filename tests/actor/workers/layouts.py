@@ -66,19 +66,24 @@ def model_of(folder: Path, name: str) -> Path:
     return folder / ("moe" if name.startswith("moe") else "dense")
 
 
-def policy_of(folder: Path, name: str) -> Policy:
+def policy_of(folder: Path, name: str, **changes: Any) -> Policy:
+    """A policy under a layout, the only one of its process; ``changes`` replace keys of the actor's section."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    settings = {
+        "megatron": LAYOUTS.get(name),
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+        "lr_warmup_steps": 6,  # a rate that changes every step shows whether the schedule was resumed
+        **changes,
+    }
     actor = ActorConfig(
         transformer_impl="local",
-        megatron=LAYOUTS[name],
         packing=not name.endswith("-padded"),
         ddp=OVERLAP if name.endswith("-overlap") else {},
-        optimizer={"lr": 1e-3, "weight_decay": 0.01},
-        lr_warmup_steps=6,  # a rate that changes every step shows whether the schedule was resumed
         max_tokens_per_micro_batch=64,
+        **settings,
     )
     return Policy(model_of(folder, name), actor, seed=0, total_steps=8)
 
