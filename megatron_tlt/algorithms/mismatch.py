@@ -13,7 +13,7 @@ from megatron_tlt.errors import RunError
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over all response tokens of a step: mean and maximum absolute difference (nats), k3 estimate of KL."""
+    """Over response tokens of a step: mean and maximum absolute difference (nats), k3 estimate of KL."""
 
     mean_abs: float
     max_abs: float
@@ -27,18 +27,23 @@ class Mismatch:
         return Mismatch(float(sums[0] / tokens), float(rows_N4[:, 1].max()), float(sums[2] / tokens))
 
 
-def mismatch_per_sample(batch: RolloutBatch) -> torch.Tensor:
+def mismatch_per_sample(batch: RolloutBatch, *, stale: bool = False) -> torch.Tensor:
     """Compares the old log-probs with the rollout's for each of the H held samples, (H, 4) float64.
 
     Columns: sum and maximum of the absolute differences (nats), sum of the k3 estimates, number of tokens. Tokens
-    outside the loss mask are not counted.
+    outside the loss mask are not counted. Of tokens with versions those of the sample's newest policy count, as only
+    they were sampled with the weights that the actor has; with ``stale`` the others.
     """
     rows_H4 = torch.zeros(len(batch.held), 4, dtype=torch.float64)
     for row, sample in zip(rows_H4, batch.held, strict=True):
         old, rollout = (batch.response(name, sample).double() for name in ("old_log_probs_G", "rollout_log_probs_G"))
         log_ratio = old - rollout
+        counted = torch.ones_like(log_ratio, dtype=torch.bool)
         if batch.loss_mask_G is not None:
-            log_ratio = log_ratio[batch.response("loss_mask_G", sample)]
+            counted &= batch.response("loss_mask_G", sample)
+        if batch.versions_G is not None:
+            counted &= (batch.response("versions_G", sample) != batch.versions_N[sample]) == stale
+        log_ratio = log_ratio[counted]
         if len(log_ratio):
             absolute = log_ratio.abs()
             k3 = torch.expm1(log_ratio) - log_ratio

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megatron_tlt import __version__
 from megatron_tlt.cli import (
     bench,
+    calibrate,
     compare,
     completion,
     config,
@@ -45,6 +46,7 @@ _COMMANDS = (
     rollout,
     replay,
     evaluate,
+    calibrate,
     watch,
     report,
     compare,

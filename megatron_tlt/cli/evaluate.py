@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     for option, file in (("--json", arguments.json), ("--samples", arguments.samples)):
         if file is not None:
-            _check_writable(option, Path(file), config.run.dir)
+            check_writable(option, Path(file), config.run.dir)
     if arguments.samples is not None and config.observe.samples_per_task == 0:
         raise ConfigError("--samples: observe.samples_per_task is 0; allowed with --samples: 1 or more")
     checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _check_writable(option: str, file: Path, run: Path) -> None:
-    """Checks the output file before an evaluation starts.
+def check_writable(option: str, file: Path, run: Path) -> None:
+    """Checks an output file before ranks start.
 
     Raises:
         ConfigError: the file is a folder or belongs to the run, or its folder is missing or not writable.

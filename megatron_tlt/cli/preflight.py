@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,21 +34,32 @@ _FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Flags of CPUs with bfloat16 multiplication in hardware, in Linux's names (``bf16``: Arm)."""
 
 
-def load_checked(path: Path, overrides: Sequence[str] = (), *, starts: bool = True) -> TltConfig:
+def load_checked(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    starts: bool = True,
+    of_interest: Callable[[TltConfig], TltConfig] = lambda config: config,
+) -> TltConfig:
     """Loads a launch config and runs all checks that are possible before ranks start.
 
     Prints on stderr what was left out or not checked. Under torchrun one process per node checks; the others only load
-    the config. If ranks start here (``starts``), the model's folder must exist and the ports must be free.
+    the config. If ranks start here (``starts``), the model's folder must exist and the ports must be free. The part of
+    the config that the command reads is ``of_interest``; it is what is checked and returned.
 
     Raises:
         ConfigError: one line per violation in the config, the tasks, the files and the model's folder.
         RunError: the process that checks the model's folder ended early.
     """
     if int(os.environ.get("LOCAL_RANK", "0")):
-        return load_config(path, overrides)
+        return of_interest(load_config(path, overrides))
     found = Findings()
+
+    def examine(config: TltConfig) -> list[str]:
+        return _examine(found, of_interest(config), starts=starts, ports=starts)
+
     try:
-        return load_config(path, overrides, further=partial(_examine, found, starts=starts, ports=starts))
+        return of_interest(load_config(path, overrides, further=examine))
     finally:
         for note in found.notes:
             print(f"note: {note}", file=sys.stderr)

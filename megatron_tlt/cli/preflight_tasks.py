@@ -16,6 +16,7 @@ from megatron_tlt.rewards.verifiers import answer_problem, verifier_problems
 from megatron_tlt.tasks.files import FileParams, read_rows
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.mixture import build_sources, evaluation_problems
+from megatron_tlt.tasks.pool import PoolSource
 from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.tasks.types import Problem
 
@@ -57,6 +58,7 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
             found.add(error)
             continue
         for position, (task, source) in enumerate(zip(config.tasks, mixture.sources, strict=True)):
+            source = source.source if isinstance(source, PoolSource) else source
             if not isinstance(source, GeneratedSource):
                 continue
             key = f"tasks[{position}]"

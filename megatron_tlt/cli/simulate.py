@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -80,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     scenario = scenario_of(config, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
     machine = find_machine(arguments.device)  # the KV cache as `tlt plan` has it
     scenario = replace(scenario, kv_tokens=memory_of(config, job_of(config), machine).cache_tokens)
+    if any("tail" in policy or "continue" in policy for policy in policies):
+        notes.append(_cycles(scenario, arguments.steps))
     seeds = range(arguments.first_seed, arguments.first_seed + _seeds(arguments, scenario))
     for count in nodes:
         scenario.on(count).check()
@@ -95,6 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
         plot(by_nodes, arguments.plot, f"{config.run.name}: {max(by_nodes)} node(s) of {arguments.device}, simulated")
         print(f"plot: {arguments.plot}")
     return 0
+
+
+def _cycles(scenario: Scenario, steps: int) -> str | None:
+    """A note if the steps are not whole cycles of tail batching, whose long rounds would be too few."""
+    left = math.ceil(scenario.tail.eta_prompts * scenario.prompts) - scenario.prompts
+    shorts = math.lcm(scenario.prompts, left) // left if left else 0
+    cycle = shorts + shorts * left // scenario.prompts
+    if not left or steps % cycle == 0:
+        return None
+    return f"--steps {steps}: tail batching has a cycle of {cycle} steps here, and means over other numbers favour it"
 
 
 def _constants(given: list[str]) -> Constants:

@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.rewards.verifiers import VERIFIERS
 from megatron_tlt.tasks import GENERATORS, build_sources
+from megatron_tlt.tasks.procedural import FAMILIES
 
 _KINDS = (
     ("file", "problems of a .jsonl or .parquet file in verl's or GSM8K's layout: {path: FILE, verifier: math}"),
@@ -20,7 +21,7 @@ _KINDS = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("tasks", help="list tasks and verifiers, or show a problem of one task")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a generator or a dataset of reasoning-gym")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a generator, a family or a dataset of reasoning-gym")
     parser.set_defaults(run=run)
 
 
@@ -29,6 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _show(arguments.name)
     console = Console(highlight=False)
     console.print(f"kind: generated, small problems with worked solutions: {', '.join(sorted(GENERATORS))}")
+    console.print(
+        f"kind: procedural, families with axes of difficulty and exact verifiers: {', '.join(sorted(FAMILIES))}"
+    )
     for kind, text in _KINDS:
         console.print(f"kind: {kind}, {text}")
     try:
@@ -43,8 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(name: str) -> int:
-    kind: Literal["generated", "reasoning_gym"] = "generated" if name in GENERATORS else "reasoning_gym"
-    task = TaskConfig(kind=kind, name=name, answer_format=None if kind == "generated" else "answer_tag")
+    kind: Literal["generated", "procedural", "reasoning_gym"] = (
+        "generated" if name in GENERATORS else "procedural" if name in FAMILIES else "reasoning_gym"
+    )
+    task = TaskConfig(kind=kind, name=name, answer_format="answer_tag" if kind == "reasoning_gym" else None)
     problem = build_sources([task], "train", 0).sources[0].problem(0)
     print(f"kind: {kind}\nprompt:\n{problem.prompt.rstrip()}\n\nanswer: {problem.answer}")
     if problem.solution is not None:

@@ -20,7 +20,7 @@ class ScheduleConfig(Section):
     ``partial`` decodes ``eta_prompts`` times the problems of a step (1.5 unless given) and trains on those that end
     first, by the tokens decoded in the step. ``one_step_off`` trains on the problems that the step before began, and
     fills its engines with as many of the next step. A response whose oldest token would be more than
-    ``max_staleness`` updates old is generated anew. Without the section a step waits for all that it began.
+    ``max_staleness`` steps old is generated anew. Without the section a step waits for all that it began.
     """
 
     kind: Literal["partial", "one_step_off"]

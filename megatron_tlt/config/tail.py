@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +13,10 @@ from megatron_tlt.config.section import Section
 
 if TYPE_CHECKING:
     from megatron_tlt.config.schema import TltConfig
+
+
+MAX_STALENESS = 8
+"""Steps, where ``tail.max_staleness`` is not given."""
 
 
 class TailConfig(Section):
@@ -25,7 +31,7 @@ class TailConfig(Section):
 
     ``deferred: resample`` generates the problems of a long round anew, by its policy. ``continue`` keeps what short
     rounds decoded of them: responses that ended, and beginnings of others, which the long round's policy continues.
-    A response whose oldest token is more than ``max_staleness`` updates old (8 unless given) is generated anew.
+    A response whose oldest token is more than ``max_staleness`` steps old (8 unless given) is generated anew.
     """
 
     eta_prompts: Annotated[float, Field(ge=1, le=4)] = 1.25
@@ -49,10 +55,44 @@ def tail_violations(config: TltConfig) -> Iterator[str]:
         yield f"tail.race: {found}; allowed with rollout.tensor_parallel_size above 1: tokens"
     if tail.deferred == "continue":
         yield from continue_violations(config, "tail.deferred: found continue")
+        yield from _waiting_violations(tail, config.trainer.prompts_per_step)
     elif tail.max_staleness is not None:
         found = f"found {tail.max_staleness}; deferred: resample has tokens of one policy"
         yield f"tail.max_staleness: {found}; allowed: null"
     yield from racing_violations(config, "tail")
+
+
+def longest_wait(prompts: int, left: int) -> int:
+    """Steps that a problem waits for its long round at most, if short rounds leave ``left`` problems each."""
+    waiting: deque[int] = deque()
+    longest = step = 0
+    seen = set[tuple[int, ...]]()
+    while (ages := tuple(step - begun for begun in waiting)) not in seen:
+        seen.add(ages)
+        if len(waiting) >= prompts:
+            longest = max(longest, step - waiting[0])
+            waiting = deque(list(waiting)[prompts:])
+        else:
+            waiting.extend([step] * left)
+        step += 1
+    return longest
+
+
+def _waiting_violations(tail: TailConfig, prompts: int) -> Iterator[str]:
+    left = math.ceil(tail.eta_prompts * prompts) - prompts
+    if not left:
+        yield (
+            f"tail.deferred: found continue; with eta_prompts {tail.eta_prompts:g} a short round asks for no more "
+            f"problems than the {prompts} that it trains on, so none is deferred; allowed: a larger eta_prompts"
+        )
+        return
+    steps = longest_wait(prompts, left)
+    bound = tail.max_staleness or MAX_STALENESS
+    if bound < steps:
+        yield (
+            f"tail.max_staleness: found {bound}; with eta_prompts {tail.eta_prompts:g} a problem waits up to {steps} "
+            f"steps for its long round, and what is older is dropped; allowed with deferred: continue: from {steps} on"
+        )
 
 
 def racing_violations(config: TltConfig, section: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from megatron_tlt.config.section import Section
 
-_OWN_VERIFIER = {"file": "math", "python": "math"}
+_OWN_VERIFIER = {"file": "math", "python": "math", "procedural": "procedural"}
 """Default verifier of tasks whose problems do not come from reasoning-gym."""
 
 
@@ -53,20 +53,29 @@ class TaskConfig(Section):
     worked solutions; ``kind: reasoning_gym`` takes the ``name`` of any dataset of that library and ``params`` for its
     config, and rewards with its score; ``kind: file`` takes ``path`` (JSONL or parquet);
     ``kind: python`` takes as ``name`` the import path of a function or class that draws problems, and its ``params``
-    (``tasks/python_task.py``).
+    (``tasks/python_task.py``); ``kind: procedural`` takes the ``name`` of a family (``tasks.procedural.FAMILIES``) and
+    ``params`` for its axes.
+
+    ``held_out`` is what train and held-out problems do not share: prompts (or canonical forms), or structures.
+    ``budget`` makes the training problems a pool of so many, used in epochs; ``tier_mix`` gives the shares of easy,
+    medium and hard ones in it by the pass rates in ``tier_file``, which ``tlt calibrate`` writes.
 
     ``chat`` applies the model's chat template to plain prompts, after ``system_prompt``. ``answer_format`` selects the
     place of the answer for the verifier (the last ``<answer>`` tag, the last box, the last line) and adds a sentence
     that requests this format; ``instruction`` replaces that sentence. ``environment`` answers the policy's turns.
     """
 
-    kind: Literal["generated", "reasoning_gym", "file", "python"] = "generated"
+    kind: Literal["generated", "reasoning_gym", "file", "python", "procedural"] = "generated"
     name: str
     weight: Annotated[float, Field(gt=0)] = 1.0
     params: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     held_out_path: Path | None = None
     held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    held_out: Literal["prompt", "structure"] = "prompt"
+    budget: Annotated[int, Field(ge=1)] | None = None
+    tier_file: Path | None = None
+    tier_mix: dict[Literal["easy", "medium", "hard"], Annotated[float, Field(gt=0)]] | None = None
     verifier: str = Field(default_factory=lambda known: _OWN_VERIFIER.get(known.get("kind"), "reasoning_gym"))
     chat: bool = False
     system_prompt: str | None = None
@@ -84,6 +93,28 @@ class TaskConfig(Section):
             raise ValueError("a task of kind 'reasoning_gym' needs 'answer_format': answer_tag, boxed or last_line")
         if self.kind == "generated" and (self.answer_format or self.instruction):
             raise ValueError("a task of kind 'generated' has its own answer format; no answer_format or instruction")
+        if self.kind == "procedural" and (self.params.get("wording") == "natural") != (self.answer_format is not None):
+            raise ValueError(
+                "a task of kind 'procedural' needs 'answer_format' with params.wording: natural, and takes none with "
+                "compact, which has its own"
+            )
         if self.kind != "file" and self.system_prompt is not None and not self.chat:
             raise ValueError("system_prompt is a chat message; it needs 'chat: true'")
+        return self
+
+    @property
+    def without_pool(self) -> TaskConfig:
+        """The same task without a limit on its training problems."""
+        return self.model_copy(update={"budget": None, "tier_file": None, "tier_mix": None})
+
+    @model_validator(mode="after")
+    def _pool_is_whole(self) -> TaskConfig:
+        if self.held_out == "structure" and self.kind != "procedural":
+            raise ValueError(f"held_out: structure needs kind procedural; kind '{self.kind}' has no structures")
+        if (self.tier_mix is None) != (self.tier_file is None):
+            raise ValueError("tier_mix and tier_file go together: the shares, and the file of `tlt calibrate`")
+        if self.tier_mix is not None and (self.budget is None or not self.tier_mix):
+            raise ValueError("tier_mix needs at least one tier, and 'budget', the number of problems to share out")
+        if self.tier_mix is not None and self.kind == "file":
+            raise ValueError("a task of kind 'file' takes no tier_mix; make a file for each tier, and a task of each")
         return self

@@ -50,7 +50,7 @@ class RolloutBatch:
         lengths_N: tokens of prompts and responses, int64.
         rewards_N: float64.
         advantages_N: float64, so that a step computes with what the algorithm gave.
-        versions_N: optimizer steps that the sampling policy had seen, int64.
+        versions_N: RL steps whose updates the sampling policy had seen, int64.
         held: the held samples, ascending.
         tokens_S: int32.
         rollout_log_probs_G: of the distribution that was sampled from (nats), float32.

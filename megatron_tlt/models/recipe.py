@@ -50,8 +50,9 @@ def recipe_description(config: TltConfig) -> str:
 
 def _task(task: TaskConfig) -> dict[str, Any]:
     """As earlier releases wrote it, so that their folders are found: solutions are not verified."""
-    fields = {**task.model_dump(mode="json"), "verifier": "math"}
-    return fields if task.environment is not None else {k: v for k, v in fields.items() if k != "environment"}
+    later = {"environment": None, "held_out": "prompt", "budget": None, "tier_file": None, "tier_mix": None}
+    fields = {**task.without_pool.model_dump(mode="json"), "verifier": "math"}
+    return {name: value for name, value in fields.items() if name not in later or value != later[name]}
 
 
 def recipe_folder(config: TltConfig) -> Path:

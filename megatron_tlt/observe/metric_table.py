@@ -39,6 +39,9 @@ METRICS: dict[str, Metric] = {
     "reward/correct": M("share", "responses that the verifier accepts"),
     "reward/mixed_groups": M("share", "groups whose rewards differ; only these contribute a gradient"),
     "reward/extracted": M("share", "responses in which the verifier found an answer"),
+    "reward/late": M(
+        "responses", "responses that count as wrong as their verdict took longer than adaptive_timeout allows"
+    ),
     "reward/verifier_errors": M("responses", "responses whose verification failed"),
     "reward/verifier_error_share": M("share", "responses whose verification failed"),
     "advantage/mean": M("", "advantage, mean over response tokens", "critic/advantages/mean", "rollout/advantages"),
@@ -171,6 +174,7 @@ METRICS: dict[str, Metric] = {
         "sampling/sampling_logp_difference/mean",
     ),
     "mismatch/max_abs": M("nats", "the same, largest of any token", trl="sampling/sampling_logp_difference/max"),
+    "mismatch/stale_k3_kl": M("nats", "the same estimate, of tokens that earlier policies sampled"),
     "mismatch/k3_kl": M("nats", "k3 estimate of KL(rollout || actor) per token", "rollout_corr/k3_kl"),
     # rollout and speculation
     "rollout/tokens_per_s": M("tokens/s", "generated tokens of all ranks over time/rollout"),

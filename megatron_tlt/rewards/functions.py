@@ -58,7 +58,7 @@ def as_reward(found: Any, path: str) -> Reward:
         TypeError: anything else; names the function, what was found and what is allowed.
     """
     if isinstance(found, Reward):
-        fields = {name: value for name, value in asdict(found).items() if name != "error"}
+        fields = {name: value for name, value in asdict(found).items() if name not in ("error", "late")}
     elif isinstance(found, Mapping):
         fields = dict(found)
     elif isinstance(found, Real):

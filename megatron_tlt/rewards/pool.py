@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -46,8 +47,8 @@ class RewardPool:
     One thread per process sends it jobs and enforces the time limit. A process that exceeds ``timeout_s`` is killed and
     replaced, and its response gets 0. ``verifiers`` names the verifiers to load (default: all); the import of their
     libraries takes seconds, once per process, and does not count towards ``timeout_s``. With ``adaptive`` limits
-    (:class:`AdaptiveLimits`) a late verdict is wrong without an error. After a thread fails, ``submit`` and ``collect``
-    raise RunError.
+    (:class:`AdaptiveLimits`) a response with a late verdict is wrong, and marked. After a thread fails,
+    ``submit`` and ``collect`` raise RunError.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RewardPool:
             check_verifier(name)
         self._timeout_s = timeout_s
         self._limits = AdaptiveLimits(timeout_s) if adaptive else None
+        self._at_full_time = False
         self._jobs: queue.SimpleQueue[tuple[Hashable, Problem, str] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: set[Hashable] = set()
@@ -78,6 +80,15 @@ class RewardPool:
     @property
     def counts(self) -> PoolCounts:
         return self._counts
+
+    @contextmanager
+    def full_time(self) -> Iterator[None]:
+        """Within the context every verdict has ``timeout_s``: for evaluations, whose results are to be comparable."""
+        self._at_full_time = True
+        try:
+            yield
+        finally:
+            self._at_full_time = False
 
     @property
     def pending(self) -> int:
@@ -182,7 +193,8 @@ class RewardPool:
     def _verify(self, index: int, key: Hashable, problem: Problem, response: str) -> Reward:
         kind: str | None = None
         with self._changed:
-            limit_s = self._timeout_s if self._limits is None else self._limits.limit(problem.uid)
+            adapts = self._limits is not None and not self._at_full_time
+            limit_s = self._limits.limit(problem.uid) if self._limits is not None and adapts else self._timeout_s
         worker = self._active[index]
         worker.wait_ready()  # which takes longer after a restart
         began = time.monotonic()
@@ -191,7 +203,8 @@ class RewardPool:
             kind = "errors" if reward.error is not None else None
         except TimeoutError as error:
             is_late = limit_s < self._timeout_s
-            kind, reward = "late" if is_late else "timeouts", Reward(0.0, False, error=None if is_late else str(error))
+            error_text = None if is_late else str(error)
+            kind, reward = "late" if is_late else "timeouts", Reward(0.0, False, error=error_text, late=is_late)
         except WorkerDied as error:
             kind, reward = "deaths", Reward(0.0, False, error=f"the verifier's process died: {error}")
         seconds = time.monotonic() - began

@@ -7,20 +7,26 @@ from collections.abc import Iterable
 from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rewards import code, library, maths
+from megatron_tlt.rewards import code, library, maths, procedural
 from megatron_tlt.rewards.functions import load_function
 from megatron_tlt.rewards.sandbox import sandbox_problem
 from megatron_tlt.rewards.types import Verifier
 
 #: Name in ``Problem.verifier`` and ``tasks[].verifier`` -> function.
-VERIFIERS: dict[str, Verifier] = {"reasoning_gym": library.verify, "math": maths.verify, "code": code.verify}
+VERIFIERS: dict[str, Verifier] = {
+    "reasoning_gym": library.verify,
+    "math": maths.verify,
+    "code": code.verify,
+    "procedural": procedural.verify,
+}
 
-_GENERATED = "reasoning_gym"
+#: Verifier -> the only kinds of tasks whose problems have what it reads.
+_KINDS = {"reasoning_gym": ("generated", "reasoning_gym"), "procedural": ("procedural",)}
 _OR_PATH = "or a function's import path such as mypackage.rewards.score"
 _SYMBOLS = "\\∅∞π"  # an answer may consist of one of them
 _SHOWN_CHARACTERS = 60
 
-_LOADERS = {"reasoning_gym": library.load, "math": maths.load, "code": lambda: None}
+_LOADERS = {"reasoning_gym": library.load, "math": maths.load}
 
 
 def load_verifier(name: str) -> Verifier:
@@ -28,7 +34,7 @@ def load_verifier(name: str) -> Verifier:
     check_verifier(name)
     if name not in VERIFIERS:
         return load_function(name, "verifier")
-    _LOADERS[name]()
+    _LOADERS.get(name, lambda: None)()
     return VERIFIERS[name]
 
 
@@ -53,11 +59,11 @@ def verifier_problems(tasks: Iterable[TaskConfig]) -> list[str]:
     """One line per task whose verifier is unknown, cannot be imported, or supports generated problems only."""
     lines = []
     for position, task in enumerate(tasks):
-        key, generated = f"tasks[{position}].verifier", task.kind in ("generated", "reasoning_gym")
-        allowed = ", ".join(sorted(VERIFIERS.keys() - (set() if generated else {_GENERATED})))
+        key = f"tasks[{position}].verifier"
+        allowed = ", ".join(name for name in sorted(VERIFIERS) if task.kind in _KINDS.get(name, (task.kind,)))
         where = f"allowed for kind {task.kind}: {allowed}, {_OR_PATH}"
-        if task.verifier == _GENERATED and not generated:
-            lines.append(f"{key}: '{_GENERATED}' verifies generated problems only; {where}")
+        if task.kind not in (kinds := _KINDS.get(task.verifier, (task.kind,))):
+            lines.append(f"{key}: '{task.verifier}' verifies {kinds[0]} problems only; {where}")
         elif is_import_path(task.verifier):
             try:
                 load_function(task.verifier, key)

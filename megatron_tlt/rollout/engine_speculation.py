@@ -113,7 +113,7 @@ class EngineSpeculation:
         self._trains = False
         if self.adaptive is not None:
             self.adaptive.tuner.withhold(self._withheld)
-            self.adaptive.begin_rollout({request.request_id: request.problem_key for request in requests})
+            self.adaptive.begin_rollout({one.request_id: (one.problem_key, one.begun) for one in requests})
 
     def started(self, requests: Sequence[Request]) -> None:
         """Account for requests that begin during the rollout."""
@@ -162,13 +162,22 @@ class EngineSpeculation:
             self.adaptive.observe(step)
         self._meter.used(time.perf_counter() - began)
 
-    def finished(self, response: Response, length: int | None = None) -> None:
-        """Account for a response that finished or was aborted; ``length`` includes tokens of earlier rollouts."""
+    def finished(self, response: Response, length: int | None = None, *, goes_on: bool = False) -> None:
+        """Account for a response that finished or was aborted.
+
+        Args:
+            response: with the tokens of this rollout.
+            length: with those of earlier rollouts.
+            goes_on: if it was aborted, a later rollout continues it, and its length is learned then.
+        """
         self._lengths[response.request_id] = len(response.token_ids)
         lengths, draft = self._length_policy, response.draft
         whole = len(response.token_ids) if length is None else length
         if lengths is not None and response.finish_reason == "abort":
-            lengths.abort(response.request_id, whole)
+            if goes_on:
+                lengths.drop(response.request_id)
+            else:
+                lengths.abort(response.request_id, whole)
         elif lengths is not None:
             lengths.finish(response.request_id, whole, draft.num_draft_tokens, draft.num_accepted_tokens)
 

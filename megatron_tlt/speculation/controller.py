@@ -111,14 +111,17 @@ class SpeculationController:
             self.lengths.observe(step)
         return True
 
-    def begin_rollout(self, problems: Mapping[str, str] | None = None) -> None:
-        """Start a rollout of requests with these problem keys: close the gate, keep the tuner's state."""
+    def begin_rollout(self, problems: Mapping[str, tuple[str, int]] | None = None) -> None:
+        """Start a rollout of requests: close the gate, keep the tuner's state.
+
+        ``problems``: the problem key of each request, and how many tokens of its response exist already.
+        """
         self.gate.reset()
         self._current, self._held = OFF, 0
         self._budgets = self._verified = None
         if self.lengths is not None:
-            for request_id, problem_key in (problems or {}).items():
-                self.lengths.start(request_id, problem_key)
+            for request_id, (problem_key, begun) in (problems or {}).items():
+                self.lengths.start(request_id, problem_key, begun)
 
     def state(self) -> dict[str, Any]:
         """The complete learned state as JSON, kept across rollouts, RL steps and resumes."""

@@ -36,6 +36,7 @@ _REFIT = 32
 class _Running:
     problem: str
     initial: LengthClass
+    begun: int = 0
     num_tokens: int = 0
 
 
@@ -71,27 +72,30 @@ class LengthPolicy:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._new_responses = self._new_steps = 0
 
-    def start(self, request_id: str, problem_key: str) -> LengthClass:
+    def start(self, request_id: str, problem_key: str, begun: int = 0) -> LengthClass:
         """Start a request; returns its initial class, from the problem's history or, without one, from all responses.
+
+        ``begun``: tokens of its response that an earlier rollout decoded.
 
         Raises:
             ValueError: it is already running.
         """
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is running already")
-        self._running[request_id] = _Running(problem_key, self.history.initial_class(problem_key))
+        self._running[request_id] = _Running(problem_key, self.history.initial_class(problem_key), begun, begun)
         return self._running[request_id].initial
 
     def update(self, request_id: str, num_tokens: int) -> None:
-        """Set the number of tokens of a request's response.
+        """Set the number of tokens of a request's response that this rollout decoded.
 
         Raises:
             ValueError: it is not running.
         """
-        self._get(request_id).num_tokens = num_tokens
+        request = self._get(request_id)
+        request.num_tokens = request.begun + num_tokens
 
     def finish(self, request_id: str, num_tokens: int, num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> None:
-        """Finish a request: its response's tokens, and its verified and accepted draft tokens.
+        """Finish a request: all tokens of its response, and its verified and accepted draft tokens.
 
         Raises:
             ValueError: it is not running.

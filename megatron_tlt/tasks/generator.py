@@ -32,10 +32,23 @@ class Worked:
 
 @dataclass(frozen=True)
 class DrawnProblem:
-    """A drawn problem: its text, and the metadata for its verifier."""
+    """A drawn problem: its text, and the metadata for its verifier.
+
+    ``identity`` is equal for problems that are the same in other words; None: the prompt. ``structure`` is what two
+    problems share that differ in their numbers alone; None where a task has none.
+    """
 
     worked: Worked
     metadata: dict[str, Any]
+    identity: str | None = None
+    structure: str | None = None
+
+    def split_by(self, held_out: str) -> str:
+        """The text that decides whether the problem is held out; ``held_out`` is that of the task."""
+        if held_out == "structure":
+            assert self.structure is not None  # refused for other tasks when the config is read
+            return self.structure
+        return self.worked.prompt if self.identity is None else self.identity
 
 
 class Generator(ABC):

@@ -19,6 +19,8 @@ from megatron_tlt.tasks.letter_counting import LetterCounting
 from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.number_sorting import NumberSorting
+from megatron_tlt.tasks.pool import PoolSource, first_different, read_tiers
+from megatron_tlt.tasks.procedural import FAMILIES, Family
 from megatron_tlt.tasks.python_task import PythonTask
 from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sizes import Params
@@ -183,12 +185,34 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         params = _checked(FileParams, task.params, key)
         rows = split_rows(task.path, task.held_out_path, task.held_out_fraction, split, params)
         path = task.held_out_path if split == "held_out" and task.held_out_path is not None else task.path
-        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording)
-    generator = _generator(task, key)
-    return GeneratedSource(label, task.verifier, generator, split, task.held_out_fraction, seed, limit, wording)
+        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording, task.budget)
+    source = GeneratedSource(
+        label,
+        task.verifier,
+        _generator(task, key),
+        split,
+        task.held_out_fraction,
+        seed,
+        limit,
+        wording,
+        task.held_out,
+    )
+    if task.budget is None or split == "held_out":
+        return source
+    if task.tier_mix is None:
+        return PoolSource(source, first_different(source, task.budget, key), seed)
+    assert task.tier_file is not None  # required by the schema
+    calibrated = read_tiers(task.tier_file, label, key)
+    indices, tiers = calibrated.pool(source, task.tier_mix, task.budget, key, task.tier_file)
+    return PoolSource(source, indices, seed, tiers)
 
 
-def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset | PythonTask:
+def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset | PythonTask | Family:
+    if task.kind == "procedural":
+        if task.name not in FAMILIES:
+            raise ConfigError(f"{key}.name: unknown family '{task.name}'; allowed are {', '.join(sorted(FAMILIES))}")
+        family = FAMILIES[task.name]
+        return family(_checked(family.params_type, task.params, key), key)
     if task.kind == "python":
         return PythonTask(task.name, task.params, key)
     if task.kind == "reasoning_gym":
@@ -212,15 +236,16 @@ def _checked(kind: type[P], params: dict[str, Any], key: str) -> P:
 
 
 def _differing_fractions(tasks: list[TaskConfig]) -> list[str]:
-    fractions: dict[str, float] = {}
+    first_tasks: dict[str, TaskConfig] = {}
     lines = []
     for position, task in enumerate(tasks):
         if task.kind == "file":
             continue
-        first = fractions.setdefault(f"{task.kind} {task.name}", task.held_out_fraction)
-        if first != task.held_out_fraction:
-            lines.append(
-                f"tasks[{position}].held_out_fraction: {task.held_out_fraction}, but an earlier '{task.name}' task has "
-                f"{first}; they must be equal, or their train and held-out sets overlap"
-            )
+        first = first_tasks.setdefault(f"{task.kind} {task.name}", task)
+        for name in ("held_out_fraction", "held_out"):
+            if (own := getattr(task, name)) != (other := getattr(first, name)):
+                lines.append(
+                    f"tasks[{position}].{name}: {own}, but an earlier '{task.name}' task has {other}; they must be "
+                    "equal, or their train and held-out sets overlap"
+                )
     return lines

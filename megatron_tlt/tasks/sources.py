@@ -12,14 +12,17 @@ from megatron_tlt.tasks.files import FileParams, Row, read_rows
 from megatron_tlt.tasks.generator import DrawnProblem, Generator
 from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
+from megatron_tlt.tasks.procedural import Family
 from megatron_tlt.tasks.python_task import PythonTask
 from megatron_tlt.tasks.seeding import is_held_out, stable_int
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.tasks.wording import Wording
 
 Split = Literal["train", "held_out"]
+HeldOut = Literal["prompt", "structure"]
 
 _MAX_ATTEMPTS = 2000
+_ATTEMPTS_PER_CELL = 50  # all structures of a small cell may belong to the other split
 _PROBED = 32  # number of draws
 _AS_IT_IS = Wording()
 
@@ -37,22 +40,25 @@ class Source(Protocol):
 class GeneratedSource:
     """Generated problems. Problem ``index`` is the first of its draws that belongs to the split and is not too long.
 
-    ``left_out`` counts the draws that were too long.
+    The cells of a procedural family follow each other by index, so that any range of indices has all of them alike.
+    ``held_out`` says what decides the split, as in the task's section. ``left_out`` counts draws that were too long.
     """
 
     def __init__(
         self,
         label: str,
         verifier: str,
-        generator: Generator | LibraryDataset | PythonTask,
+        generator: Generator | LibraryDataset | PythonTask | Family,
         split: Split,
         held_out_fraction: float,
         seed: int,
         limit: PromptLimit | None = None,
         wording: Wording = _AS_IT_IS,
+        held_out: HeldOut = "prompt",
     ) -> None:
         self.label = label
         self.left_out = 0
+        self._held_out = held_out
         self._verifier = verifier
         self._wording = wording
         self._generator = generator
@@ -69,8 +75,8 @@ class GeneratedSource:
         """
         wanted = self._split == "held_out"
         for attempt in range(_MAX_ATTEMPTS):
-            draft = self._generator.draw(stable_int(self._seed, self.label, self._split, index, attempt))
-            if is_held_out(draft.worked.prompt, self._fraction) != wanted:
+            draft = self._draw(index, attempt)
+            if is_held_out(draft.split_by(self._held_out), self._fraction) != wanted:
                 continue
             problem = self._problem(draft, str(index))
             if self._limit is None or self._limit.fits(problem):
@@ -90,6 +96,12 @@ class GeneratedSource:
     def probed(self) -> str:
         """Description of the draws of :meth:`probe` for error messages."""
         return self._generator.probed
+
+    def _draw(self, index: int, attempt: int) -> DrawnProblem:
+        key = stable_int(self._seed, self.label, self._split, index, attempt)
+        if isinstance(self._generator, Family):
+            return self._generator.draw(key, index + attempt // _ATTEMPTS_PER_CELL)
+        return self._generator.draw(key)
 
     def _problem(self, draft: DrawnProblem, index: str) -> Problem:
         problem = Problem(
@@ -111,10 +123,10 @@ class GeneratedSource:
 
 
 class FileSource:
-    """The rows of one split that ``limit`` accepts, shuffled anew in every epoch.
+    """The rows of one split that ``limit`` accepts, shuffled anew in every epoch; to train on, ``budget`` of them.
 
     Raises:
-        ConfigError: as ``PromptLimit.fitting``, naming ``path``.
+        ConfigError: as ``PromptLimit.fitting``, naming ``path``; or ``budget`` is larger than the number of rows.
     """
 
     def __init__(
@@ -127,6 +139,7 @@ class FileSource:
         path: Path | None = None,
         limit: PromptLimit | None = None,
         wording: Wording = _AS_IT_IS,
+        budget: int | None = None,
     ) -> None:
         self.label = label
         self._wording = wording
@@ -139,6 +152,10 @@ class FileSource:
         if limit is not None:
             problems = [self._problem(row) for row in rows]
             self._rows = [rows[i] for i in limit.fitting(problems, [row.number for row in rows], str(path))]
+        if budget is not None and split == "train":
+            if budget > len(self._rows):
+                raise ConfigError(f"{path}: {len(self._rows)} rows to train on; the task's budget is {budget}")
+            self._rows = random.Random(stable_int(seed, label, "budget")).sample(self._rows, budget)
 
     def __len__(self) -> int:
         return len(self._rows)

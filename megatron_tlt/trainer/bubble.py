@@ -8,8 +8,10 @@ from typing import Literal
 
 BubbleUse = Literal["drafter", "stream", "nothing"]
 SATURATED = 0.97
-"""A drafter whose acceptance length is this share of its best so far gains little from further training."""
+"""A drafter whose acceptance length is this share of its best gains little from further training."""
 _MOST_ROLLOUTS = 8
+MOST_ACCEPTANCES = 8
+"""Steps of which the best acceptance counts: one lucky step does not count for ever."""
 
 
 class RolloutHistory:
@@ -38,11 +40,11 @@ class Bubble:
     Attributes:
         remaining_s: expected seconds until it ends; None if nothing is known.
         first_part_s: seconds until the first part of a streamed gradient is done: loading the policy, and its passes.
-        has_drafter: the drafter can be trained.
+        has_drafter: the drafter is trained here, or may still be.
         drafter_steps: steps of it in this rollout.
         least_drafter_steps: that every RL step owes it (``spot.min_steps``).
-        acceptance: of its drafts in the newest step, in tokens per engine step; None if none were made.
-        best_acceptance: the highest so far.
+        acceptance: of its drafts in the newest step, in tokens per verification; None if none were made.
+        best_acceptance: the highest of the newest eight steps.
     """
 
     remaining_s: float | None
@@ -55,7 +57,7 @@ class Bubble:
 
     @property
     def use(self) -> BubbleUse:
-        """The drafter, until it has its steps and is as good as it was; then the gradient, if a part of it fits.
+        """A drafter in training, until it has its steps and is as good as it was; else the gradient, if a part fits.
 
         A part is never cut short, so the gradient comes last. It is tried where nothing is known of the bubble's end.
         """

@@ -1,7 +1,8 @@
 """Responses that a step left unused, kept so that a later step continues them (partial rollouts).
 
 A continued response has tokens of several policies. Each token keeps the log-prob under the policy that sampled it, and
-that policy's version, so the loss can be corrected (``algorithm.correction``).
+that policy's version, which is the number of RL steps before it, so the loss can be corrected
+(``algorithm.correction``).
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class CarriedRow:
 
 @dataclass(frozen=True)
 class Carried:
-    """A carried response: its tokens so far, their log-probs and versions, and how it ended, if it has."""
+    """A carried response: its prompt, tokens so far, their log-probs and versions, and how it ended, if it has."""
 
+    prompt_token_ids: tuple[int, ...]
     token_ids: array[int]
     log_probs: array[float]
     versions: Versions
@@ -61,7 +63,7 @@ class CarriedResponses:
     """The carried responses of all ranks; a part of the checkpoint. Every rank knows all rows, and holds some tokens.
 
     Args:
-        max_staleness: policy updates between a token and the step that trains on it, at most.
+        max_staleness: RL steps between a token and the step that trains on it, at most.
     """
 
     name = "carried"
@@ -98,7 +100,7 @@ class CarriedResponses:
     def take(self, problems: Collection[int], wanted: Collection[int], version: int) -> dict[Key, Carried]:
         """Remove the responses to ``problems`` and return those to ``wanted`` ones; a collective.
 
-        Responses with a token that would be older than ``max_staleness`` updates at ``version`` are dropped: all later
+        Responses with a token that would be older than ``max_staleness`` steps at ``version`` are dropped: all later
         tokens depend on it.
 
         Args:
@@ -191,7 +193,10 @@ def _batch_of(rows: Sequence[CarriedRow], own: Mapping[Key, Response]) -> Rollou
 def _carried(row: CarriedRow, batch: RolloutBatch, sample: int) -> Carried:
     tokens = batch.response("tokens_S", sample).numpy().astype(np.int32)
     log_probs = batch.response("rollout_log_probs_G", sample).numpy().astype(np.float32)
-    return Carried(array("i", tokens.tobytes()), array("f", log_probs.tobytes()), row.versions, row.finish_reason)
+    prompt = tuple(batch.tokens(sample)[: row.prompt_length].tolist())
+    return Carried(
+        prompt, array("i", tokens.tobytes()), array("f", log_probs.tobytes()), row.versions, row.finish_reason
+    )
 
 
 def _read_tokens(path: Path, rows: Iterable[CarriedRow]) -> dict[Key, Response]:
@@ -219,6 +224,8 @@ def _read_tokens(path: Path, rows: Iterable[CarriedRow]) -> dict[Key, Response]:
 class Continuations:
     """Requests of one engine that continue carried responses.
 
+    A response to another prompt is not continued: after a resume an index may be that of another problem.
+
     Args:
         carried: by position of the problem in the round, and sample.
         keys: the same by request id.
@@ -233,6 +240,9 @@ class Continuations:
         left, ended = [], []
         for request in requests:
             before = self._carried.get(request.request_id)
+            if before is not None and before.prompt_token_ids != request.prompt_token_ids:
+                del self._carried[request.request_id]
+                before = None
             if before is None:
                 left.append(request)
                 continue

@@ -201,7 +201,7 @@ class ExperienceCollector:
         def finished(response: Response) -> None:
             whole_response = continuations.join(response)
             if self._speculation is not None:
-                self._speculation.finished(response, len(whole_response.token_ids))
+                self._speculation.finished(response, len(whole_response.token_ids), goes_on=carried is not None)
             if racing is not None:
                 racing.finished(response)
             if episodes is not None:

@@ -353,7 +353,7 @@ class Run:
         seeds = (self._config.run.seed, "held-out")
         responses = settings.samples + settings.greedy
         progress.start("evaluate", self._collector.num_own(len(problems), responses))
-        with self.timeline.span("evaluate"):
+        with self.timeline.span("evaluate"), self._pool.full_time():
             return self._evaluated(problems, settings, seeds, progress)
 
     def evaluate_sets(self, progress: Progress) -> dict[str, dict[str, float]]:
@@ -367,7 +367,7 @@ class Run:
             seeds = (self._config.run.seed, "evaluation set", settings.name)
             responses = settings.samples + settings.greedy
             progress.start("evaluate", self._collector.num_own(len(problems), responses))
-            with self.timeline.span("evaluate"):
+            with self.timeline.span("evaluate"), self._pool.full_time():
                 evaluation, _ = self._evaluated(problems, settings, seeds, progress)
             found[settings.name] = evaluation.figures
         return found

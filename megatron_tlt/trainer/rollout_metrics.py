@@ -47,6 +47,7 @@ def rollout_metrics(
         "reward/extracted": float(np.mean([s.reward.extracted is not None for s in scored])),
         "reward/verifier_errors": float(sum(s.reward.error is not None for s in scored)),
         "reward/verifier_error_share": float(np.mean([s.reward.error is not None for s in scored])),
+        "reward/late": float(sum(s.reward.late for s in scored)),
         "length/truncated": Counter(s.finish_reason for s in scored)["length"] / len(scored),
         **length_metrics(lengths, [s.prompt_length for s in scored]),
         **reward_spread(rewards, group),

@@ -190,13 +190,19 @@ class BatchScorer:
         Raises:
             RunError: on every rank, if the difference exceeds the configured threshold.
         """
-        rows_HK = torch.cat([mismatch_per_sample(batch), old.entropy_sums_H[:, None]], dim=1)
-        rows_NK = of_all_samples(rows_HK, batch.held, batch.num_samples)
+        columns = [mismatch_per_sample(batch), old.entropy_sums_H[:, None]]
+        if batch.versions_G is not None:
+            columns.append(mismatch_per_sample(batch, stale=True))
+        rows_NK = of_all_samples(torch.cat(columns, dim=1), batch.held, batch.num_samples)
         mismatch = Mismatch.of(rows_NK[:, :4])
         metrics["mismatch/mean_abs"] = mismatch.mean_abs
         metrics["mismatch/max_abs"] = mismatch.max_abs
         metrics["mismatch/k3_kl"] = mismatch.k3_kl
-        metrics.update(entropy_metrics(tasks, rows_NK[:, 4].tolist(), rows_NK[:, 3].tolist()))
+        tokens_N = rows_NK[:, 3]
+        if batch.versions_G is not None:
+            metrics["mismatch/stale_k3_kl"] = Mismatch.of(rows_NK[:, 5:]).k3_kl
+            tokens_N = tokens_N + rows_NK[:, 8]
+        metrics.update(entropy_metrics(tasks, rows_NK[:, 4].tolist(), tokens_N.tolist()))
         enforce(mismatch, self._settings.mismatch, step)
         correction = self._settings.correction
         if correction.compares:

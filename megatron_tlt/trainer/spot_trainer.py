@@ -28,6 +28,8 @@ from megatron_tlt.trainer.spot_checkpoints import SpotCheckpoints
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.05
+_ORDER_S = 1.0
+"""Within it a rank that is free gets an order, if enough ranks are free for a session; an order takes milliseconds."""
 
 
 class FormGroup(Protocol):
@@ -163,7 +165,7 @@ class SpotTrainer:
         self._report = SpotReport()
         self._has_device = False
         self._is_enough: Callable[[], bool] = lambda: False
-        self._has_enough = False
+        self._has_enough = self._withdrawn = self._in_session = False
         self._first_version = 0
         self._leave_requested_at: float | None = None
         self._steps = 0  # in the current generation
@@ -192,11 +194,20 @@ class SpotTrainer:
         """Drafter steps that this rank knows of, in the newest rollout."""
         return self._trainer.version - self._first_version
 
+    @property
+    def may_train(self) -> bool:
+        """Whether this rank trains, has an order to, or may soon get one; after its own rollout."""
+        if self._withdrawn or self._client.is_silent:
+            return False
+        free_since = max(self._report.released_at, self._report.left_at or 0.0)
+        ordered = self._in_session or self._client.order is not None
+        return ordered or self._timeline.now() - free_since < _ORDER_S
+
     def begin(self, rl_step: int) -> None:
         """Called when this rank's rollout of ``rl_step`` starts."""
         self._rl_step, self._first_version, self._has_enough = rl_step, self._trainer.version, False
         self._report = SpotReport()
-        self._has_device = False
+        self._has_device = self._withdrawn = self._in_session = False
         self._newest = None
         if self._data is not None:
             self._data.begin()
@@ -217,17 +228,23 @@ class SpotTrainer:
             if order is None or not self._is_free_for(order) or not client.enter(order):
                 client.wait(_WAIT_S)
                 continue
+            self._in_session = True
             try:
                 self._session(order)
             except Exception:
                 logger.exception("rank %d stops training the drafter until this rollout ends", client.rank)
-                client.withdraw()
+                self._withdraw()
+            self._in_session = False
         if self._has_enough:
-            client.withdraw()
+            self._withdraw()
         self._newest = None  # the log-prob pass provides the actor's states of these responses
         if self._data is not None:
             self._data.end()
             self._report = replace(self._report, dropped=self._data.dropped)
+
+    def _withdraw(self) -> None:
+        self._withdrawn = True
+        self._client.withdraw()
 
     def _is_free_for(self, order: SessionOrder) -> bool:
         """Whether this rank may enter; a former leader first finishes its write, so that one rank writes at a time."""
@@ -292,7 +309,7 @@ class SpotTrainer:
     def _leave(self, outcome: str) -> None:
         client = self._client
         if outcome not in ("stopped", "not formed", "broken", "cut off"):
-            client.withdraw()  # another attempt would fail in the same way
+            self._withdraw()  # another attempt would fail in the same way
             return
         # another member received the order first; a coordinator that stops answering also leads to LEAVE
         while not self._leave_requested():

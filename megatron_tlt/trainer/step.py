@@ -16,6 +16,7 @@ from megatron_tlt.algorithms.registry import build_algorithm
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.exchange import redistribute
 from megatron_tlt.data.rollout_batch import RolloutBatch
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.progress import OnPhase
 from megatron_tlt.observe.samples import TRAIN, SampleRow
 from megatron_tlt.observe.timeline import Timeline
@@ -122,6 +123,12 @@ class TrainingStep:
         self.stream = self._build_stream() if config.stream is not None else None
         #: rounds of tail batching or bounded asynchrony; None: a step waits for all that it began
         self.rounds = build_rounds(config, collector.owns, lambda: engine.versions.get("policy") or 0)
+        if self.rounds is not None and self.rounds.carried is not None and "policy" not in engine.versions:
+            kind = type(engine).__name__
+            raise ConfigError(
+                f"rollout.engine: found {kind}, which does not tell the version of its policy; allowed with schedule "
+                "or tail.deferred: continue: an engine whose versions have 'policy'"
+            )
 
     def _build_stream(self) -> StreamTrainer:
         config, spot = self._config, self._config.spot
@@ -134,9 +141,14 @@ class TrainingStep:
             self._timeline,
             temperature=self._temperature,
             engine_size=config.rollout.tensor_parallel_size,
-            take_device=self.switch_to_actor,
-            least_drafter_steps=spot.min_steps if spot is not None and self._spot_trainer is not None else None,
+            take_device=self._take_device_for_stream,
+            least_drafter_steps=spot.min_steps if spot is not None else 0,
         )
+
+    def _take_device_for_stream(self) -> None:
+        if self._drafter is not None:  # which was trained in the same bubble
+            self._drafter.leave_device()
+        self.switch_to_actor()
 
     def run(
         self,
@@ -261,10 +273,9 @@ class TrainingStep:
         if self.stream is not None:
             found = result.metrics
             seconds = found["time/rollout"] if found.get("tail/long_round", 1.0) else None
-            drafted = found["speculation/draft_tokens"] > 0
-            result.metrics |= self.stream.end_rollout(
-                seconds, found["speculation/acceptance_length"] if drafted else None
-            )
+            trained = config.drafter.kind if config.drafter is not None else ""
+            acceptance = found.get(f"speculation/acceptance_length_{trained}")
+            result.metrics |= self.stream.end_rollout(seconds, acceptance)
         return scored, batch
 
     def _while_idle(self, step: int) -> WhileIdle | None:
@@ -277,8 +288,8 @@ class TrainingStep:
 
         def idle(answers: Callable[[ProcessGroup], Scored] | None) -> None:
             def is_due() -> bool:
-                steps = spot_trainer.steps if spot_trainer is not None else 0
-                return answers is not None and stream.bubble(steps).use == "stream"
+                spot = (spot_trainer.steps, spot_trainer.may_train) if spot_trainer is not None else (0, False)
+                return answers is not None and stream.bubble(*spot).use == "stream"
 
             stream.engine_ended()
             if spot_trainer is not None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,9 +27,9 @@ from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import rank, world_size
+from megatron_tlt.platform.device import collective_timeout_s, rank, world_size
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
-from megatron_tlt.trainer.bubble import Bubble, RolloutHistory
+from megatron_tlt.trainer.bubble import MOST_ACCEPTANCES, Bubble, RolloutHistory
 from megatron_tlt.trainer.experience import Scored
 from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.scoring import BatchScorer
@@ -89,7 +91,7 @@ class StreamTrainer:
         temperature: of the log-probs.
         engine_size: consecutive ranks of an engine.
         take_device: moves the engine and the drafter off the device, and the policy onto it.
-        least_drafter_steps: ``spot.min_steps``; None: no drafter is trained in the bubble.
+        least_drafter_steps: ``spot.min_steps``.
 
     Raises:
         ConfigError: all ranks are one unit, so that none is ever done before another.
@@ -106,7 +108,7 @@ class StreamTrainer:
         temperature: float,
         engine_size: int,
         take_device: Callable[[], None],
-        least_drafter_steps: int | None = None,
+        least_drafter_steps: int = 0,
     ) -> None:
         self._config, self._policy, self._loss, self._scorer = config, policy, loss, scorer
         self._timeline, self._temperature, self._take_device = timeline, temperature, take_device
@@ -120,11 +122,12 @@ class StreamTrainer:
             )
         scorer.prepare_parts()
         # of gloo also on GPUs: what travels lies on the host
-        groups = [(unit, dist.new_group(unit, backend="gloo")) for unit in units]
+        limit = timedelta(seconds=collective_timeout_s())
+        groups = [(unit, dist.new_group(unit, timeout=limit, backend="gloo")) for unit in units]
         self._unit, self._group = next((unit, group) for unit, group in groups if rank() in unit)
         self._history, self._part_s, self._load_s = RolloutHistory(), 0.0, 0.0
+        self._acceptances: deque[float] = deque(maxlen=MOST_ACCEPTANCES)
         self._acceptance: float | None = None
-        self._best: float | None = None
         self.streamed = Streamed()
         """What this rank has accumulated in the newest rollout."""
         self._began, self._busy_s = 0.0, 0.0
@@ -143,16 +146,16 @@ class StreamTrainer:
         if bubble.remaining_s is not None:
             self._timeline.counter("bubble expected (s)", bubble.remaining_s)
 
-    def bubble(self, drafter_steps: int = 0) -> Bubble:
-        """This rank's bubble now."""
+    def bubble(self, drafter_steps: int = 0, may_train: bool = False) -> Bubble:
+        """This rank's bubble now; ``may_train``: the drafter is trained here, or may still be."""
         return Bubble(
             self._history.remaining(time.perf_counter() - self._began),
             self._load_s + self._part_s,
-            self._least_steps is not None,
+            may_train,
             drafter_steps,
-            self._least_steps or 0,
+            self._least_steps,
             self._acceptance,
-            self._best,
+            max(self._acceptances, default=None),
         )
 
     def run(self, answers: Callable[[dist.ProcessGroup], Scored] | None) -> None:
@@ -219,13 +222,13 @@ class StreamTrainer:
 
         Args:
             seconds: until the last engine was done; None where responses raced, which says nothing of others.
-            acceptance: of the drafts in it, in tokens per engine step; None if none were made.
+            acceptance: of the trained drafter's drafts, in tokens per verification; None if none were made.
         """
         if seconds is not None:
             self._history.add(seconds)
         self._acceptance = acceptance
         if acceptance is not None:
-            self._best = max(acceptance, self._best or 0.0)
+            self._acceptances.append(acceptance)
         busy = all_gather_data(self._busy_s, float)  # after this no rank asks for arrivals
         for place in [f"unit {self._unit[0]}"] * (rank() == self._unit[0]) + ["end"] * (rank() == 0):
             self._arrivals.forget(place)

@@ -57,7 +57,8 @@ def build_model_of_recipe(config: TltConfig) -> None:
         return
     seed_everything(config.model.recipe.seed, config.run.deterministic)
     chosen_optimizer(config.actor)  # report an invalid optimizer before the warm-up, not after it
-    problems = build_sources(config.tasks, "train", config.run.seed)
+    tasks = [task.without_pool for task in config.tasks]  # a budget is one of reinforcement learning
+    problems = build_sources(tasks, "train", config.run.seed)
     with contextlib.ExitStack() as building:
         untrained = config.model.recipe.base
         if rank() == 0:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.tail import MAX_STALENESS
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, rank
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
@@ -27,7 +28,6 @@ from megatron_tlt.trainer.responses import ScoredResponse
 
 POLL_S = 0.05
 """How often an engine asks what finished in the others; a late answer costs decoding, not correctness."""
-_MAX_STALENESS = 8
 AGREE_STEPS = 8
 """Engine steps between two agreements of the ranks of one engine."""
 
@@ -118,7 +118,9 @@ class RacingRollout:
         self.costs = RoundCosts(0, 0, 0, 0, 0, 0)
         """Of all engines; after ``kept``."""
         self.left: dict[Key, Response] = {}
-        """This rank's responses to problems that did not win; after ``kept``."""
+        """This rank's responses to problems that did not win, as many of each as a long round has; after ``kept``."""
+        self.lost = 0
+        """Tokens of all engines that neither the step nor ``left`` has; after ``kept``."""
 
     def finished(self, response: Response) -> None:
         """Accounts for a response that ended or was aborted, with the tokens that this rollout decoded."""
@@ -181,9 +183,12 @@ class RacingRollout:
         barrier()
         if rank() == 0:
             self._board.clear()
-        winners = {at for at, _ in chosen}
-        self.left = {key: one for key, one in own.items() if key[0] not in winners}
-        return {key: own[key] for key in chosen if key in own}
+        winners, samples = {at for at, _ in chosen}, self._asked.keep_samples
+        self.left = {key: one for key, one in own.items() if key[0] not in winners and key[1] < samples}
+        trained = {key: own[key] for key in chosen if key in own}
+        lost = sum(len(one.token_ids) for key, one in own.items() if key not in trained and key not in self.left)
+        self.lost = sum(all_gather_data(lost, int))
+        return trained
 
 
 Collect = Callable[[list[Problem], int, StartRace | None, Mapping[Key, Carried] | None], Answers]
@@ -228,15 +233,15 @@ class Continued:
         """Carries what a round left; a collective."""
         self._carried.add({(asked.problems[at], sample): one for (at, sample), one in left.items()}, self._version)
 
-    def metrics(self, scored: Sequence[ScoredResponse], decoded: int) -> dict[str, float]:
-        """Share of a step's tokens that earlier policies sampled, the age of the oldest in updates, and dropped tokens
-        over those ``decoded`` in the round."""
+    def metrics(self, scored: Sequence[ScoredResponse], decoded: int, lost: int) -> dict[str, float]:
+        """Share of a step's tokens that earlier policies sampled, the age of the oldest in steps, and tokens that were
+        too old or are ``lost`` to later steps over those ``decoded`` in the round."""
         oldest = min((one.versions[0][0] for one in scored if one.versions), default=self._version)
         tokens = sum(one.length for one in scored)
         return {
             "tail/continued": sum(one.continued for one in scored) / tokens,
             "tail/staleness": float(self._version - oldest),
-            "tail/wasted": self._carried.dropped_tokens / max(decoded, 1),
+            "tail/wasted": (self._carried.dropped_tokens + lost) / max(decoded, 1),
         }
 
 
@@ -279,7 +284,7 @@ def build_rounds(config: TltConfig, owns: Callable[[int], bool], version: Callab
         return Rounds(AheadScheduler(config.schedule, *sizes), carried, owns, version)
     if tail is None:
         return None
-    kept = CarriedResponses(tail.max_staleness or _MAX_STALENESS) if tail.deferred == "continue" else None
+    kept = CarriedResponses(tail.max_staleness or MAX_STALENESS) if tail.deferred == "continue" else None
     return Rounds(TailScheduler(tail, *sizes), kept, owns, version)
 
 
@@ -321,6 +326,8 @@ def _collect_round(
             "tail/long_round": float(asked.is_long),
             "tail/deferred": float(len(after.deferred)),
             **costs.metrics(),
-            **(continued.metrics(scored, costs.decoded) if continued is not None else {}),
+            **(
+                continued.metrics(scored, costs.decoded, races[0].lost if races else 0) if continued is not None else {}
+            ),
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,6 +158,20 @@ def test_mismatch_of_equal_columns_is_zero_and_of_others_as_computed_by_hand() -
     masked = torch.tensor([True, False])
     assert mismatch_of([[-1.0], [-2.0]], [[-1.5], [-9.0]], loss_mask_G=masked) == Mismatch(0.5, 0.5, found.k3_kl * 2)
     assert math.isnan(mismatch_of([[-1.0, -math.inf]], [[-1.0, -math.inf]]).mean_abs)
+
+
+def test_tokens_of_earlier_policies_are_no_mismatch() -> None:
+    """The engine had other weights when it sampled them, so their difference is what the policy learned."""
+    batch = RolloutBatch.of_sequences(
+        [(0, 1, 2), (0, 3)],
+        [1, 1],
+        rollout_log_probs_G=torch.tensor([-1.0, -2.0, -3.0]),
+        old_log_probs_G=torch.tensor([-9.0, -2.5, -3.0]),
+        versions_G=torch.tensor([3, 5, 5], dtype=torch.int32),
+    )
+    batch = replace(batch, versions_N=torch.tensor([5, 5]))
+    assert Mismatch.of(mismatch_per_sample(batch)).mean_abs == 0.25
+    assert Mismatch.of(mismatch_per_sample(batch, stale=True)).mean_abs == 8.0
 
 
 def test_mismatch_beyond_the_threshold_fails_only_when_asked() -> None:

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_tlt.algorithms.algorithm import Algorithm
 from megatron_tlt.config.algorithm_checks import algorithm_violations
 from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.stream import stream_violations
-from megatron_tlt.config.tail import tail_violations
+from megatron_tlt.config.tail import TailConfig, longest_wait, tail_violations
 from megatron_tlt.rollout.engines import engine_problems
+from megatron_tlt.tasks.rounds import TailScheduler, TailState
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "launcher": {"nproc_per_node": 2}}
 
@@ -40,6 +43,20 @@ BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "lau
             ["tail.deferred: found continue; its responses have tokens of earlier policies"],
         ),
         ({"tail": {"deferred": "continue"}, "algorithm": {"correction": {"bypass": True}}}, []),
+        (
+            {
+                "tail": {"deferred": "continue", "eta_prompts": 1, "eta_responses": 1.25},
+                "algorithm": {"correction": {"bypass": True}},
+            },
+            ["tail.deferred: found continue; with eta_prompts 1 a short round asks for no more problems"],
+        ),
+        (
+            {
+                "tail": {"deferred": "continue", "eta_prompts": 1.25, "max_staleness": 2},
+                "algorithm": {"correction": {"bypass": True}},
+            },
+            ["tail.max_staleness: found 2; with eta_prompts 1.25 a problem waits up to 4 steps"],
+        ),
         (
             {
                 "tail": {"deferred": "continue"},
@@ -155,3 +172,22 @@ def test_limits_by_measured_times_are_not_for_deterministic_runs() -> None:
         "rewards.adaptive_timeout: found true; verdicts then depend on measured times; allowed with "
         "run.deterministic: false"
     ]
+
+
+@given(st.integers(1, 40), st.integers(1, 80))
+def test_the_longest_wait_is_that_of_the_scheduler(prompts: int, left: int) -> None:
+    scheduler = TailScheduler(
+        TailConfig.model_construct(eta_prompts=1 + left / prompts, eta_responses=1.0, race="tokens"), prompts, 1
+    )
+    state, begun, longest = TailState(), dict[int, int](), 0
+    for step in range(200):
+        asked = scheduler.round(state)
+        if asked.is_long:
+            longest = max(longest, *(step - begun[problem] for problem in asked.problems))
+            state = scheduler.after(state, asked, range(prompts))
+        else:
+            begun |= dict.fromkeys(asked.problems, step)
+            state = scheduler.after(state, asked, range(len(asked.problems) - left))
+    assert longest <= longest_wait(prompts, left)
+    if prompts <= 10:
+        assert longest == longest_wait(prompts, left)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.planning.simulation.lengths import LongTail
 from megatron_tlt.planning.simulation.phases import streamed_responses, training_seconds
@@ -100,3 +101,12 @@ def test_replicas_stream_in_their_bubble_and_a_part_may_be_late() -> None:
     assert off["streamed"] == 0 < row["streamed"] < 1 and row["update_s"] < off["update_s"]
     # one replica of all devices has no bubble
     assert not streamed_responses(replace(one, actor=Actor(tensor=4)), ends, lengths)[0].any()
+
+
+def test_what_is_too_old_does_not_win_before_what_becomes_too_old() -> None:
+    settings = ScheduleConfig(kind="partial", eta_prompts=2.5, max_staleness=1)
+    one = scenario(prompts=8, group=4, schedule=settings)
+    rounds = RacingRounds(one, "partial", np.random.default_rng(0))
+    found = [rounds.next() for _ in range(60)]
+    decoded, kept = (sum(getattr(each, name).sum() for each in found) for name in ("decoded", "kept"))
+    assert decoded / kept < 1.4, "expired problems that win are decoded anew, while others expire"

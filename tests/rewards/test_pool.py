@@ -97,8 +97,20 @@ def test_a_problem_with_a_correct_response_soon_gives_up_on_others() -> None:
         pool.submit("after", _math("72", "known"), "#### 72")
         rewards = pool.collect()
         assert time.monotonic() - began < 50
-        assert rewards["hang"] == Reward(0.0, correct=False), "wrong, and no error"
+        assert rewards["hang"] == Reward(0.0, correct=False, late=True), "wrong, and no error"
         assert rewards["after"].correct and (pool.counts.late, pool.counts.timeouts) == (1, 0)
+
+
+def test_an_evaluation_waits_as_long_as_the_config_says() -> None:
+    with RewardPool(workers=1, timeout_s=4.0, verifiers=["math"], adaptive=True) as pool:
+        pool.submit("right", _math("72", "known"), "#### 72")
+        assert pool.collect()["right"].correct
+        with pool.full_time():
+            pool.submit("hang", _math("72", "known"), ENDLESS)
+            hung = pool.collect()["hang"]
+        assert not hung.late and "4" in (hung.error or ""), "the configured limit, not the adaptive one of 2 s"
+        pool.submit("again", _math("72", "known"), ENDLESS)
+        assert pool.collect()["again"].late, "training goes on with adaptive limits"
 
 
 def test_limits_follow_the_slowest_correct_verdict() -> None:
@@ -114,7 +126,7 @@ def test_limits_follow_the_slowest_correct_verdict() -> None:
 
 
 def test_wrong_use_is_refused_and_closing_ends_busy_workers_at_once() -> None:
-    with pytest.raises(ConfigError, match="unknown verifier 'maths'; allowed are code, math, reasoning_gym"):
+    with pytest.raises(ConfigError, match="unknown verifier 'maths'; allowed are code, math, procedural"):
         RewardPool(workers=1, timeout_s=1.0, verifiers=["maths"])
     pool = RewardPool(workers=1, timeout_s=60.0, verifiers=["math"])
     pool.submit(0, _math("1"), "#### 1")

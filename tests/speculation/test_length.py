@@ -228,3 +228,15 @@ def test_an_aborted_response_counts_as_the_median_of_longer_ones() -> None:
     assert policy.history.expected_length("q", LengthClass.MEDIUM, 70) == 80, "q itself has none"
     with pytest.raises(ValueError):
         policy.abort("cut", 50)
+
+
+def test_a_continued_response_has_the_tokens_that_it_began_with() -> None:
+    made = LengthPolicy("classes", max_length=2000)
+    for i, length in enumerate((10, 100, 1000)):
+        made.start(f"seen{i}", "p")
+        made.finish(f"seen{i}", length)
+    made.start("new", "p")
+    made.start("continued", "p", begun=900)
+    for name in ("new", "continued"):
+        made.update(name, 5)
+    assert made.current_class("new") != LengthClass.LONG == made.current_class("continued")

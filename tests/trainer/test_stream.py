@@ -78,6 +78,8 @@ def test_the_drafter_comes_first_until_it_is_as_good_as_it_was() -> None:
     assert Bubble(**long, **{**good, "acceptance": 2.9}).use == "drafter", "a drafter that lost its way is trained"
     assert Bubble(**long, **good, drafter_steps=1, least_drafter_steps=2).use == "drafter"
     assert Bubble(**long, **good, drafter_steps=2, least_drafter_steps=2).use == "stream"
+    owed = Bubble(**long, drafter_steps=0, least_drafter_steps=2)
+    assert owed.use == "stream", "steps that no session can make here are made up after the update"
 
 
 def test_the_names_that_stream_knows_are_the_classes_own() -> None:

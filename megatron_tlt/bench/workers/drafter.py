@@ -61,6 +61,10 @@ class _Together:
             if name != MORE:
                 drafter.add(step, scored, batch, states)
 
+    def leave_device(self) -> None:
+        for drafter in self._drafters.values():
+            drafter.leave_device()
+
     def train(self, step: int, policy: Policy) -> dict[str, float]:
         found = {
             name: drafter.train(step, self._first if name == MORE else policy)

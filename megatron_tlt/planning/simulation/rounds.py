@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_tlt.config.schedule import ScheduleConfig
+from megatron_tlt.config.tail import MAX_STALENESS
 from megatron_tlt.planning.simulation.scenario import Scenario
 from megatron_tlt.tasks.rounds import AheadScheduler, TailRound, TailScheduler, TailState
 
@@ -90,12 +91,12 @@ class RacingRounds:
             self._most = settings.max_staleness
         else:
             self._scheduler = TailScheduler(one.tail, one.prompts, one.group)
-            self._most = one.tail.max_staleness or 8
+            self._most = one.tail.max_staleness or MAX_STALENESS
 
     def next(self) -> DecodedRound:
         """The next step's round."""
         one = self.scenario
-        due = {index for index in self.state.deferred if self._step - self._problems[index].begun >= self._most}
+        due = {index for index in self.state.deferred if self._step - self._problems[index].begun == self._most}
         asked = self._scheduler.round(self.state, due)
         problems = [self._take(index, asked.samples) for index in asked.problems]
         lengths, done = (np.stack([getattr(each, name) for each in problems]) for name in ("lengths", "done"))

@@ -1,0 +1,56 @@
+"""``tlt calibrate CONFIG --out FILE [key.path=value ...]``: how often the policy solves its tasks' problems."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_tlt.cli import preflight, runs
+from megatron_tlt.cli.evaluate import check_writable, checkpoint_folder
+from megatron_tlt.config.loader import dump_resolved
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform.nodes import node_index
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("calibrate", help="measure which training problems are easy, medium and hard")
+    runs.add_config_arguments(parser)
+    parser.add_argument(
+        "--out", metavar="FILE", required=True, help="the file of pass rates to write (tasks[].tier_file)"
+    )
+    parser.add_argument("--problems", type=int, default=1500, help="different problems of each task (%(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each (%(default)s)")
+    parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder or a step (default: newest)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for option in ("problems", "samples"):
+        if (found := getattr(arguments, option)) < 1:
+            raise ConfigError(f"--{option}: found {found}; allowed: 1 or more")
+    config = preflight.load_checked(arguments.config, arguments.overrides, of_interest=_without_pools)
+    from megatron_tlt.trainer.calibration import CalibrationRequest
+
+    if all(task.kind == "file" for task in config.tasks):
+        raise ConfigError(
+            "tasks: all are of kind 'file', which takes no tier_mix; allowed for tlt calibrate: another kind"
+        )
+    check_writable("--out", Path(arguments.out), config.run.dir)
+    checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
+    request = CalibrationRequest(str(Path(arguments.out).resolve()), arguments.problems, arguments.samples, checkpoint)
+    own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
+    resolved = config.run.dir / "logs" / f"config.calibrate{own}.yaml"
+    runs.write_in_run(resolved, dump_resolved(config))
+    status = runs.ensure_model(config, resolved, show=arguments.traceback)
+    if status == 0:
+        worker, text = "megatron_tlt.cli.workers.calibrate", json.dumps(asdict(request))
+        status = runs.start(worker, config, resolved, text, show=arguments.traceback)
+    return status
+
+
+def _without_pools(config: TltConfig) -> TltConfig:
+    """The config without the pools that the file is for, which may not exist yet."""
+    return config.model_copy(update={"tasks": [task.without_pool for task in config.tasks]})

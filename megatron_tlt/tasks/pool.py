@@ -1,0 +1,168 @@
+"""A finite pool of problems: a data budget, mixed by tiers of difficulty."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.tasks.seeding import stable_int
+from megatron_tlt.tasks.sources import GeneratedSource
+from megatron_tlt.tasks.types import Problem
+
+Tier = Literal["easy", "medium", "hard"]
+TIERS: tuple[Tier, ...] = ("easy", "medium", "hard")
+_EASY, _HARD = 2 / 3, 1 / 3
+_ALLOWED = "allowed: a file of `tlt calibrate`"
+_SEARCHED = 50  # problems looked at for each of the pool
+
+
+def tier_of(pass_rate: float) -> Tier:
+    """The tier of a pass rate: easy from 2/3 on, hard up to 1/3 (Learning from Less: 67-100, 34-66, 0-33 %)."""
+    return "easy" if pass_rate >= _EASY - 1e-9 else "hard" if pass_rate <= _HARD + 1e-9 else "medium"
+
+
+class PoolSource:
+    """Some problems of a generated source, each once per epoch, shuffled anew in every epoch.
+
+    A problem has the same uid in every epoch, so suffix trees and length classes meet it again.
+
+    Args:
+        source: of the train split.
+        indices: of the pool's problems in it.
+        seed: of the order.
+        tiers: the tier of each, for its metadata; empty without.
+    """
+
+    def __init__(self, source: GeneratedSource, indices: Sequence[int], seed: int, tiers: Sequence[str] = ()) -> None:
+        self.label, self.source = source.label, source
+        self._seed = seed
+        self._problems = [replace(source.problem(index), recurs=True) for index in indices]
+        if tiers:
+            pairs = zip(self._problems, tiers, strict=True)
+            self._problems = [replace(one, metadata={**one.metadata, "tier": tier}) for one, tier in pairs]
+        self._epoch: int | None = None
+        self._order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def problem(self, index: int) -> Problem:
+        """The problem at this index."""
+        epoch, position = divmod(index, len(self))
+        if epoch != self._epoch:
+            self._order = list(range(len(self)))
+            random.Random(stable_int(self._seed, self.label, "epoch", epoch)).shuffle(self._order)
+            self._epoch = epoch
+        return self._problems[self._order[position]]
+
+
+def first_different(source: GeneratedSource, count: int, key: str) -> list[int]:
+    """The indices of the first ``count`` problems of a source of which no two are the same.
+
+    Raises:
+        ConfigError: there are not so many among 50 times as many; names ``key``.
+    """
+    seen: set[str] = set()
+    found: list[int] = []
+    for index in range(_SEARCHED * count):
+        identity = identity_of(source.problem(index))
+        if identity not in seen:
+            seen.add(identity)
+            found.append(index)
+            if len(found) == count:
+                return found
+    raise ConfigError(
+        f"{key}.budget: found {count}; {_SEARCHED * count} draws have {len(found)} different problems; allowed: up to "
+        "that many, or wider params"
+    )
+
+
+def identity_of(problem: Problem) -> str:
+    """Equal for problems that are the same: the canonical form, or the prompt where the task has none."""
+    return str(problem.metadata.get("canonical", problem.prompt))
+
+
+@dataclass(frozen=True)
+class CalibratedTask:
+    """What ``tlt calibrate`` found out about a task: for each problem its index, digest, passes and samples."""
+
+    problems: list[tuple[int, str, int, int]]
+
+    def pool(
+        self, source: GeneratedSource, mix: Mapping[Tier, float], count: int, key: str, file: Path
+    ) -> tuple[list[int], list[str]]:
+        """Indices and tiers of a pool of ``count`` problems, in shares of ``mix``, by largest remainder.
+
+        Raises:
+            ConfigError: a tier has too few problems, or the file is of other problems; names ``key`` and ``file``.
+        """
+        wanted = _counts(mix, count)
+        indices: list[int] = []
+        tiers: list[str] = []
+        for tier, number in wanted.items():
+            own = [(index, digest) for index, digest, passed, of in self.problems if tier_of(passed / of) == tier]
+            if len(own) < number:
+                raise ConfigError(
+                    f"{key}.tier_mix.{tier}: found a share of {number} problems; {file} has {len(own)} of this tier; "
+                    "allowed: a smaller budget or share, or `tlt calibrate` with more problems"
+                )
+            for index, digest in own[:number]:
+                if digest_of(source.problem(index)) != digest:
+                    raise ConfigError(
+                        f"{key}.tier_file: problem {index} of {file} is another one than the task's; allowed: a file "
+                        "that `tlt calibrate` wrote for the same params, seed and held-out fraction"
+                    )
+                indices.append(index)
+                tiers.append(tier)
+        return indices, tiers
+
+
+def digest_of(problem: Problem) -> str:
+    """Sixteen hexadecimal digits of a problem's identity."""
+    return f"{stable_int('identity', identity_of(problem)):016x}"
+
+
+def read_tiers(path: Path, label: str, key: str) -> CalibratedTask:
+    """The part of a file of tiers about one task.
+
+    Raises:
+        ConfigError: the file is missing, is not one of `tlt calibrate`, or has nothing about the task.
+    """
+    where = f"{key}.tier_file"
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {path}: {error.strerror}; {_ALLOWED}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {path} is not JSON: {error}; {_ALLOWED}") from error
+    try:
+        tasks = found["tasks"]
+        rows = tasks.get(label)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: {path} has no 'tasks'; {_ALLOWED}") from error
+    if rows is None:
+        raise ConfigError(
+            f"{where}: {path} has nothing about '{label}'; it has {', '.join(sorted(tasks)) or 'no task'}"
+        )
+    try:
+        problems = [(int(r["index"]), str(r["digest"]), int(r["passed"]), int(r["samples"])) for r in rows]
+        bad = next((row for row in problems if not 0 <= row[2] <= row[3] or row[3] < 1 or row[0] < 0), None)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {path}, task '{label}': a row lacks index, digest, passed or samples") from error
+    if bad is not None:
+        raise ConfigError(f"{where}: {path}, task '{label}', problem {bad[0]}: found {bad[2]} of {bad[3]} passed")
+    return CalibratedTask(problems)
+
+
+def _counts(mix: Mapping[Tier, float], count: int) -> dict[Tier, int]:
+    exact = {tier: count * mix.get(tier, 0.0) / sum(mix.values()) for tier in TIERS}
+    counts = {tier: int(value) for tier, value in exact.items()}
+    by_remainder = sorted(TIERS, key=lambda tier: counts[tier] - exact[tier])
+    for tier in by_remainder[: count - sum(counts.values())]:
+        counts[tier] += 1
+    return counts
