@@ -16,8 +16,8 @@ from megatron_tlt.planning.simulation.lengths import LongTail, draw
 from megatron_tlt.rollout.types import Request
 
 RECORDED = "quickstart"
-LAWS = (RECORDED, "32k")
-"""Lengths recorded from the quickstart's policy, or those of long responses in TLT's runs."""
+LAWS = (RECORDED, "smollm2", "32k")
+"""Lengths recorded from the quickstart's policy or from SmolLM2's, or those of long responses in TLT's runs."""
 
 
 class RecordedLengths:
@@ -80,7 +80,7 @@ class LengthsByProblem:
 
 def lengths_of_problems(longest: int, law: str = RECORDED) -> list[list[int]]:
     """The lengths of each problem's responses; ``longest`` and ``law`` as above."""
-    rollouts = _recorded() if law == RECORDED else [_of_long_responses()]
+    rollouts = [_of_long_responses()] if law == "32k" else _recorded(law)
     scale = _scale(rollouts, longest)
     return [[max(1, round(scale * length)) for length in one] for one in itertools.chain.from_iterable(rollouts)]
 
@@ -93,9 +93,9 @@ def _of_long_responses() -> list[list[int]]:
     return [[int(length) for length in row] for row in tokens]
 
 
-def _recorded() -> list[list[list[int]]]:
+def _recorded(name: str = RECORDED) -> list[list[list[int]]]:
     """Tokens by rollout, problem and sample."""
-    file = resources.files("megatron_tlt.bench").joinpath("lengths", "quickstart.json")
+    file = resources.files("megatron_tlt.bench").joinpath("lengths", f"{name}.json")
     found: list[list[list[int]]] = json.loads(file.read_text("utf-8"))["rollouts"]
     return found
 

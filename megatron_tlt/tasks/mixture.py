@@ -200,7 +200,7 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
     if task.budget is None or split == "held_out":
         return source
     if task.tier_mix is None:
-        return PoolSource(source, first_different(source, task.budget, key), seed)
+        return PoolSource(source, first_different(source, task.budget, f"{key}.budget"), seed)
     assert task.tier_file is not None  # required by the schema
     calibrated = read_tiers(task.tier_file, label, key)
     indices, tiers = calibrated.pool(source, task.tier_mix, task.budget, key, task.tier_file)

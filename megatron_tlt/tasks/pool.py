@@ -61,11 +61,11 @@ class PoolSource:
         return self._problems[self._order[position]]
 
 
-def first_different(source: GeneratedSource, count: int, key: str) -> list[int]:
+def first_different(source: GeneratedSource, count: int, where: str) -> list[int]:
     """The indices of the first ``count`` problems of a source of which no two are the same.
 
     Raises:
-        ConfigError: there are not so many among 50 times as many; names ``key``.
+        ConfigError: there are not so many among 50 times as many; names ``where`` the number was given.
     """
     seen: set[str] = set()
     found: list[int] = []
@@ -77,7 +77,7 @@ def first_different(source: GeneratedSource, count: int, key: str) -> list[int]:
             if len(found) == count:
                 return found
     raise ConfigError(
-        f"{key}.budget: found {count}; {_SEARCHED * count} draws have {len(found)} different problems; allowed: up to "
+        f"{where}: found {count}; {_SEARCHED * count} draws have {len(found)} different problems; allowed: up to "
         "that many, or wider params"
     )
 

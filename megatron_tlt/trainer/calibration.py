@@ -61,7 +61,7 @@ class CalibrationRun(OfflineRun):
         with self._progress(1) as progress, self._pool, self._pool.full_time():
             self.step.reshard(state.step, StepResult(), progress.start)
             for at, source in generated:
-                indices = first_different(source, request.problems, f"tasks[{at}]")
+                indices = first_different(source, request.problems, f"--problems, tasks[{at}]")
                 progress.start("evaluate", self._collector.num_own(len(indices), request.samples))
                 try:
                     tasks[source.label] = self._rates(source, indices, request.samples, progress.advance)

@@ -108,6 +108,16 @@ def test_the_fastest_policy_is_named_with_its_price(tmp_path: Path, capsys: pyte
     assert less["nodes"]["2"][1]["rollout_s"] != rows[3]["rollout_s"], "the section's settings are simulated"
 
 
+def test_steps_that_are_no_whole_cycles_of_tail_batching_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps, said in (("4", True), ("5", False)):
+        simulated(tmp_path, "--policies", "off,tail", "--steps", steps)
+        assert ("tail batching has a cycle of 5 steps here" in capsys.readouterr().out) is said
+    simulated(tmp_path, "--policies", "off,tail", "--steps", "3", "tail.eta_prompts=1.5")
+    assert "has a cycle" not in capsys.readouterr().out
+
+
 def test_the_kv_cache_is_the_plans(tmp_path: Path) -> None:
     found = simulated(tmp_path, "--policies", "off")
     planned = tmp_path / "plan.json"

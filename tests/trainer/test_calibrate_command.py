@@ -12,7 +12,8 @@ from tests.trainer.conftest import Runs
 
 pytestmark = pytest.mark.distributed
 
-TASKS = "tasks=[{kind: procedural, name: pipeline_counting, params: {filters: [1], transforms: [0]}%s}]"
+PARAMS = "{filters: [1], transforms: [0], aggregates: [count, max], numbers: {min: 2, max: 3, tail: 0}}"
+TASKS = f"tasks=[{{kind: procedural, name: pipeline_counting, params: {PARAMS}%s}}]"
 
 
 def test_the_policys_pass_rates_make_a_mixture(runs: Runs) -> None:
@@ -28,9 +29,8 @@ def test_the_policys_pass_rates_make_a_mixture(runs: Runs) -> None:
     assert len(rows) == len({row["digest"] for row in rows}) == 24 and found["step"] == 0
     assert all(0 <= row["passed"] <= row["samples"] == 4 and row["tokens"] > 0 for row in rows)
 
-    tier = tier_of(rows[0]["passed"] / 4)
-    if sum(tier_of(row["passed"] / 4) == tier for row in rows) < 4:
-        tier = max(("easy", "medium", "hard"), key=[tier_of(row["passed"] / 4) for row in rows].count)
-    said = runs.train("mixture", TASKS % (pool % tier), "trainer.steps=2")
+    tiers = [tier_of(row["passed"] / 4) for row in rows]
+    tier = max(tiers, key=tiers.count)
+    runs.train("mixture", TASKS % (pool % tier), "trainer.steps=2")
     again = runs.command("calibrated", TASKS % "", "--out", str(out), "--samples", "0", command="calibrate")
     assert "--samples: found 0; allowed: 1 or more" in run_logged(again, timeout_s=600, expect_status=2)

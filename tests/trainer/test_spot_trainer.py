@@ -222,6 +222,23 @@ def test_a_rank_with_something_better_to_do_leaves_and_the_others_go_on(threads:
     threads.join(0, 1, 2)
 
 
+def test_a_rank_that_no_session_wants_may_do_something_else(threads: Threads) -> None:
+    threads.begin()
+    idle, now = threads.bubbles[2], threads.timelines[2].now()
+    idle._report = SpotReport(released_at=now)
+    assert idle.may_train, "an order may come"
+    idle._report = SpotReport(released_at=now - 5)
+    assert not idle.may_train
+    threads.release(0)
+    until(lambda: threads.trainers[0].version >= 2)
+    assert threads.bubbles[0].may_train, "it trains"
+    threads.release(1)
+    threads.release(2)
+    threads.join(0, 1, 2)
+    threads.bubbles[0]._withdraw()
+    assert not threads.bubbles[0].may_train
+
+
 def test_a_member_that_hangs_is_not_waited_for(threads: Threads) -> None:
     go_on, hangs = threading.Event(), threading.Event()
     sample = threads.buffers[1].sample
