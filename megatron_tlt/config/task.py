@@ -43,6 +43,14 @@ class EnvironmentConfig(Section):
     tools_in_prompt: bool = True
 
 
+class TierMixConfig(Section):
+    """Shares of a pool, relative to each other, by how often the policy solves a problem (``tasks.pool.tier_of``)."""
+
+    easy: Annotated[float, Field(ge=0.0)] = 0.0
+    medium: Annotated[float, Field(ge=0.0)] = 0.0
+    hard: Annotated[float, Field(ge=0.0)] = 0.0
+
+
 class TaskConfig(Section):
     """One source of problems: a generator, a dataset of reasoning-gym, a prompt file, or a function by import path.
 
@@ -75,7 +83,7 @@ class TaskConfig(Section):
     held_out: Literal["prompt", "structure"] = "prompt"
     budget: Annotated[int, Field(ge=1)] | None = None
     tier_file: Path | None = None
-    tier_mix: dict[Literal["easy", "medium", "hard"], Annotated[float, Field(gt=0)]] | None = None
+    tier_mix: TierMixConfig | None = None
     verifier: str = Field(default_factory=lambda known: _OWN_VERIFIER.get(known.get("kind"), "reasoning_gym"))
     chat: bool = False
     system_prompt: str | None = None
@@ -113,7 +121,7 @@ class TaskConfig(Section):
             raise ValueError(f"held_out: structure needs kind procedural; kind '{self.kind}' has no structures")
         if (self.tier_mix is None) != (self.tier_file is None):
             raise ValueError("tier_mix and tier_file go together: the shares, and the file of `tlt calibrate`")
-        if self.tier_mix is not None and (self.budget is None or not self.tier_mix):
+        if self.tier_mix is not None and (self.budget is None or not any(self.tier_mix.model_dump().values())):
             raise ValueError("tier_mix needs at least one tier, and 'budget', the number of problems to share out")
         if self.tier_mix is not None and self.kind == "file":
             raise ValueError("a task of kind 'file' takes no tier_mix; make a file for each tier, and a task of each")

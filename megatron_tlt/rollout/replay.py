@@ -227,7 +227,7 @@ def _check_episode(row: dict[str, Any]) -> None:
         raise ValueError(f"turns: found {turns!r}; allowed: 1 and more")
     try:
         if reward is not None:
-            as_reward({name: value for name, value in reward.items() if name != "error"}, "reward")
+            as_reward({name: value for name, value in reward.items() if name not in ("error", "late")}, "reward")
             if not isinstance(reward.get("error"), str | None):
                 raise TypeError(f"found the error {reward['error']!r}; allowed: text or null")
     except (TypeError, AttributeError) as error:

@@ -20,7 +20,7 @@ from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
 from megatron_tlt.tasks.number_sorting import NumberSorting
 from megatron_tlt.tasks.pool import PoolSource, first_different, read_tiers
-from megatron_tlt.tasks.procedural import FAMILIES, Family
+from megatron_tlt.tasks.procedural import FAMILIES, ProblemFamily
 from megatron_tlt.tasks.python_task import PythonTask
 from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sizes import Params
@@ -203,11 +203,11 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         return PoolSource(source, first_different(source, task.budget, f"{key}.budget"), seed)
     assert task.tier_file is not None  # required by the schema
     calibrated = read_tiers(task.tier_file, label, key)
-    indices, tiers = calibrated.pool(source, task.tier_mix, task.budget, key, task.tier_file)
+    indices, tiers = calibrated.pool(source, task.tier_mix.model_dump(), task.budget, key, task.tier_file)
     return PoolSource(source, indices, seed, tiers)
 
 
-def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset | PythonTask | Family:
+def _generator(task: TaskConfig, key: str) -> Generator | LibraryDataset | PythonTask | ProblemFamily:
     if task.kind == "procedural":
         if task.name not in FAMILIES:
             raise ConfigError(f"{key}.name: unknown family '{task.name}'; allowed are {', '.join(sorted(FAMILIES))}")

@@ -94,7 +94,7 @@ class CalibratedTask:
     problems: list[tuple[int, str, int, int]]
 
     def pool(
-        self, source: GeneratedSource, mix: Mapping[Tier, float], count: int, key: str, file: Path
+        self, source: GeneratedSource, mix: Mapping[str, float], count: int, key: str, file: Path
     ) -> tuple[list[int], list[str]]:
         """Indices and tiers of a pool of ``count`` problems, in shares of ``mix``, by largest remainder.
 
@@ -159,7 +159,7 @@ def read_tiers(path: Path, label: str, key: str) -> CalibratedTask:
     return CalibratedTask(problems)
 
 
-def _counts(mix: Mapping[Tier, float], count: int) -> dict[Tier, int]:
+def _counts(mix: Mapping[str, float], count: int) -> dict[Tier, int]:
     exact = {tier: count * mix.get(tier, 0.0) / sum(mix.values()) for tier in TIERS}
     counts = {tier: int(value) for tier, value in exact.items()}
     by_remainder = sorted(TIERS, key=lambda tier: counts[tier] - exact[tier])

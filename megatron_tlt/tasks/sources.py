@@ -12,7 +12,7 @@ from megatron_tlt.tasks.files import FileParams, Row, read_rows
 from megatron_tlt.tasks.generator import DrawnProblem, Generator
 from megatron_tlt.tasks.library_dataset import LibraryDataset
 from megatron_tlt.tasks.limit import PromptLimit
-from megatron_tlt.tasks.procedural import Family
+from megatron_tlt.tasks.procedural import ProblemFamily
 from megatron_tlt.tasks.python_task import PythonTask
 from megatron_tlt.tasks.seeding import is_held_out, stable_int
 from megatron_tlt.tasks.types import Problem
@@ -48,7 +48,7 @@ class GeneratedSource:
         self,
         label: str,
         verifier: str,
-        generator: Generator | LibraryDataset | PythonTask | Family,
+        generator: Generator | LibraryDataset | PythonTask | ProblemFamily,
         split: Split,
         held_out_fraction: float,
         seed: int,
@@ -99,7 +99,7 @@ class GeneratedSource:
 
     def _draw(self, index: int, attempt: int) -> DrawnProblem:
         key = stable_int(self._seed, self.label, self._split, index, attempt)
-        if isinstance(self._generator, Family):
+        if isinstance(self._generator, ProblemFamily):
             return self._generator.draw(key, index + attempt // _ATTEMPTS_PER_CELL)
         return self._generator.draw(key)
 

@@ -40,7 +40,7 @@ def test_a_step_is_judged_by_the_budgets_of_the_requests_that_are_left(monkeypat
     made = chooser(patience=1, lengths="classes", tuner="static", strategies=["suffix-3"])
     seen: list[StepRecord] = []
     monkeypatch.setattr(made.tuner, "observe", seen.append)
-    made.begin_rollout({request.request_id: request.problem_key for request in REQUESTS})
+    made.begin_rollout({request.request_id: (request.problem_key, 0) for request in REQUESTS})
     arm, before = Strategy("suffix", 3, by_length=True), OFF
     for running in (4, 4, 3, 1):
         names = [request.request_id for request in REQUESTS[:running]]

@@ -113,7 +113,7 @@ def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:
         ({"tier_file": "t.json"}, "tier_mix and tier_file go together"),
         ({"tier_file": "t.json", "tier_mix": {"easy": 1}}, "tier_mix needs at least one tier, and 'budget'"),
         ({"kind": "generated", "name": "gcd", "held_out": "structure"}, "held_out: structure needs kind procedural"),
-        ({"tier_file": "t.json", "tier_mix": {"simple": 1}, "budget": 3}, "easy"),
+        ({"tier_file": "t.json", "tier_mix": {"simple": 1}, "budget": 3}, "simple"),
         (
             {"kind": "file", "name": "f", "path": "f.jsonl", "tier_file": "t", "tier_mix": {"easy": 1}, "budget": 3},
             "takes no tier_mix",

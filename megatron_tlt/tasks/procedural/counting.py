@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from megatron_tlt.tasks.procedural.family import Cell, Family, Instance, ProceduralParams
+from megatron_tlt.tasks.procedural.family import Cell, Instance, ProblemFamily, ProceduralParams
 from megatron_tlt.tasks.procedural.integers import integer_closeness
 from megatron_tlt.tasks.sizes import Sizes
 
@@ -109,7 +109,7 @@ def aggregate(kind: str, numbers: Sequence[int]) -> int:
     return found[kind]
 
 
-class PipelineCounting(Family):
+class PipelineCounting(ProblemFamily):
     name = "pipeline_counting"
     params_type = PipelineCountingParams
 

@@ -55,7 +55,7 @@ class Instance:
     check: dict[str, Any] = field(default_factory=dict)
 
 
-class Family(ABC):
+class ProblemFamily(ABC):
     """A family of problems; ``draw`` is a pure function of its arguments.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from megatron_tlt.tasks.procedural.family import Cell, Family, Instance, ProceduralParams
+from megatron_tlt.tasks.procedural.family import Cell, Instance, ProblemFamily, ProceduralParams
 from megatron_tlt.tasks.procedural.graph_checks import witness_problem
 from megatron_tlt.tasks.procedural.graph_data import PlainGraph
 from megatron_tlt.tasks.procedural.graph_questions import QUESTIONS
@@ -51,7 +51,7 @@ class GraphQueriesParams(ProceduralParams):
         return nodes
 
 
-class GraphQueries(Family):
+class GraphQueries(ProblemFamily):
     name = "graph_queries"
     params_type = GraphQueriesParams
 

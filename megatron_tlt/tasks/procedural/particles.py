@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_tlt.tasks.procedural.family import Cell, Family, Instance, ProceduralParams
+from megatron_tlt.tasks.procedural.family import Cell, Instance, ProblemFamily, ProceduralParams
 
 _DIRECTIONS = "NESW"
 _WORDS = {"N": "north", "E": "east", "S": "south", "W": "west"}
@@ -70,7 +70,7 @@ class Pose:
         return f"{self.x},{self.y}{self.facing}"
 
 
-class GridParticles(Family):
+class GridParticles(ProblemFamily):
     name = "grid_particles"
     params_type = GridParticlesParams
 
