@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_tlt.cli import preflight, runs
 from megatron_tlt.cli.evaluate import check_writable, checkpoint_folder
-from megatron_tlt.config.loader import dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.platform.nodes import node_index
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,14 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable("--out", Path(arguments.out), config.run.dir)
     checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
     request = CalibrationRequest(str(Path(arguments.out).resolve()), arguments.problems, arguments.samples, checkpoint)
-    own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
-    resolved = config.run.dir / "logs" / f"config.calibrate{own}.yaml"
-    runs.write_in_run(resolved, dump_resolved(config))
-    status = runs.ensure_model(config, resolved, show=arguments.traceback)
-    if status == 0:
-        worker, text = "megatron_tlt.cli.workers.calibrate", json.dumps(asdict(request))
-        status = runs.start(worker, config, resolved, text, show=arguments.traceback)
-    return status
+    return runs.start_beside("calibrate", "calibrate", config, asdict(request), show=arguments.traceback)
 
 
 def _without_pools(config: TltConfig) -> TltConfig:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from megatron_tlt.cli import preflight, runs
-from megatron_tlt.config.loader import dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.platform.nodes import node_index
 from megatron_tlt.tasks.limit import PromptLimit
 
 
@@ -43,15 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     verifiers_of(request.tasks)
     if request.data is not None:
         request.problems(config.run.seed, _limit(config))
-    # Not config.resolved.yaml: that file belongs to the run itself, and a resumed run is compared with it.
-    own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
-    resolved = config.run.dir / "logs" / f"config.eval{own}.yaml"
-    runs.write_in_run(resolved, dump_resolved(config))
-    status = runs.ensure_model(config, resolved, show=arguments.traceback)
-    if status == 0:
-        worker, text = "megatron_tlt.cli.workers.evaluate", json.dumps(asdict(request))
-        status = runs.start(worker, config, resolved, text, show=arguments.traceback)
-    return status
+    return runs.start_beside("eval", "evaluate", config, asdict(request), show=arguments.traceback)
 
 
 def check_writable(option: str, file: Path, run: Path) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from megatron_tlt.cli import preflight, runs
 from megatron_tlt.cli.evaluate import checkpoint_folder
-from megatron_tlt.config.loader import dump_resolved
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.platform.nodes import node_index
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,11 +34,4 @@ def run(arguments: argparse.Namespace) -> int:
             )
     checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
     request = {"out": str(out), "steps": arguments.steps, "checkpoint": checkpoint}
-    own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
-    resolved = config.run.dir / "logs" / f"config.rollout{own}.yaml"
-    runs.write_in_run(resolved, dump_resolved(config))
-    status = runs.ensure_model(config, resolved, show=arguments.traceback)
-    if status == 0:
-        worker = "megatron_tlt.cli.workers.rollout"
-        status = runs.start(worker, config, resolved, json.dumps(request), show=arguments.traceback)
-    return status
+    return runs.start_beside("rollout", "rollout", config, request, show=arguments.traceback)

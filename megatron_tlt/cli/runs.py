@@ -154,6 +154,27 @@ def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:
     return start("megatron_tlt.cli.workers.supervised", config, resolved, show=show)
 
 
+def start_beside(command: str, worker: str, config: TltConfig, request: dict[str, Any], *, show: bool) -> int:
+    """Start ranks that leave the run as it is, and return their status.
+
+    Their config is not config.resolved.yaml: that file belongs to the run, and a resumed run is compared with it.
+
+    Args:
+        command: names the file of the config.
+        worker: module in ``cli.workers``.
+        config: as the ranks get it.
+        request: of JSON types, the worker's other argument.
+        show: tracebacks and the workers' own messages.
+    """
+    own = f".node{node_index()}" if config.launcher.nnodes > 1 else ""
+    resolved = config.run.dir / "logs" / f"config.{command}{own}.yaml"
+    write_in_run(resolved, dump_resolved(config))
+    status = ensure_model(config, resolved, show=show)
+    if status == 0:
+        status = start(f"megatron_tlt.cli.workers.{worker}", config, resolved, json.dumps(request), show=show)
+    return status
+
+
 def check_run_folder(folder: Path) -> None:
     """Raises ConfigError if ``folder`` exists and holds no run; a folder that is absent is a RunError of its reader."""
     from megatron_tlt.observe.report_data import RUN_FILES

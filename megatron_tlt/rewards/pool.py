@@ -193,8 +193,8 @@ class RewardPool:
     def _verify(self, index: int, key: Hashable, problem: Problem, response: str) -> Reward:
         kind: str | None = None
         with self._changed:
-            adapts = self._limits is not None and not self._at_full_time
-            limit_s = self._limits.limit(problem.uid) if self._limits is not None and adapts else self._timeout_s
+            limits = None if self._at_full_time else self._limits
+            limit_s = self._timeout_s if limits is None else limits.limit(problem.uid)
         worker = self._active[index]
         worker.wait_ready()  # which takes longer after a restart
         began = time.monotonic()

@@ -74,7 +74,8 @@ class ProblemFamily(ABC):
         self.cells: Sequence[Cell] = self.axes(params)
         if not self.cells:
             raise ConfigError(f"{key}.params: no combination of the axes exists; allowed: wider ones")
-        self._check_cells()
+        for number in range(len(self.cells)):
+            self.draw(0, number)
 
     @abstractmethod
     def axes(self, params: Any) -> list[Cell]:
@@ -114,10 +115,6 @@ class ProblemFamily(ABC):
     def probed(self) -> str:
         """Description of the probed draws for error messages."""
         return f"name: '{self.name}'"
-
-    def _check_cells(self) -> None:
-        for number in range(len(self.cells)):
-            self.draw(0, number)
 
     def _drawn(self, found: Instance, cell: Cell) -> DrawnProblem:
         prompt = f"{found.compact}\n" if self._wording == "compact" else found.natural

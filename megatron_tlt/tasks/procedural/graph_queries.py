@@ -143,23 +143,21 @@ def _natural(graph: PlainGraph) -> str:
 
 def _canonical(graph: PlainGraph, arguments: list[int], *, numbers: bool) -> list[Any]:
     """The same for isomorphic problems (Weisfeiler and Lehman's hash); without ``numbers`` also for other weights."""
-    import warnings
-
-    import networkx
-
     marked = graph.networkx.copy()
     for node in marked:
         marked.nodes[node]["is"] = ",".join(str(i) for i, one in enumerate(arguments) if one == node)
     for _, _, data in marked.edges(data=True):
         data["is"] = str(data["weight"]) if numbers else ""
+    backwards = _hash(marked.reverse()) if graph.directed else ""  # the hash follows edges one way
+    return [graph.directed, graph.weighted, graph.nodes, len(graph.edges), _hash(marked), backwards]
+
+
+def _hash(marked: Any) -> str:
+    import warnings
+
+    import networkx
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that hashes of another release differ
-        digest = networkx.weisfeiler_lehman_graph_hash(marked, node_attr="is", edge_attr="is", iterations=4)
-    backwards = ""
-    if graph.directed:  # the hash follows edges one way
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            backwards = networkx.weisfeiler_lehman_graph_hash(
-                marked.reverse(), node_attr="is", edge_attr="is", iterations=4
-            )
-    return [graph.directed, graph.weighted, graph.nodes, len(graph.edges), digest, backwards]
+        found: str = networkx.weisfeiler_lehman_graph_hash(marked, node_attr="is", edge_attr="is", iterations=4)
+    return found
