@@ -22,6 +22,8 @@ class GradientPart:
         self._device = device
         self.sizes = torch.zeros(2, dtype=torch.float64, device=device)
         """Tokens in the layers, padding included, and the denominator of the loss."""
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        """Sum of the loss over micro-batches, before it is divided by the denominator."""
         self._sums = {"tokens": torch.zeros((), dtype=torch.float64, device=device)}
 
     def add(self, sizes: torch.Tensor) -> None:
@@ -44,6 +46,12 @@ class GradientPart:
                 )
             found = found.reshape(()).to(self._device, torch.float64)
             self._sums[name] = self._sums.get(name, 0.0) + found
+
+    def loss_of_all_ranks(self, denominator: torch.Tensor, *, counts: bool) -> torch.Tensor:
+        """The loss of the batch, a float32 number; a collective over the world. ``counts``: as below."""
+        total = self.loss if counts else torch.zeros_like(self.loss)
+        dist.all_reduce(total)
+        return (total / denominator.clamp(min=1)).float()
 
     def means_of_all_ranks(self, *, counts: bool) -> dict[str, float]:
         """The means over response tokens of each metric, and the number of ``tokens``; a collective over the world.

@@ -11,10 +11,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_tlt.actor import whole_tensor_state
 from megatron_tlt.actor.megatron_optimizer_state import optimizer_shards
 from megatron_tlt.actor.megatron_reader import load_sharded
 from megatron_tlt.actor.megatron_writer import BackgroundWrite, cause_of, first_line
 from megatron_tlt.actor.policy import Policy
+from megatron_tlt.actor.whole_tensors import WholeTensorOptimizer
 from megatron_tlt.errors import RunError
 
 POLL_S = 0.01
@@ -53,7 +55,8 @@ def _separate_steps(policy: Policy) -> None:
 def _model_state(policy: Policy) -> dict[str, Any]:
     """The sharded state of weights and schedule; also allocates the optimizers' state for saving or loading."""
     chunks = policy.model.ddp_chunks
-    _allocate_state(policy)
+    if not _of_whole_tensors(policy):
+        _allocate_state(policy)
     policy.synchronize_parameters()
     state: dict[str, Any] = {"scheduler": policy.scheduler.state_dict()}
     for i, chunk in enumerate(chunks):
@@ -61,8 +64,14 @@ def _model_state(policy: Policy) -> dict[str, Any]:
     return state
 
 
+def _of_whole_tensors(policy: Policy) -> bool:
+    return isinstance(policy.optimizer, WholeTensorOptimizer)
+
+
 def _state_to_save(policy: Policy) -> dict[str, Any]:
     state = _model_state(policy)
+    if _of_whole_tensors(policy):
+        return state | whole_tensor_state.state_to_save(policy.optimizer)
     shards = [shard for wrapper in _optimizers(policy) for shard in optimizer_shards(wrapper, state)]
     # The number of optimizers depends on the layout: distributed experts have a separate one. Non-tensor state is
     # therefore saved separately and matched by parameter group; tensors are found by their parameters' names.
@@ -72,9 +81,18 @@ def _state_to_save(policy: Policy) -> dict[str, Any]:
     return state
 
 
-def _state_to_load(policy: Policy) -> dict[str, Any]:
+def _state_to_load(policy: Policy, folder: Path) -> dict[str, Any]:
     model = _model_state(policy)
     state = dict(model)
+    described = dist_checkpointing.load_common_state_dict(str(folder)).get(whole_tensor_state.DESCRIPTION)
+    if (described is not None) != _of_whole_tensors(policy):
+        kinds = ["slices of parameters", "whole tensors"]
+        saved, own = kinds if described is None else kinds[::-1]
+        raise RunError(f"its optimizer is one of {saved}, and the config's one of {own} (actor.optimizer_sharding)")
+    if described is not None:
+        # without tensors of its own a rank has nothing to ask for
+        wanted = whole_tensor_state.state_to_load(policy.optimizer, described)
+        return {**state, **({"optimizer_shards": wanted} if wanted else {})}
     for i, wrapper in enumerate(_optimizers(policy)):
         for buffer in wrapper.buffers:
             # Megatron would allocate a buffer without padding, but slice parameters by offsets that include padding.
@@ -146,18 +164,24 @@ def load_policy(policy: Policy, folder: Path) -> None:
         RunError: the folder contains no readable checkpoint.
     """
     try:
-        state = load_sharded(_state_to_load(policy), folder)
+        state = load_sharded(_state_to_load(policy, folder), folder)
     except (OSError, RuntimeError, CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
         cause = cause_of(error)
         raise RunError(f"{folder}: not a readable checkpoint: {first_line(cause)}") from cause
     chunks = policy.model.ddp_chunks
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])
-    for i, wrapper in enumerate(_optimizers(policy)):
-        wrapper.load_state_dict(
-            {**_own_part(wrapper.state_dict(), state["optimizer_groups"]), **state[f"optimizer{i}"]}
-        )
-    _separate_steps(policy)
+    if _of_whole_tensors(policy):
+        found = state[whole_tensor_state.DESCRIPTION]
+        whole_tensor_state.restore(policy.optimizer, found, state.get("optimizer_shards", {}))
+    else:
+        for i, wrapper in enumerate(_optimizers(policy)):
+            wrapper.load_state_dict(
+                {**_own_part(wrapper.state_dict(), state["optimizer_groups"]), **state[f"optimizer{i}"]}
+            )
+        _separate_steps(policy)
     # Loading adds the saved count to the current one, which is 1 after construction.
     policy.scheduler.num_steps = 0
-    policy.scheduler.load_state_dict(state["scheduler"])
+    # A run that is continued for more steps falls to its last rate in these.
+    steps = policy.scheduler.lr_decay_steps
+    policy.scheduler.load_state_dict({**state["scheduler"], "lr_decay_steps": steps})

@@ -82,7 +82,13 @@ def _build_chunk(
 
 
 def build_model(
-    model_folder: Path, actor: ActorConfig, seed: int, *, trainable: bool = True, verify: bool = True
+    model_folder: Path,
+    actor: ActorConfig,
+    seed: int,
+    *,
+    trainable: bool = True,
+    verify: bool = True,
+    distributed_optimizer: bool = True,
 ) -> MegatronModel:
     """Builds the model on this rank and loads its weights from a Hugging Face folder or a Megatron checkpoint.
 
@@ -92,6 +98,7 @@ def build_model(
         seed: of Megatron's RNG trackers.
         trainable: wrap in Megatron's DDP, and add the adapters of ``actor.lora``; False for a reference model.
         verify: compare the weights with the folder's manifest first.
+        distributed_optimizer: data-parallel ranks reduce a part of the gradients each; False: all of them.
 
     Raises:
         ConfigError: the architecture is not supported, or the layout does not fit.
@@ -117,7 +124,7 @@ def build_model(
     ddp_chunks = []
     if trainable:
         ddp_config = DistributedDataParallelConfig(
-            **{"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **actor.ddp}
+            **{"grad_reduce_in_fp32": True, **actor.ddp, "use_distributed_optimizer": distributed_optimizer}
         )
         ddp_chunks = [
             DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)

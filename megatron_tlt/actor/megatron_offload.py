@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_tlt.actor.megatron_model import MegatronModel
+from megatron_tlt.actor.whole_tensors import WholeTensorOptimizer
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.platform.offload import StorageOffload
 
@@ -37,7 +38,7 @@ class PhaseOffload:
         if not self._enabled:
             return 0
         # Gradients are zeroed before the next accumulation, so their values need not be kept.
-        freed = self._storages.offload(gradient_buffers(self._model.ddp_chunks), keep=False)
+        freed = self._storages.offload(self._gradients(), keep=False)
         freed += self._storages.offload(self._kept())
         current_device().empty_cache()
         return freed
@@ -46,9 +47,17 @@ class PhaseOffload:
         """Restores all tensors; does nothing if they are not offloaded."""
         self._storages.reload()
 
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        yield from gradient_buffers(self._model.ddp_chunks)
+        if isinstance(self._optimizer, WholeTensorOptimizer):
+            yield from self._optimizer.gradients.values()
+
     def _kept(self) -> Iterator[torch.Tensor]:
         for chunk in self._model.chunks:
             yield from (parameter.data for parameter in chunk.parameters())
+        if isinstance(self._optimizer, WholeTensorOptimizer):
+            yield from self._optimizer.tensors()
+            return
         wrappers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         for wrapper in (w for w in wrappers if getattr(w, "optimizer", None) is not None):
             for group in wrapper.optimizer.param_groups:

@@ -1,7 +1,10 @@
-"""Builds the optimizer and its schedule: Megatron's Adam, or any element-wise class over the same shards."""
+"""Builds the optimizer and its schedule: Megatron's Adam, an element-wise class over its shards, or whole tensors."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,52 +15,126 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_tlt.actor.megatron_model import MegatronModel
 from megatron_tlt.actor.torch_adam import load_step_counts
+from megatron_tlt.actor.whole_tensors import TensorPart, WholeTensorOptimizer, trained_tensors
+from megatron_tlt.config.layouts import Layout
+from megatron_tlt.config.optimizer import LrScheduleConfig, split_tensors
 from megatron_tlt.config.schema import ActorConfig
-from megatron_tlt.errors import RunError
-from megatron_tlt.optim.choice import OptimizerChoice, choose_optimizer
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.optim.choice import OptimizerChoice, OptimizerKeys, TensorOptimizerChoice, choose_optimizer
 from megatron_tlt.optim.element_wise import Number, plain_number
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import current_device
+from megatron_tlt.platform.device import current_device, world_size
 
+SPLIT_KEYS = OptimizerKeys(
+    "actor.optimizer_split.optimizer", "actor.optimizer_split.optimizer_arguments", "actor.optimizer_split.weight_decay"
+)
 _DEFAULTS = {"optimizer": "adam", "lr": 1e-6, "clip_grad": 1.0, "weight_decay": 0.0}
 
 
-def chosen_optimizer(actor: ActorConfig) -> OptimizerChoice | None:
-    """The class that ``actor.optimizer.optimizer`` names; None for Megatron's Adam. Needs no model.
+@dataclass(frozen=True)
+class ChosenOptimizers:
+    """The class of ``actor.optimizer`` and that of ``actor.optimizer_split``; None: Megatron's Adam, or no split."""
+
+    main: OptimizerChoice | TensorOptimizerChoice | None
+    others: TensorOptimizerChoice | None = None
+
+    @property
+    def of_whole_tensors(self) -> bool:
+        return isinstance(self.main, TensorOptimizerChoice)
+
+
+def chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
+    """The classes that the config names, checked by running them. Needs no model.
 
     Raises:
-        ConfigError: the class does not exist, does not take the arguments, or is not element-wise.
+        ConfigError: a class does not exist, does not take the arguments, or cannot step what ranks own; or another key
+            has no effect on it.
     """
+    found = _chosen_optimizers(actor)
+    if not isinstance(found.main, TensorOptimizerChoice):
+        return found
+    for key in ("overlap_param_gather", "use_megatron_fsdp"):
+        if actor.ddp.get(key):
+            raise ConfigError(f"actor.ddp.{key}: found true; {found.main.path} steps whole tensors; allowed: false")
+    if actor.optimizer_loss != "policy" and not found.main.traits.needs_loss:
+        raise ConfigError(
+            f"actor.optimizer_loss: found {actor.optimizer_loss}; a step of {found.main.path} takes no loss; "
+            "allowed: policy"
+        )
+    return found
+
+
+def _chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
     given = {**_DEFAULTS, **actor.optimizer}
-    path, arguments = given["optimizer"], actor.optimizer_arguments
+    path, arguments, sharding = given["optimizer"], actor.optimizer_arguments, actor.optimizer_sharding
     if path == "adam":
-        return None
+        return ChosenOptimizers(None)
     if path == "sgd":
         path = "torch.optim.SGD"
         arguments = {"momentum": given.get("sgd_momentum", OptimizerConfig.sgd_momentum)}
-    return choose_optimizer(path, arguments, float(given["weight_decay"]), current_device().torch_device)
+    split, device = actor.optimizer_split, current_device().torch_device
+    decay = float(given["weight_decay"])
+    if split is None:
+        return ChosenOptimizers(choose_optimizer(path, arguments, decay, device, sharding))
+    # a split is one of whole tensors
+    main = choose_optimizer(path, arguments, decay, device, "whole" if sharding == "auto" else sharding)
+    others = choose_optimizer(
+        split.optimizer, split.optimizer_arguments, split.weight_decay, device, "tensor", SPLIT_KEYS
+    )
+    assert isinstance(others, TensorOptimizerChoice)
+    return ChosenOptimizers(main, others)
 
 
 def build_optimizer(
     model: MegatronModel,
     actor: ActorConfig,
-    choice: OptimizerChoice | None,
+    chosen: ChosenOptimizers,
     *,
     total_steps: int,
-    lr_decay_style: str,
-    min_lr_fraction: float,
+    lr_schedule: LrScheduleConfig,
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """The optimizer over the model's gradient buffers, and its schedule; both have the next step's learning rate."""
-    config = model.config
+    """The optimizer over the model's gradient buffers, and its schedule; both have the next step's learning rate.
+
+    Raises:
+        ConfigError: tensors are left that the class does not take.
+    """
     given = {**_DEFAULTS, **actor.optimizer, "optimizer": "adam"}
-    given.setdefault("min_lr", float(given["lr"]) * min_lr_fraction)
+    given.setdefault("min_lr", float(given["lr"]) * lr_schedule.min_lr_fraction)
     lr, decay = float(given["lr"]), float(given["weight_decay"])
+    if isinstance(chosen.main, TensorOptimizerChoice):
+        optimizer: Any = _whole_tensors(model, actor, chosen, given, lr_schedule.min_lr_fraction)
+    else:
+        optimizer = _sharded(model, chosen.main, given)
+        model.config.grad_scale_func = optimizer.scale_loss
+    warmup = actor.lr_warmup_steps
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if warmup else lr,
+        max_lr=lr,
+        min_lr=float(given["min_lr"]),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_style="WSD" if lr_schedule.kind == "wsd" else lr_schedule.kind,
+        start_wd=decay,
+        end_wd=decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=lr_schedule.decay_steps(total_steps),
+        lr_wsd_decay_style="linear",
+    )
+    # The constructor sets the rate of step 0; the next step's rate is one step ahead.
+    scheduler.step(1)
+    return optimizer, scheduler
+
+
+def _sharded(model: MegatronModel, choice: OptimizerChoice | None, given: dict[str, Any]) -> Any:
+    config, ddp_config = model.config, model.ddp_chunks[0].ddp_config
     optimizer_config = OptimizerConfig(
         **{
             "bf16": config.bf16,
             "params_dtype": config.params_dtype,
-            "use_distributed_optimizer": model.ddp_chunks[0].ddp_config.use_distributed_optimizer,
-            "overlap_param_gather": model.ddp_chunks[0].ddp_config.overlap_param_gather,
+            "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+            "overlap_param_gather": ddp_config.overlap_param_gather,
             **given,
         }
     )
@@ -68,24 +145,49 @@ def build_optimizer(
             built if built.is_stub_optimizer else ElementWiseDistributedOptimizer(built, choice)
             for built in optimizer.chained_optimizers
         ]
-    config.grad_scale_func = optimizer.scale_loss
-    warmup = actor.lr_warmup_steps
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0 if warmup else lr,
-        max_lr=lr,
-        min_lr=float(given["min_lr"]),
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(total_steps, warmup + 1),
-        lr_decay_style=lr_decay_style,
-        start_wd=decay,
-        end_wd=decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
-    # The constructor sets the rate of step 0; the next step's rate is one step ahead.
-    scheduler.step(1)
-    return optimizer, scheduler
+    return optimizer
+
+
+def _whole_tensors(
+    model: MegatronModel, actor: ActorConfig, chosen: ChosenOptimizers, given: dict[str, Any], min_lr_fraction: float
+) -> WholeTensorOptimizer:
+    shapes, split = trained_tensors(model, actor.lora).shapes, actor.optimizer_split
+    main, others = split_tensors(shapes, split)
+    assert isinstance(chosen.main, TensorOptimizerChoice)
+    if chosen.main.traits.matrices_only and (odd := [name for name in main if len(shapes[name]) != 2]):
+        raise ConfigError(
+            f"actor.optimizer_split: not given; {chosen.main.path} steps matrices alone, and {odd[0]} "
+            f"{shapes[odd[0]]} is none; allowed: the class of the other tensors, such as {{lr: 3.0e-4}}"
+        )
+    rates = {"lr": float(given["lr"]), "min_lr": float(given["min_lr"])}
+    parts = [TensorPart(chosen.main, {n: shapes[n] for n in main}, **rates, weight_decay=float(given["weight_decay"]))]
+    if split is not None and chosen.others is not None:
+        parts.append(
+            TensorPart(
+                chosen.others,
+                {name: shapes[name] for name in others},
+                lr=split.lr,
+                min_lr=split.lr * min_lr_fraction,
+                weight_decay=split.weight_decay,
+            )
+        )
+    layout = str(Layout.read(actor.megatron, world_size()))
+    return WholeTensorOptimizer(model, actor.lora, parts, float(given["clip_grad"]), layout)
+
+
+def take_step(optimizer: Any, loss: Callable[[], torch.Tensor]) -> float:
+    """One step of either optimizer; returns the norm of the gradient before clipping. A collective over the world.
+
+    ``loss`` computes the loss of the batch, a collective too; it is called if the optimizer's step takes one.
+
+    Raises:
+        RunError: the gradient is not finite; the policy must not be used any more.
+    """
+    given = [loss()] if getattr(optimizer, "needs_loss", False) else []
+    succeeded, grad_norm, _ = optimizer.step(*given)
+    if not succeeded or not math.isfinite(float(grad_norm or 0.0)):
+        raise RunError(f"gradient norm {grad_norm}; it must be finite; the last checkpoint is unaffected")
+    return float(grad_norm)
 
 
 class ElementWiseDistributedOptimizer(DistributedOptimizer):

@@ -22,11 +22,12 @@ from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, export_merged
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload, gradient_buffers
-from megatron_tlt.actor.megatron_optimizer import build_optimizer, chosen_optimizer
+from megatron_tlt.actor.megatron_optimizer import ChosenOptimizers, build_optimizer, chosen_optimizers, take_step
 from megatron_tlt.actor.megatron_routing import RouterReplays
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
 from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores, on_this_context_rank
 from megatron_tlt.algorithms.losses import Loss
+from megatron_tlt.config.optimizer import LrScheduleConfig
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
@@ -44,9 +45,8 @@ class Policy:
         model_folder: Hugging Face folder with the initial weights.
         actor: layout, pass-through options, micro-batch bounds.
         seed: of Megatron's RNG trackers.
-        total_steps: number of steps of the learning-rate decay.
-        lr_decay_style: ``constant`` or ``cosine``.
-        min_lr_fraction: final learning rate of a cosine decay, as a fraction of the initial one.
+        total_steps: number of updates of the learning rate's schedule.
+        lr_schedule: that of ``actor.lr_schedule`` if None.
         trainable: False builds a frozen reference without gradients or optimizer.
         verify: compare the weights with the folder's manifest first.
 
@@ -61,25 +61,23 @@ class Policy:
         seed: int,
         *,
         total_steps: int = 1,
-        lr_decay_style: str = "constant",
-        min_lr_fraction: float = 0.0,
+        lr_schedule: LrScheduleConfig | None = None,
         trainable: bool = True,
         verify: bool = True,
     ) -> None:
         self._actor = actor
         self._device = current_device().torch_device
-        chosen = chosen_optimizer(actor) if trainable else None
-        self.model = build_model(model_folder, actor, seed, trainable=trainable, verify=verify)
+        chosen = chosen_optimizers(actor) if trainable else ChosenOptimizers(None)
+        sharded = not chosen.of_whole_tensors
+        self.model = build_model(
+            model_folder, actor, seed, trainable=trainable, verify=verify, distributed_optimizer=sharded
+        )
         self.optimizer: Any = None
         self.scheduler: Any = None
         if trainable:
+            schedule = lr_schedule or actor.lr_schedule
             self.optimizer, self.scheduler = build_optimizer(
-                self.model,
-                actor,
-                chosen,
-                total_steps=total_steps,
-                lr_decay_style=lr_decay_style,
-                min_lr_fraction=min_lr_fraction,
+                self.model, actor, chosen, total_steps=total_steps, lr_schedule=schedule
             )
         self._routing = RouterReplays(self.model.chunks, self.model.config)
         self._part: GradientPart | None = None  # what the next update's gradient has already
@@ -317,6 +315,7 @@ class Policy:
         def compute(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             log_probs, entropy = self._scores(logits, batch, temperature)
             total, metrics = loss(log_probs, entropy, batch.loss_inputs)
+            part.loss = part.loss + total.detach()
             part.add_metrics(batch.loss_inputs.mask_BT.sum(), metrics)
             more = uncounted.pop() if uncounted else 0
             tokens = torch.tensor(self._held_tokens(batch) + more, dtype=torch.int, device=self._device)
@@ -360,12 +359,14 @@ class Policy:
         self.run_schedule(batches, self._loss_of(loss, temperature, part, scale, earlier), forward_only=False)
         self.agreement = self._routing.end()
         lr = self.optimizer.param_groups[0]["lr"]
-        succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
-            raise RunError(f"gradient norm {grad_norm}; it must be finite; the last checkpoint is unaffected")
-        self.scheduler.step(1)
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        found = part.means_of_all_ranks(counts=first) | {"grad_norm": float(grad_norm), "lr": float(lr)}
+        if self._actor.optimizer_loss == "policy":
+            value = partial(part.loss_of_all_ranks, denominator, counts=first)
+        else:
+            value = partial(torch.sub, 1.0, samples.rewards_N.mean().float().to(self._device))
+        grad_norm = take_step(self.optimizer, value)
+        self.scheduler.step(1)
+        found = part.means_of_all_ranks(counts=first) | {"grad_norm": grad_norm, "lr": float(lr)}
         return found if self.agreement is None else {**found, "router_agreement": self.agreement}
 
     def held_spans(self) -> list[tuple[Span, torch.Tensor]]:

@@ -21,6 +21,7 @@ from megatron_tlt.planning.cost import Workload, update_seconds
 from megatron_tlt.planning.job import ActorJob, EngineJob, Job, Recompute
 from megatron_tlt.planning.machine import CPU, Machine, constants, find_machine
 from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.optimizer_state import OptimizerMemory
 
 WITHIN = 0.15
 # A launch lets glibc keep freed memory, which is faster; this is timed. The memory that training needs is measured in a
@@ -117,7 +118,7 @@ def job_of_case(case: PlanCase) -> Job:
         recompute=Recompute(given.get("recompute_granularity")),
         max_tokens=shape.rows * shape.tokens,
         chunk_tokens=4096,
-        state_bytes=8,
+        optimizer=OptimizerMemory(8),
         gradient_bytes=4,
     )
     engine = EngineJob(1, False, 4, 4, 0.9, 1, 1, cache_tokens=1)

@@ -24,6 +24,7 @@ _NAMES = (
     "hetero",
     "layouts",
     "learning",
+    "less",
     "packing",
     "plan",
     "real",

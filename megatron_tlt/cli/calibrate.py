@@ -13,12 +13,13 @@ from megatron_tlt.errors import ConfigError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("calibrate", help="measure which training problems are easy, medium and hard")
+    parser = commands.add_parser("calibrate", help="measure which problems are easy, medium and hard")
     runs.add_config_arguments(parser)
     parser.add_argument(
         "--out", metavar="FILE", required=True, help="the file of pass rates to write (tasks[].tier_file)"
     )
     parser.add_argument("--problems", type=int, default=1500, help="different problems of each task (%(default)s)")
+    parser.add_argument("--split", choices=("train", "held_out"), default="train", help="which problems (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="responses to each (%(default)s)")
     parser.add_argument("--checkpoint", metavar="PATH|N", help="a checkpoint's folder or a step (default: newest)")
     parser.set_defaults(run=run)
@@ -37,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     check_writable("--out", Path(arguments.out), config.run.dir)
     checkpoint = None if arguments.checkpoint is None else checkpoint_folder(arguments.checkpoint, config.run.dir)
-    request = CalibrationRequest(str(Path(arguments.out).resolve()), arguments.problems, arguments.samples, checkpoint)
+    out = str(Path(arguments.out).resolve())
+    request = CalibrationRequest(out, arguments.problems, arguments.samples, checkpoint, arguments.split)
     return runs.start_beside("calibrate", "calibrate", config, asdict(request), show=arguments.traceback)
 
 

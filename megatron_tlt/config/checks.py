@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 from megatron_tlt.config.algorithm_checks import algorithm_violations
 from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE
-from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.layouts import (
     Layout,
     ModelShape,
@@ -22,6 +20,7 @@ from megatron_tlt.config.layouts import (
 )
 from megatron_tlt.config.migrations import LOWEST_TEMPERATURE
 from megatron_tlt.config.model import RECIPE_ARCHITECTURE, read_model
+from megatron_tlt.config.optimizer_checks import optimizer_violations
 from megatron_tlt.config.runner_checks import runner_violations
 from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
@@ -33,7 +32,6 @@ from megatron_tlt.errors import ConfigError
 _MIN_HEAD_DIM = 32  # vLLM's CPU attention has no kernel for smaller heads
 # Number of fitting layouts that the message for an unfitting one suggests.
 _SUGGESTIONS = 3
-_MEGATRON_OPTIMIZERS = ("adam", "sgd")
 # For a value that earlier releases accepted and that cannot be migrated.
 _CONTINUE_AS_NEW_RUN = "to continue a run that has it, start a new run with model.path: its newest checkpoint"
 
@@ -273,62 +271,6 @@ def _spot(config: TltConfig) -> Iterator[str]:
         )
 
 
-def _optimizer(config: TltConfig) -> Iterator[str]:
-    actor = config.actor
-    name = actor.optimizer.get("optimizer", "adam")
-    if not isinstance(name, str):
-        return  # reported by the pass-through check
-    where = "actor.optimizer.optimizer"
-    if name not in _MEGATRON_OPTIMIZERS:
-        package = name.partition(".")[0]
-        if not is_import_path(name):
-            yield f"{where}: found {name!r}; allowed: adam, sgd, or a class's import path such as torch.optim.RAdam"
-        elif importlib.util.find_spec(package) is None:
-            yield f"{where}: found {name!r}; no package {package!r} is installed"
-    for key in actor.optimizer_arguments:
-        if name in _MEGATRON_OPTIMIZERS:
-            yield (
-                f"actor.optimizer_arguments.{key}: {where} is {name!r}, which takes its arguments from "
-                "actor.optimizer; allowed: none, or an optimizer class by import path"
-            )
-        elif key in ("lr", "weight_decay"):
-            yield f"actor.optimizer_arguments.{key}: cannot be set here; managed by actor.optimizer.{key}"
-    yield from _unused_by(name, actor.optimizer, "actor.optimizer")
-    if config.model.recipe is not None:
-        own = config.model.recipe.supervised.optimizer
-        path = "model.recipe.supervised.optimizer"
-        warm_up = own.get("optimizer", name)
-        if "optimizer" in own and warm_up not in _MEGATRON_OPTIMIZERS:
-            yield f"{path}.optimizer: found {warm_up!r}; allowed: adam, sgd, or absent for actor.optimizer's"
-        elif "optimizer" in own:
-            yield from _unused_by(warm_up, own, path)
-
-
-def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
-    """Options of Adam or SGD that have no effect on the chosen optimizer."""
-    for key in options:
-        owner = "adam" if key.startswith("adam_") else "sgd" if key.startswith("sgd_") else name
-        if owner != name:
-            yield f"{path}.{key}: has no effect on {name!r}; allowed: with optimizer: {owner}"
-
-
-def _adam_only(config: TltConfig) -> Iterator[str]:
-    """Megatron options that support only Adam's state; its non-distributed optimizer is refused, as it is not saved."""
-    if config.actor.ddp.get("use_distributed_optimizer", True) is False:
-        yield "actor.ddp.use_distributed_optimizer: found false; checkpoints hold its shards; allowed: true"
-    recipe = config.model.recipe
-    both = [config.actor.optimizer, *([{**config.actor.optimizer, **recipe.supervised.optimizer}] if recipe else [])]
-    others = [options for options in both if options.get("optimizer", "adam") != "adam"]
-    if not others:
-        return
-    name = others[0]["optimizer"]
-    for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if any(options.get(key) for options in others):
-            yield f"actor.optimizer.{key}: found true; optimizer {name!r} does not support it; allowed: false"
-    if config.actor.ddp.get("use_megatron_fsdp"):
-        yield f"actor.ddp.use_megatron_fsdp: found true; optimizer {name!r} does not support it; allowed: false"
-
-
 def _temperatures(config: TltConfig) -> Iterator[str]:
     values = {"rollout.sampling": config.rollout.sampling.temperature, "evaluation": config.evaluation.temperature}
     values |= {f"evaluation.sets.{i}": each.temperature for i, each in enumerate(config.evaluation.sets)}
@@ -382,7 +324,6 @@ def check_fields_together(config: TltConfig) -> list[str]:
         schedule_violations,
         stream_violations,
         _router,
-        _optimizer,
-        _adam_only,
+        optimizer_violations,
     )
     return [*lines, *chain(*rules, *(rule(config) for rule in kinds))]

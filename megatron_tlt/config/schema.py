@@ -17,6 +17,7 @@ from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
 from megatron_tlt.config.lora import LoraConfig
+from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -195,9 +196,14 @@ class RewardConfig(Section):
 class ActorConfig(Section):
     """The Megatron-Core policy. ``megatron``, ``ddp`` and ``optimizer`` are passed to the library unchanged.
 
-    ``optimizer.optimizer`` is ``adam``, ``sgd`` or the import path of an element-wise ``torch.optim.Optimizer`` class,
-    which takes ``optimizer_arguments``. ``packing`` concatenates sequences; false pads them to equal length. With
-    ``lora`` the update trains low-rank adapters, and all other weights are frozen.
+    ``optimizer.optimizer`` is ``adam``, ``sgd`` or the import path of a ``torch.optim.Optimizer`` class, which takes
+    ``optimizer_arguments``. ``optimizer_sharding`` is what its ranks own: ``element`` slices of all parameters (the
+    distributed optimizer), ``tensor`` whole Hugging Face tensors, ``coupled`` one rank all of them; ``auto`` is the
+    first of these on which the class steps as it does on all tensors together. ``optimizer_split`` gives another class
+    to the tensors that are no matrices. A class whose step takes the loss gets ``optimizer_loss``.
+
+    ``packing`` concatenates sequences; false pads them to equal length. With ``lora`` the update trains low-rank
+    adapters, and all other weights are frozen.
     """
 
     transformer_impl: Literal["local", "transformer_engine"] = "transformer_engine"
@@ -205,7 +211,11 @@ class ActorConfig(Section):
     ddp: dict[str, Any] = Field(default_factory=dict)
     optimizer: dict[str, Any] = Field(default_factory=dict)
     optimizer_arguments: dict[str, Any] = Field(default_factory=dict)
+    optimizer_sharding: Literal["auto", "element", "tensor", "coupled"] = "auto"
+    optimizer_split: OptimizerSplitConfig | None = None
+    optimizer_loss: Literal["policy", "one_minus_reward"] = "policy"
     lr_warmup_steps: NonNegativeInt = 0
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
     max_tokens_per_micro_batch: PositiveInt = 8192
     packing: bool = True
     log_prob_chunk_tokens: PositiveInt = 4096
@@ -314,6 +324,11 @@ class TrainerConfig(Section):
     async_save: bool = True
     keep_checkpoints: PositiveInt = 2
     curriculum: CurriculumConfig | None = None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps * self.mini_batches
 
 
 class ReshardConfig(Section):

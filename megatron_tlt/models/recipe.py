@@ -19,14 +19,26 @@ _DIGESTED_BYTES = 1 << 20
 
 
 def warm_up_optimizer(config: TltConfig) -> dict[str, Any]:
-    """``optimizer`` and ``optimizer_arguments`` of the warm-up: the actor's, unless the recipe sets its own."""
+    """The keys of ``actor`` that say the warm-up's optimizer: the actor's own, unless the recipe sets another class."""
     assert config.model.recipe is not None
-    own = config.model.recipe.supervised.optimizer
+    actor, own = config.actor, config.model.recipe.supervised.optimizer
+    # A warm-up's own optimizer is adam or sgd, which take no arguments.
+    inherited = "optimizer" not in own
     return {
-        "optimizer": {**config.actor.optimizer, **own},
-        # A warm-up's own optimizer is adam or sgd, which take no arguments.
-        "optimizer_arguments": {} if "optimizer" in own else config.actor.optimizer_arguments,
+        "optimizer": {**actor.optimizer, **own},
+        "optimizer_arguments": actor.optimizer_arguments if inherited else {},
+        "optimizer_sharding": actor.optimizer_sharding if inherited else "auto",
+        "optimizer_split": actor.optimizer_split if inherited else None,
+        "optimizer_loss": "policy",
     }
+
+
+def _warm_up_described(config: TltConfig) -> dict[str, Any]:
+    found = warm_up_optimizer(config)
+    described = {name: found[name] for name in ("optimizer", "optimizer_arguments")}
+    if (split := found["optimizer_split"]) is not None:
+        described["optimizer_split"] = split.model_dump(mode="json")
+    return described
 
 
 def recipe_description(config: TltConfig) -> str:
@@ -42,7 +54,7 @@ def recipe_description(config: TltConfig) -> str:
         "tasks": [_task(task) for task in config.tasks],
         "world_size": config.launcher.world_size,
         "megatron": config.actor.megatron,
-        **warm_up_optimizer(config),
+        **_warm_up_described(config),
         **({"solutions": "in the answer format"} if formatted else {}),
     }
     return json.dumps(parts, sort_keys=True, indent=1)

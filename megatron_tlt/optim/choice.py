@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from megatron_tlt.config.import_path import load_object
 from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, closure_needed, probe
+from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, probe
+from megatron_tlt.optim.whole_tensor import CannotStep, TensorTraits, probe_tensors, step_argument, step_bytes
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,12 @@ class OptimizerKeys:
 
 
 ACTOR_KEYS = OptimizerKeys("actor.optimizer.optimizer", "actor.optimizer_arguments", "actor.optimizer.weight_decay")
+SHARDING_KEY = "actor.optimizer_sharding"
 _SCHEDULED = ("lr", "weight_decay")
+_REQUIRED = {"closure": "a closure that recomputes the loss", "loss": "the loss of the batch"}
+
+Sharding = Literal["element", "tensor", "coupled"]
+"""What an optimizer's ranks own: slices of flattened parameters, whole tensors, or one of them all tensors."""
 
 
 def load_class(path: str, keys: OptimizerKeys = ACTOR_KEYS) -> type[Optimizer]:
@@ -62,6 +68,29 @@ class OptimizerChoice:
         return _build(self.cls, self.arguments, groups, lr, weight_decay)
 
 
+@dataclass(frozen=True)
+class TensorOptimizerChoice:
+    """A class that steps whole tensors, its arguments, and what it needs; ``coupled``: one rank owns all tensors."""
+
+    path: str
+    cls: type[Optimizer]
+    arguments: dict[str, Any]
+    traits: TensorTraits
+    coupled: bool
+
+    def build(self, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
+        """The optimizer over parameter groups; a class that draws its own initial values draws the same every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return _build(self.cls, self.arguments, groups, lr, weight_decay)
+
+    def step_bytes(self) -> float:
+        """Bytes per weight of a tensor that a step holds beside weights, gradients and state; measured."""
+        return step_bytes(
+            lambda tensors: self.build([{"params": tensors}], 1e-3, 0.0), with_loss=self.traits.needs_loss
+        )
+
+
 def _build(cls: type[Optimizer], arguments: dict[str, Any], parameters: Any, lr: float, decay: float) -> Optimizer:
     known, anything = _constructor(cls)
     scheduled: dict[str, Any] = {"lr": lr, "weight_decay": decay}
@@ -84,8 +113,9 @@ def _check_arguments(
     try:
         # Some classes refuse a vector, none a matrix.
         _build(cls, arguments, [torch.nn.Parameter(torch.zeros(2, 2))], 0.1, 0.0)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{keys.arguments}: {path} refuses {arguments}: {error}") from error
+    except Exception as error:  # a learned optimizer reads its weights, from a folder or a hub
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{keys.arguments}: {path} refuses {arguments}: {said}") from error
 
 
 def plain_optimizer(
@@ -100,20 +130,23 @@ def plain_optimizer(
 
     Raises:
         ConfigError: the class does not exist, does not accept an argument or its value, takes no learning rate, takes
-            no weight decay although ``weight_decay`` is not 0, or needs a closure for its step.
+            no weight decay although ``weight_decay`` is not 0, or its step requires an argument.
     """
     cls = load_class(path, keys)
     _check_arguments(path, cls, arguments, weight_decay, keys)
-    if closure_needed(cls):
-        raise ConfigError(
-            f"{keys.name}: {path} needs a closure that recomputes the loss; allowed: an optimizer without one"
-        )
+    if required := step_argument(cls):
+        raise ConfigError(f"{keys.name}: {path} needs {_REQUIRED[required]}; allowed: an optimizer that does not")
     return _build(cls, arguments, parameters, lr, weight_decay)
 
 
 def choose_optimizer(
-    path: str, arguments: dict[str, Any], weight_decay: float = 0.0, device: torch.device | None = None
-) -> OptimizerChoice:
+    path: str,
+    arguments: dict[str, Any],
+    weight_decay: float = 0.0,
+    device: torch.device | None = None,
+    sharding: Sharding | Literal["auto", "whole"] = "auto",
+    keys: OptimizerKeys = ACTOR_KEYS,
+) -> OptimizerChoice | TensorOptimizerChoice:
     """The class at ``path`` with ``arguments`` for its constructor; the schedule owns its rate and weight decay.
 
     Args:
@@ -121,20 +154,39 @@ def choose_optimizer(
         arguments: for the constructor, without parameters, rate and weight decay.
         weight_decay: the value that the schedule will set.
         device: where it will run.
+        sharding: what ranks own; ``auto`` is the smallest part on which the class steps as on all tensors together,
+            ``whole`` the smallest but slices.
+        keys: of the launch config, for errors.
 
     Raises:
         ConfigError: the class does not exist, does not accept an argument or its value, takes no learning rate, takes
-            no weight decay although ``weight_decay`` is not 0, or is not element-wise (with the reason).
+            no weight decay although ``weight_decay`` is not 0, or cannot step what ranks own (with the reason).
     """
-    cls = load_class(path)
-    _check_arguments(path, cls, arguments, weight_decay, ACTOR_KEYS)
+    cls = load_class(path, keys)
+    _check_arguments(path, cls, arguments, weight_decay, keys)
+
+    def build(tensors: list[Any]) -> Optimizer:
+        return _build(cls, arguments, tensors, 0.1, 0.01)
+
+    if sharding in ("auto", "element"):
+        try:
+            if required := step_argument(cls):
+                raise NotElementWise(f"its step needs {_REQUIRED[required]}")
+            return OptimizerChoice(cls, dict(arguments), probe(build, device))
+        except NotElementWise as reason:
+            if sharding == "element":
+                raise ConfigError(
+                    f"{keys.name}: {path} cannot run under the distributed optimizer: {reason}; allowed with "
+                    f"{SHARDING_KEY}: element: adam, sgd, or an element-wise class such as torch.optim.RAdam"
+                ) from reason
     try:
-        if closure_needed(cls):
-            raise NotElementWise("its step needs a closure that recomputes the loss")
-        layout = probe(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.01), device)
-    except NotElementWise as reason:
+        traits = probe_tensors(build, cls, device)
+    except CannotStep as reason:
+        said = f"{path} cannot step whole tensors: {reason}"
+        raise ConfigError(f"{keys.name}: {said}; allowed: another class") from reason
+    if traits.coupled and sharding == "tensor":
         raise ConfigError(
-            f"{ACTOR_KEYS.name}: {path} cannot run under the distributed optimizer: {reason}; "
-            "allowed: adam, sgd, or an element-wise class such as torch.optim.RAdam"
-        ) from reason
-    return OptimizerChoice(cls, dict(arguments), layout)
+            f"{SHARDING_KEY}: found tensor, but a step of {path} on one tensor depends on the others; allowed: auto, "
+            "or coupled"
+        )
+    return TensorOptimizerChoice(path, cls, dict(arguments), traits, traits.coupled or sharding == "coupled")

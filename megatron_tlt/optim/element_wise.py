@@ -6,7 +6,6 @@ them only if its steps on the slices equal its step on the full parameter.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -147,9 +146,3 @@ def probe(build: Build, device: torch.device | None = None, cuts: Sequence[int] 
                 raise NotElementWise(f"it does not accept a flat slice of a parameter: {_first_line(error)}") from error
             _check_slice(found, replace(whole, parameter=end), layout, float((end - piece).abs().max()))
     return layout
-
-
-def closure_needed(cls: type[Optimizer]) -> bool:
-    """Whether ``step`` requires a closure that recomputes the loss."""
-    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
-    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

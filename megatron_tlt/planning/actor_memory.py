@@ -125,15 +125,27 @@ def _in_flight(job: Job, stage: int) -> float:
     return min(count * layout.vpp, chunks) / layout.vpp
 
 
+def _optimizer(job: Job, own: Held, first: bool) -> float:
+    model, layout, optimizer = job.model, job.actor.layout, job.actor.optimizer
+    if optimizer.owned == "slices":
+        # over data and context parallelism; experts over what EP leaves of both
+        expert_replicas = max(1, layout.world // ((layout.etp or layout.tp) * layout.ep * layout.pp))
+        weights = own.dense / (layout.dp * layout.cp) + own.expert / expert_replicas
+    elif optimizer.owned == "tensors":
+        weights = model.parameters / layout.world
+    else:
+        weights = float(model.parameters if first else 0)
+    stepped = model.hidden * max(model.ffn, model.vocab) if weights else 0
+    return job.actor.trained * (optimizer.state_bytes * weights + optimizer.step_bytes * stepped)
+
+
 def _stage(job: Job, number: int, layers: int, one: LayerActivations) -> StageMemory:
     model, actor = job.model, job.actor
     layout = actor.layout
     first, last = number == 0, number == layout.pp - 1
     own = held(model, layout, layers, first, last)
-    # the distributed optimizer shards its state over data and context parallelism; experts over what EP leaves of both
     replicas = layout.dp * layout.cp
-    expert_replicas = max(1, layout.world // ((layout.etp or layout.tp) * layout.ep * layout.pp))
-    optimizer = actor.trained * actor.state_bytes * (own.dense / replicas + own.expert / expert_replicas)
+    optimizer = _optimizer(job, own, first)
     tokens = actor.max_tokens / layout.cp
     vocabulary = -(-model.vocab // layout.tp)
     # logits and their gradient in float32, or the logits briefly in both dtypes

@@ -190,7 +190,7 @@ def optimizer_seconds(job: Job, machine: Machine) -> float:
     weights = max(stage.held.total for stage in stages) * actor.trained
     replicas = layout.dp * layout.cp
     passes = constants()["time"]["fused_step_passes" if actor.fused else "step_passes"]
-    stepped = weights * (actor.state_bytes + actor.gradient_bytes) * passes / replicas
+    stepped = weights * (actor.optimizer.state_bytes + actor.gradient_bytes) * passes / replicas
     seconds = (stepped + weights * (actor.gradient_bytes + actor.itemsize)) / machine.memory_bandwidth
     if replicas > 1:
         spans = layout.tp * replicas > job.devices_per_node

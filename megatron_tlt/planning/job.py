@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_tlt.config.drafter_kinds import kind_of
 from megatron_tlt.config.layouts import Layout
@@ -12,9 +11,9 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.lora_weights import PROJECTIONS
 from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.optimizer_state import OptimizerMemory, optimizer_memory
 
 _WIDE = ("float32", "float")
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 # vLLM's defaults for unset keys of rollout.vllm (EngineArgs and CacheConfig of release 0.32).
 _UTILIZATION, _SEQUENCES, _BATCHED_TOKENS, _BLOCK = 0.9, 256, 8192, 16
 
@@ -49,8 +48,7 @@ class ActorJob:
     """Tokens of a micro-batch."""
     chunk_tokens: int
     """Tokens per chunk of logits."""
-    state_bytes: float
-    """Bytes per weight that the distributed optimizer shards: main weights and moments."""
+    optimizer: OptimizerMemory
     gradient_bytes: int
     fused_activation: bool = False
     overlap: bool = False
@@ -153,6 +151,7 @@ def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
     actor, megatron, ddp = config.actor, config.actor.megatron, config.actor.ddp
     bf16 = megatron.get("bf16") is True
     modules = megatron.get("recompute_modules") or Recompute.modules
+    outside = model.vocab * model.hidden * (1 if model.tied else 2)
     return ActorJob(
         layout=layout,
         bf16=bf16,
@@ -165,7 +164,7 @@ def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
         ),
         max_tokens=actor.max_tokens_per_micro_batch,
         chunk_tokens=actor.log_prob_chunk_tokens,
-        state_bytes=_state_bytes(actor.optimizer, bf16),
+        optimizer=optimizer_memory(actor, bf16, outside / model.parameters),
         gradient_bytes=4 if not bf16 or ddp.get("grad_reduce_in_fp32", True) else 2,
         fused_activation=megatron.get("bias_activation_fusion", actor.transformer_impl == "transformer_engine") is True,
         overlap=ddp.get("overlap_grad_reduce") is True,
@@ -182,25 +181,6 @@ def adapter_weights(model: ModelSize, lora: LoraConfig) -> int:
     chosen = {name for target in lora.targets if target != "experts" for name in PROJECTIONS.get(target, (target,))}
     layer = sum(sums[name] for name in chosen) + ("experts" in lora.targets) * 3 * feed * model.experts
     return model.layers * lora.rank * layer
-
-
-def _state_bytes(optimizer: dict[str, Any], bf16: bool) -> float:
-    """Bytes per weight: a main copy if weights are narrow, and the moments."""
-    kind = optimizer.get("optimizer", "adam")
-    moments = [_width(optimizer.get(f"{name}_dtype")) for name in ("exp_avg", "exp_avg_sq")]
-    if kind == "sgd":
-        moments = [4] if optimizer.get("sgd_momentum", 0.9) else []
-    elif not optimizer.get("use_precision_aware_optimizer"):
-        moments = [4, 4]
-    main = _width(optimizer.get("main_params_dtype")) if optimizer.get("use_precision_aware_optimizer") else 4
-    whole = float(sum(moments)) + (main if bf16 else 0)
-    if optimizer.get("optimizer_cpu_offload"):
-        whole *= 1.0 - float(optimizer.get("optimizer_offload_fraction", 0.0))
-    return whole
-
-
-def _width(dtype: Any) -> int:
-    return _BYTES.get(str(dtype).removeprefix("torch."), 4)
 
 
 def _engine(config: TltConfig) -> EngineJob:

@@ -124,7 +124,9 @@ class ProblemMixture:
         return slots
 
 
-def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: PromptLimit | None = None) -> ProblemMixture:
+def build_sources(
+    tasks: list[TaskConfig], split: Split, seed: int, limit: PromptLimit | None = None, *, pooled: bool | None = None
+) -> ProblemMixture:
     """The mixture of all tasks, for one split.
 
     Args:
@@ -132,6 +134,7 @@ def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: Promp
         split: train or held-out problems.
         seed: of the order and of generated problems.
         limit: on the length of prompts; None: no check.
+        pooled: keep to the budgets of the tasks; None: for problems to train on.
 
     Raises:
         ConfigError: lists every unknown generator, wrong parameter, bad file and prompt that ``limit`` refuses, and
@@ -144,7 +147,9 @@ def build_sources(tasks: list[TaskConfig], split: Split, seed: int, limit: Promp
     for position, task in enumerate(tasks):
         label = task.name if names[task.name] == 1 else f"{task.name}#{position}"
         try:
-            sources.append(_source(task, f"tasks[{position}]", label, split, seed, limit))
+            in_pool = split == "train" if pooled is None else pooled
+            chosen = task if in_pool else task.without_pool
+            sources.append(_source(chosen, f"tasks[{position}]", label, split, seed, limit))
         except ConfigError as error:
             violations += str(error).splitlines()
     if violations:
@@ -158,7 +163,7 @@ def evaluation_problems(
 ) -> list[Problem]:
     """The first ``count`` problems (None: all, of a file) of an evaluation's own tasks.
 
-    Of a generator they are held-out problems; of a prompt file all rows.
+    Of a generator they are held-out problems, of its budget if it has one; of a prompt file all rows.
 
     Raises:
         ConfigError: a task is wrong, its file is missing or has bad rows.
@@ -167,7 +172,7 @@ def evaluation_problems(
         task.model_copy(update={"held_out_path": task.held_out_path or task.path}) if task.kind == "file" else task
         for task in tasks
     ]
-    mixture = build_sources(whole, "held_out", seed, limit)
+    mixture = build_sources(whole, "held_out", seed, limit, pooled=True)
     if count is not None:
         return mixture.distinct(count)
     (source,) = mixture.sources
@@ -197,12 +202,12 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         wording,
         task.held_out,
     )
-    if task.budget is None or split == "held_out":
+    if task.budget is None:
         return source
     if task.tier_mix is None:
         return PoolSource(source, first_different(source, task.budget, f"{key}.budget"), seed)
     assert task.tier_file is not None  # required by the schema
-    calibrated = read_tiers(task.tier_file, label, key)
+    calibrated = read_tiers(task.tier_file, label, key, split)
     indices, tiers = calibrated.pool(source, task.tier_mix.model_dump(), task.budget, key, task.tier_file)
     return PoolSource(source, indices, seed, tiers)
 

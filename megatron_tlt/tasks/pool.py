@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.seeding import stable_int
-from megatron_tlt.tasks.sources import GeneratedSource
+from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.tasks.types import Problem
 
 Tier = Literal["easy", "medium", "hard"]
@@ -127,11 +127,12 @@ def digest_of(problem: Problem) -> str:
     return f"{stable_int('identity', identity_of(problem)):016x}"
 
 
-def read_tiers(path: Path, label: str, key: str) -> CalibratedTask:
+def read_tiers(path: Path, label: str, key: str, split: Split) -> CalibratedTask:
     """The part of a file of tiers about one task.
 
     Raises:
-        ConfigError: the file is missing, is not one of `tlt calibrate`, or has nothing about the task.
+        ConfigError: the file is missing, is not one of `tlt calibrate`, is of the other split, or has nothing about the
+            task.
     """
     where = f"{key}.tier_file"
     try:
@@ -141,10 +142,15 @@ def read_tiers(path: Path, label: str, key: str) -> CalibratedTask:
     except ValueError as error:
         raise ConfigError(f"{where}: {path} is not JSON: {error}; {_ALLOWED}") from error
     try:
-        tasks = found["tasks"]
+        tasks, own_split = found["tasks"], found.get("split", "train")
         rows = tasks.get(label)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: {path} has no 'tasks'; {_ALLOWED}") from error
+    if own_split != split:
+        raise ConfigError(
+            f"{where}: {path} has {own_split} problems, not {split} ones; allowed: a file of `tlt calibrate --split "
+            f"{split}`"
+        )
     if rows is None:
         raise ConfigError(
             f"{where}: {path} has nothing about '{label}'; it has {', '.join(sorted(tasks)) or 'no task'}"

@@ -1,4 +1,4 @@
-"""``tlt calibrate``: the policy's own pass rate on training problems, from which tiers of difficulty follow."""
+"""``tlt calibrate``: the policy's own pass rate on problems, from which tiers of difficulty follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_tlt.platform.device import rank, show
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.pool import TIERS, digest_of, first_different, tier_of
-from megatron_tlt.tasks.sources import GeneratedSource
+from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.trainer.experience import StopRequested
 from megatron_tlt.trainer.loop import Interrupted
 from megatron_tlt.trainer.offline import OfflineRun
@@ -33,15 +33,17 @@ class CalibrationRequest:
 
     Attributes:
         out: the file to write.
-        problems: different training problems of each task.
+        problems: different problems of each task.
         samples: responses to each, sampled as in training.
         checkpoint: its folder; None: the newest of the run, otherwise the initial model.
+        split: problems to train on, or held-out ones.
     """
 
     out: str
     problems: int
     samples: int
     checkpoint: str | None = None
+    split: Split = "train"
 
 
 class CalibrationRun(OfflineRun):
@@ -55,7 +57,8 @@ class CalibrationRun(OfflineRun):
             Interrupted: a signal requested a stop; no file is written.
         """
         folder, state = self._restored(request.checkpoint, "a calibration")
-        sources = build_sources(self._config.tasks, "train", self._config.run.seed, self._limit).sources
+        split = request.split
+        sources = build_sources(self._config.tasks, split, self._config.run.seed, self._limit, pooled=False).sources
         generated = [(at, source) for at, source in enumerate(sources) if isinstance(source, GeneratedSource)]
         tasks: dict[str, list[dict[str, Any]]] = {}
         with self._progress(1) as progress, self._pool, self._pool.full_time():
@@ -71,6 +74,7 @@ class CalibrationRun(OfflineRun):
                 "source": "tlt calibrate",
                 "model": str(folder or model_folder(self._config)),
                 "step": state.step,
+                "split": split,
                 "seed": self._config.run.seed,
                 "sampling": self._config.rollout.sampling.model_dump(mode="json"),
                 "tasks": tasks,

@@ -110,7 +110,7 @@ class Run:
         if not config.model.verify:
             warn(f"model.verify is false: the weights in {source} are not verified")
         self.policy = Policy(
-            source, config.actor, config.run.seed, total_steps=config.trainer.steps, verify=config.model.verify
+            source, config.actor, config.run.seed, total_steps=config.trainer.updates, verify=config.model.verify
         )
         self._reference = self._build_reference(source)
         self.drafting = (

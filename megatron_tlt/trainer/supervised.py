@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.actor.megatron_optimizer import chosen_optimizer
+from megatron_tlt.actor.megatron_optimizer import chosen_optimizers
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.checkpoint.files import clean_leftovers
 from megatron_tlt.checkpoint.manifest import write_manifest
+from megatron_tlt.config.optimizer import LrScheduleConfig
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.conversations import ConversationData, read_conversations
 from megatron_tlt.data.rollout_batch import RolloutBatch
@@ -56,7 +57,7 @@ def build_model_of_recipe(config: TltConfig) -> None:
     if (target / RECIPE_FILE).is_file():
         return
     seed_everything(config.model.recipe.seed, config.run.deterministic)
-    chosen_optimizer(config.actor)  # report an invalid optimizer before the warm-up, not after it
+    chosen_optimizers(config.actor)  # report an invalid optimizer before the warm-up, not after it
     tasks = [task.without_pool for task in config.tasks]  # a budget is one of reinforcement learning
     problems = build_sources(tasks, "train", config.run.seed)
     with contextlib.ExitStack() as building:
@@ -128,8 +129,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
         actor,
         recipe.seed,
         total_steps=supervised.num_steps,
-        lr_decay_style="cosine",
-        min_lr_fraction=supervised.min_lr_fraction,
+        lr_schedule=LrScheduleConfig(kind="cosine", min_lr_fraction=supervised.min_lr_fraction),
         verify=config.model.verify,
     )
     count, left_out = supervised.problems_per_step, 0

@@ -22,8 +22,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def rows_of(worker: Path, models: Path, out: Path, processes: int = 2) -> dict[str, dict[str, Any]]:
-    """What a worker on so many processes wrote to ``rows.json``."""
-    run_torchrun(worker, processes, [str(models), str(out)], timeout_s=600)
+def rows_of(worker: Path, models: Path, out: Path, processes: int = 2, *names: str) -> dict[str, dict[str, Any]]:
+    """What a worker on so many processes wrote to ``rows.json``; ``names``: of its cases, if it takes any."""
+    run_torchrun(worker, processes, [str(models), str(out), *names], timeout_s=600)
     found: dict[str, dict[str, Any]] = json.loads((out / "rows.json").read_text())
     return found

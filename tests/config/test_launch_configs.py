@@ -32,6 +32,7 @@ PUBLISHED = {
     "qwen2.5-32b": 32.8,
     "llama-3.3-70b": 70.6,
     "qwen3-30b-a3b": 30.5,
+    "qwen3-4b": 4.02,
 }
 
 
@@ -47,10 +48,11 @@ def load(path: Path) -> TltConfig:
 def test_what_is_promised_is_there() -> None:
     found = {path.stem for path in CONFIGS}
     on_cpu = {"calculator-cpu", "quickstart-cpu", "quickstart-deterministic", "smollm2-135m-cpu"}
+    on_cpu |= {"less-cpu", "less-smollm2-cpu"}
     assert found == on_cpu | {path.stem for path in LARGE}
     seven, thirty_two = {f"qwen2.5-7b-{n}n8g" for n in (1, 2, 8)}, {f"qwen2.5-32b-{n}n8g" for n in (4, 8)}
     small = {"qwen2.5-0.5b-1n8g", "qwen2.5-1.5b-1n8g"}
-    assert found >= seven | thirty_two | small | {"llama-3.3-70b-16n8g", "qwen3-30b-a3b-4n8g"}
+    assert found >= seven | thirty_two | small | {"llama-3.3-70b-16n8g", "qwen3-30b-a3b-4n8g", "qwen3-4b-1n8g"}
     architectures = {path.stem for path in (LAUNCH / "architectures").glob("*.json")}
     assert architectures == set(PUBLISHED)
 

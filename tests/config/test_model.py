@@ -35,7 +35,7 @@ def described(path: Path, **changes: object) -> Path:
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "launch").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_launch_config_is_valid(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    fetched = file.stem == "smollm2-135m-cpu"  # its model is fetched by a tool: another stands for it
+    fetched = "smollm2" in file.stem  # its model is fetched by a tool: another stands for it
     base = [f"model.recipe.base={write_tiny_model('llama', tmp_path, max_position_embeddings=512)}"] if fetched else []
     config = load_config(file, base)
     assert config.run.name.partition("+")[0] in (file.stem, file.stem.removesuffix("-cpu"))

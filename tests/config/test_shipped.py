@@ -37,7 +37,9 @@ def test_every_path_is_known_as_read_or_written() -> None:
     assert path_keys(TltConfig) == {*INPUT_PATHS, *WRITTEN}
 
 
-@pytest.mark.parametrize("name", [*sorted(shipped().keys() - {"smollm2-135m-cpu"}), "qwen2.5-7b-1n8g.yaml"])
+@pytest.mark.parametrize(
+    "name", [*sorted(shipped().keys() - {"smollm2-135m-cpu", "less-smollm2-cpu"}), "qwen2.5-7b-1n8g.yaml"]
+)
 def test_a_shipped_config_is_found_by_name_from_any_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,17 @@ def test_what_the_recipe_says_itself_is_not_the_actors_to_change() -> None:
     own = {"lr": 1e-3, "optimizer": "adam"}
     assert recipe_folder(config({"lr": 1e-5}, own)) == recipe_folder(config({"lr": 1e-6}, own))
     found = warm_up_optimizer(config({"optimizer": "torch.optim.NAdam"}, own, optimizer_arguments={"eps": 1e-6}))
-    assert found == {"optimizer": own, "optimizer_arguments": {}}
+    assert (found["optimizer"], found["optimizer_arguments"]) == (own, {})
+
+
+def test_a_split_makes_another_model_and_its_absence_the_one_of_earlier_releases() -> None:
+    muon = {"optimizer": "torch.optim.Muon"}
+    folders = {
+        recipe_folder(config(muon, {}, optimizer_split=split)).name for split in (None, {"lr": 1e-3}, {"lr": 2e-3})
+    }
+    assert len(folders) == 3
+    own = {"optimizer": "adam", "lr": 1e-3}
+    assert warm_up_optimizer(config(muon, own, optimizer_split={"lr": 1e-3}))["optimizer_split"] is None
 
 
 def test_solutions_that_end_in_another_format_are_of_another_model() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.optim.choice import choose_optimizer
+from megatron_tlt.optim.choice import OptimizerChoice, choose_optimizer
 from megatron_tlt.optim.element_wise import SHAPE, StateLayout, probe
 
 Rule = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -100,6 +100,7 @@ def test_element_wise_classes_are_taken_with_what_they_keep(
     path: str, arguments: dict[str, Any], tensors: set[str], numbers: set[str]
 ) -> None:
     choice = choose_optimizer(path, arguments)
+    assert isinstance(choice, OptimizerChoice)
     assert (set(choice.layout.tensors), set(choice.layout.numbers)) == (tensors, numbers)
     optimizer = choice.build([{"params": [torch.zeros(3)]}], 0.25, 0.5)
     assert type(optimizer) is choice.cls
@@ -126,7 +127,7 @@ def test_element_wise_classes_are_taken_with_what_they_keep(
 )
 def test_others_are_refused_with_the_reason(path: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose_optimizer(path, {})
+        choose_optimizer(path, {}, sharding="element")
     message = str(caught.value)
     assert message.startswith(f"actor.optimizer.optimizer: {path} cannot run under the distributed optimizer: ")
     assert reason in message and len(message.splitlines()) == 1

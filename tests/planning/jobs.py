@@ -8,6 +8,7 @@ from typing import Any
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.planning.job import ActorJob, EngineJob, Job, Recompute
 from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.optimizer_state import OptimizerMemory
 
 SEVEN = ModelSize(28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True, dense_ffn=18944)
 MOE = ModelSize(48, 2048, 32, 4, 128, 768, 151936, qk_norm=True, experts=128, top_k=8, dense_ffn=6144)
@@ -22,7 +23,7 @@ def job(model: ModelSize = SEVEN, layout: Layout | None = None, **changes: Any) 
         recompute=Recompute(),
         max_tokens=16384,
         chunk_tokens=2048,
-        state_bytes=12,
+        optimizer=OptimizerMemory(12),
         gradient_bytes=4,
     )
     of_actor = {key: changes.pop(key) for key in list(changes) if key in ActorJob.__dataclass_fields__}

@@ -24,6 +24,7 @@ from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
 from megatron_tlt.planning.job import DrafterJob, Job, Recompute, adapter_weights
 from megatron_tlt.planning.memory import plan_memory
 from megatron_tlt.planning.model_size import ModelSize
+from megatron_tlt.planning.optimizer_state import OptimizerMemory
 from megatron_tlt.planning.remedies import remedies
 from tests.helpers.launch import run_torchrun
 from tests.planning.jobs import MOE, SEVEN, job
@@ -68,7 +69,7 @@ def test_states_by_hand() -> None:
     assert weights == pytest.approx(SEVEN.parameters / 4, rel=1e-3)
     assert (stage.weights, stage.gradients) == (2 * weights, 4 * weights)
     assert stage.optimizer == 12 * weights / 2  # over two data-parallel ranks
-    (wide,) = stage_memory(job(layout=Layout(8, tp=4, sp=True), bf16=False, state_bytes=8))
+    (wide,) = stage_memory(job(layout=Layout(8, tp=4, sp=True), bf16=False, optimizer=OptimizerMemory(8)))
     assert (wide.weights, wide.optimizer) == (4 * weights, 4 * weights)
 
 

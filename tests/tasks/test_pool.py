@@ -13,6 +13,7 @@ from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import _task
 from megatron_tlt.tasks import build_sources
+from megatron_tlt.tasks.mixture import evaluation_problems
 from megatron_tlt.tasks.pool import digest_of, identity_of, tier_of
 
 COUNTING = {"kind": "procedural", "name": "pipeline_counting"}
@@ -72,6 +73,18 @@ def test_a_mixture_has_the_tiers_in_its_shares(tmp_path: Path) -> None:
     assert sorted(Counter(problem.metadata["tier"] for problem in problems).values()) == [3, 3, 4]
     easy = build_sources([task(budget=20, tier_file=file, tier_mix={"easy": 2.5})], "train", 7).problems(0, 20)
     assert {problem.metadata["tier"] for problem in easy} == {"easy"}
+
+
+def test_an_evaluation_set_has_held_out_problems_of_a_tier(tmp_path: Path) -> None:
+    source = build_sources([task()], "held_out", 7).sources[0]
+    rows = [{"index": i, "digest": digest_of(source.problem(i)), "passed": i % 2, "samples": 1} for i in range(20)]
+    file = tmp_path / "held-out.json"
+    file.write_text(json.dumps({"split": "held_out", "tasks": {task().name: rows}}))
+    one = task(budget=6, tier_file=file, tier_mix={"easy": 1})
+    found = evaluation_problems([one], 6, 7)
+    assert {identity_of(p) for p in found} == {identity_of(source.problem(i)) for i in range(1, 13, 2)}
+    with pytest.raises(ConfigError, match=r"tasks\[0\]\.tier_file: .* has held_out problems, not train ones"):
+        build_sources([one], "train", 7)
 
 
 def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:

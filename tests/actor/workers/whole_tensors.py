@@ -1,0 +1,261 @@
+"""Steps optimizers of whole tensors under a layout, beside plain torch on the same gradients; resumes under another."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.actor.megatron_checkpoint import load_policy
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.actor.whole_tensors import WholeTensorOptimizer
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.config.import_path import load_object
+from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig, split_tensors
+from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.optim.whole_tensor import step_argument
+from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from tests.actor.workers.layouts import batch, equal, weights_of
+from tests.actor.workers.optimizers import save
+
+STEPS, WARMUP, TOTAL, WEIGHT_DECAY, CLIP = 5, 2, 6, 0.01, 0.5
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "dp2": {},
+        "tp2": {"tensor_model_parallel_size": 2},
+        "ep2": {"expert_model_parallel_size": 2},
+    },
+    4: {
+        "pp2dp2": {"pipeline_model_parallel_size": 2},
+        "tp2pp2sp": {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    },
+}
+RESUMED_UNDER = {"tp2": "dp2", "tp2pp2sp": "pp2dp2"}
+RESUMED_ALIKE = ("dp2", "pp2dp2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A class, its arguments, and those of the split if it has one."""
+
+    path: str
+    lr: float
+    arguments: dict[str, Any] = field(default_factory=dict)
+    split: OptimizerSplitConfig | None = None
+    decay: float = WEIGHT_DECAY
+    bf16: bool = False
+    schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+
+    def rate(self, update: int) -> float:
+        """The share of the highest rate at an update, counted from 1."""
+        if update <= WARMUP:
+            return update / WARMUP
+        schedule, done = self.schedule, (update - WARMUP) / (TOTAL - WARMUP)
+        if schedule.kind == "wsd":
+            falling = schedule.decay_steps(TOTAL)
+            left = min(1.0, (TOTAL - update) / falling)
+        else:
+            left = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[
+                schedule.kind
+            ]
+        return schedule.min_lr_fraction + (1.0 - schedule.min_lr_fraction) * left
+
+
+CASES = {
+    "muon": Case(
+        "torch.optim.Muon",
+        2e-2,
+        {"momentum": 0.9},
+        OptimizerSplitConfig(lr=1e-3, weight_decay=0.02),
+        schedule=LrScheduleConfig(kind="wsd", min_lr_fraction=0.1, decay_fraction=0.5),
+    ),
+    "adafactor": Case("torch.optim.Adafactor", 1e-2, schedule=LrScheduleConfig(kind="linear")),
+    "soap": Case(
+        "pytorch_optimizer.SOAP",
+        3e-3,
+        {"precondition_frequency": 2},
+        schedule=LrScheduleConfig(kind="cosine", min_lr_fraction=0.2),
+    ),
+    "learned": Case("megatron_tlt.bench.learned_optimizer.FactoredMlp", 1e-3),
+    "coupled": Case("tests.helpers.coupled_optimizer.CoupledRnn", 1e-3, decay=0.0),
+    "learned-bf16": Case("megatron_tlt.bench.learned_optimizer.FactoredMlp", 1e-3, bf16=True),
+    # of the package, with random weights; not among the stand-ins
+    "pylo-adafaclo": Case("pylo.optim.AdafacLO_naive", 0.1, {"hf_key": "{mlp}"}),
+    "pylo-velo": Case("pylo.optim.VeLO_naive", 1e-3, {"hf_key_rnn": "{rnn}", "hf_key_mlp": "{velo}"}),
+    "pylo-celo2": Case("pylo.optim.CELO2_naive", 1e-3, {"hf_key": None, "adam_weight_decay": 0.0}),
+    "pylo-elo": Case("pylo.optim.ELO_naive", 1e-3, {"hf_key": None}),
+}
+STAND_INS = [name for name in CASES if not name.startswith("pylo-")]
+
+
+def write_pylo_weights(folder: Path) -> None:
+    """Random weights of PyLO's networks, as folders such as its hub has."""
+    from pylo.models.Meta_MLP import MetaMLP
+    from pylo.models.VeLO_MLP import VeLOMLP
+    from pylo.models.VeLO_RNN import VeLORNN
+
+    torch.manual_seed(0)
+    for name, network in (("mlp", MetaMLP(39, 32, 1)), ("rnn", VeLORNN()), ("velo", VeLOMLP())):
+        network.save_pretrained(folder / name)
+
+
+def case_of(name: str, weights: Path) -> Case:
+    """The case, with the folders of learned optimizers' weights."""
+    found = CASES[name]
+    given = {
+        k: v.format(**{n: weights / n for n in ("mlp", "rnn", "velo")}) if isinstance(v, str) else v
+        for k, v in found.arguments.items()
+    }
+    return replace(found, arguments=given)
+
+
+def policy_of(folder: Path, case: Case, layout: str, processes: int) -> Policy:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    actor = ActorConfig(
+        transformer_impl="local",
+        megatron={**LAYOUTS[processes][layout], **({"bf16": True} if case.bf16 else {})},
+        optimizer={"optimizer": case.path, "lr": case.lr, "weight_decay": case.decay, "clip_grad": CLIP},
+        optimizer_arguments=case.arguments,
+        optimizer_split=case.split,
+        lr_warmup_steps=WARMUP,
+        lr_schedule=case.schedule,
+        max_tokens_per_micro_batch=64,
+    )
+    return Policy(folder / ("moe" if layout == "ep2" else "dense"), actor, seed=0, total_steps=TOTAL)
+
+
+def gathered(optimizer: WholeTensorOptimizer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors of all owners, on every rank."""
+    found = {}
+    for name, owner in optimizer.owners.items():
+        found[name] = tensors[name].clone() if owner == rank() else torch.zeros(optimizer.shapes[name])
+        dist.broadcast(found[name], owner)
+    return found
+
+
+class PlainTorch:
+    """The same classes over whole tensors in one process."""
+
+    def __init__(self, case: Case, start: dict[str, torch.Tensor]) -> None:
+        self._begun = case, start
+        self._steps: list[tuple[dict[str, torch.Tensor], float]] = []
+        self.tensors = {name: torch.nn.Parameter(tensor.float().clone()) for name, tensor in start.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
+        main, others = split_tensors(shapes, case.split)
+        self._optimizers = [self._built(case.path, case.lr, case.decay, case.arguments, main)]
+        if case.split is not None:
+            split = case.split
+            arguments = split.optimizer_arguments
+            self._optimizers.append(self._built(split.optimizer, split.lr, split.weight_decay, arguments, others))
+
+    def _built(self, path: str, lr: float, decay: float, arguments: dict[str, Any], names: list[str]) -> Any:
+        cls = load_object(path, "case", lambda found: isinstance(found, type), "class", "a class")
+        own = [self.tensors[name] for name in names]
+        groups = []
+        for tensors, of in (([t for t in own if t.dim() > 1], decay), ([t for t in own if t.dim() == 1], 0.0)):
+            groups += [{"params": tensors, "highest": lr, **({"weight_decay": of} if decay else {})}] if tensors else []
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return cls(groups, lr=lr, **arguments)
+
+    def again(self) -> PlainTorch:
+        """Another one in the same state; classes cannot be copied."""
+        other = PlainTorch(*self._begun)
+        for step in self._steps:
+            other.step(*step)
+        return other
+
+    def step(self, gradients: dict[str, torch.Tensor], loss: float) -> None:
+        self._steps.append((gradients, loss))
+        for name, tensor in self.tensors.items():
+            tensor.grad = gradients[name].clone()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["highest"] * self._begun[0].rate(len(self._steps))
+            if step_argument(type(optimizer)) == "loss":
+                optimizer.step(torch.tensor(loss))
+            else:
+                optimizer.step()
+
+
+def train(policy: Policy, steps: int, plain: PlainTorch | None = None) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        losses.append(policy.update(batch(), negative_log_likelihood)["loss"])
+        if plain is not None:
+            # the clipped ones, as the class saw them
+            plain.step(gathered(policy.optimizer, policy.optimizer.gradients), losses[-1])
+    return losses
+
+
+def distance(policy: Policy, plain: PlainTorch) -> float:
+    """The largest difference between a weight and plain torch's, relative to the largest weight of its tensor."""
+    own = weights_of(policy)
+    assert own.keys() == plain.tensors.keys()
+    return max(
+        float((own[name].float() - tensor.detach()).abs().max() / tensor.detach().abs().max())
+        for name, tensor in plain.tensors.items()
+    )
+
+
+def run(models: Path, out: Path, name: str, layout: str, processes: int) -> dict[str, Any]:
+    case = case_of(name, out)
+    policy = policy_of(models, case, layout, processes)
+    plain = PlainTorch(case, weights_of(policy))
+    begun, rest = 2, STEPS - 2
+    resumes = layout in RESUMED_ALIKE
+    fresh = save(policy, out / f"{name}-{layout}-0") if resumes else None
+    losses = train(policy, begun, plain)
+    early, plain_early = weights_of(policy), plain.again()
+    halfway = save(policy, out / f"{name}-{layout}-2") if layout != "ep2" else None
+    losses += train(policy, rest, plain)
+    row: dict[str, Any] = {"losses": losses, "distance": distance(policy, plain)}
+    row["owners"] = len(set(policy.optimizer.owners.values()))
+    after = weights_of(policy)
+    if fresh is not None and halfway is not None:
+        again = policy_of(models, case, layout, processes)
+        load_policy(again, fresh)
+        train(again, begun)
+        row["fresh_is_bit_equal"] = equal(early, weights_of(again))
+        load_policy(again, halfway)
+        train(again, rest)
+        row["resume_is_bit_equal"] = equal(after, weights_of(again))
+    elif halfway is not None:
+        other = policy_of(models, case, RESUMED_UNDER[layout], processes)
+        load_policy(other, halfway)
+        row["resharded_losses"] = train(other, rest, plain_early)
+        row["resharded_distance"] = distance(other, plain_early)
+    return row
+
+
+def main(models: str, out: str, *names: str) -> None:
+    initialize_distributed(120)
+    processes = dist.get_world_size()
+    if rank() == 0 and any(name.startswith("pylo-") for name in names):
+        write_pylo_weights(Path(out))
+    barrier()
+    rows = {}
+    for layout in LAYOUTS[processes]:
+        for name in names:
+            if layout != "ep2" or name in ("learned", "muon"):
+                rows[f"{name} {layout}"] = run(Path(models), Path(out), name, layout, processes)
+    if rank() == 0:
+        Path(out, "rows.json").write_text(json.dumps(rows))
+    barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""A learned optimizer with VeLO's interface: its step takes the loss, and each tensor's step depends on all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class CoupledRnn(torch.optim.Optimizer):
+    """A recurrent cell over features of the tensors, mixed by their maximum, gives each tensor's rate.
+
+    Beside the state of tensors it saves what concerns all of them, in ``state_dict``, as VeLO does.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, num_steps: int = 100) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = num_steps
+        count = 0
+        for group in self.param_groups:
+            group["step"] = 0
+            for p in group["params"]:
+                self.state[p] = {"layer_idx": count, "mom": torch.zeros(*p.shape, 2), "none": torch.zeros(0)}
+                count += 1
+        generator = torch.Generator().manual_seed(1)
+        self.weights = [0.3 * torch.randn(8, size, generator=generator) for size in (3, 8, 8)]
+        self.hidden = (torch.zeros(count, 8), torch.zeros(1))
+        self.losses = {"mean": torch.zeros(()), "count": torch.tensor(0, dtype=torch.int32)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss_buffer": self.losses, "hidden": self.hidden, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses, self.hidden = state_dict.pop("loss_buffer"), state_dict.pop("hidden")
+        self.num_steps = state_dict.pop("num_steps")
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, loss: torch.Tensor) -> None:  # type: ignore[override]
+        self.losses = {"mean": 0.9 * self.losses["mean"] + 0.1 * loss, "count": self.losses["count"] + 1}
+        tensors = [p for group in self.param_groups for p in group["params"]]
+        features = []
+        for p in tensors:
+            mom = self.state[p]["mom"]
+            mom.lerp_(p.grad.unsqueeze(-1).expand_as(mom), torch.tensor([0.1, 0.01]))
+            size = torch.log1p(p.grad.square().mean())
+            features.append(torch.stack([size, mom.square().mean().sqrt(), self.losses["mean"]]))
+        into, recurrent, mixing = self.weights
+        x = torch.stack(features) @ into.t()
+        x = x + (x @ mixing.t()).max(0).values
+        self.hidden = (torch.tanh(x + self.hidden[0] @ recurrent.t()), self.hidden[1] + 1)
+        for p, row in zip(tensors, self.hidden[0], strict=True):
+            momentum = self.state[p]["mom"].mean(-1)
+            p.sub_(self.param_groups[0]["lr"] * torch.exp(row.mean()) * momentum.sign())
+        for group in self.param_groups:
+            group["step"] += 1

@@ -1,0 +1,56 @@
+"""What optimizers keep, by their options and by running them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.config.layouts import Layout
+from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.planning.actor_memory import stage_memory
+from megatron_tlt.planning.optimizer_state import OptimizerMemory, optimizer_memory
+from tests.planning.jobs import job
+
+MUON = {
+    "optimizer": {"optimizer": "torch.optim.Muon"},
+    "optimizer_split": {"lr": 1e-3},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "bf16", "state_bytes", "owned"),
+    [
+        ({}, True, 12, "slices"),
+        ({}, False, 8, "slices"),
+        ({"optimizer": {"optimizer": "sgd"}}, True, 8, "slices"),
+        ({"optimizer": {"optimizer": "torch.optim.Adagrad"}}, True, 8, "slices"),
+        ({"optimizer": {"optimizer": "torch.optim.AdamW"}, "optimizer_sharding": "tensor"}, True, 16, "tensors"),
+        (MUON, True, 0.9 * 12 + 0.1 * 16, "tensors"),
+        ({"optimizer": {"optimizer": "tests.helpers.coupled_optimizer.CoupledRnn"}}, True, 16, "all"),
+    ],
+)
+def test_bytes_per_weight(given: dict[str, Any], bf16: bool, state_bytes: float, owned: str) -> None:
+    found = optimizer_memory(ActorConfig.model_validate({"transformer_impl": "local", **given}), bf16, outside=0.1)
+    assert found.state_bytes == pytest.approx(state_bytes, rel=0.01)
+    assert found.owned == owned
+
+
+def test_a_step_of_a_learned_optimizer_holds_its_features() -> None:
+    learned = {"optimizer": {"optimizer": "megatron_tlt.bench.learned_optimizer.FactoredMlp"}}
+    found = optimizer_memory(ActorConfig.model_validate({"transformer_impl": "local", **learned}), True, 0.1)
+    assert 13 * 4 < found.step_bytes < 100 * 4, "13 features of four bytes, and what is made of them"
+
+
+def test_who_owns_what_decides_where_the_bytes_are() -> None:
+    base = job(layout=Layout(8, tp=2, pp=2))
+    weights = base.model.parameters
+
+    def stages(owned: Any) -> list[float]:
+        actor = replace(base.actor, optimizer=OptimizerMemory(16, owned))
+        return [stage.optimizer for stage in stage_memory(replace(base, actor=actor))]
+
+    assert stages("tensors") == pytest.approx([2 * weights] * 2), "an eighth of 16 bytes each"
+    assert stages("all") == pytest.approx([16 * weights, 0])
+    assert sum(stages("slices")) * 4 == pytest.approx(16 * weights, rel=0.06), "four ranks in each stage"
