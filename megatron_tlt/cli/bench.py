@@ -25,6 +25,7 @@ _NAMES = (
     "layouts",
     "learning",
     "less",
+    "optimizers",
     "packing",
     "plan",
     "real",

@@ -70,10 +70,10 @@ def build_model_of_recipe(config: TltConfig) -> None:
             building.callback(shutil.rmtree, untrained, ignore_errors=True)
             with write_errors(untrained):
                 untrained.mkdir(parents=True)
-                _write_start(config, problems, untrained)
+                write_start(config, problems, untrained)
             write_manifest(untrained)
         start = Path(broadcast_data(str(untrained), str))
-        policy = _train(config, problems, load_tokenizer(start), start)
+        policy = warm_up(config, problems, load_tokenizer(start), start)
         if broadcast_data((target / RECIPE_FILE).is_file(), bool):
             return  # another run has built it in the meantime
         save_hf_folder(policy, start, target)
@@ -82,7 +82,8 @@ def build_model_of_recipe(config: TltConfig) -> None:
         barrier()
 
 
-def _write_start(config: TltConfig, problems: ProblemMixture, folder: Path) -> None:
+def write_start(config: TltConfig, problems: ProblemMixture, folder: Path) -> None:
+    """Writes the untrained model of a recipe with its tokenizer into ``folder``."""
     recipe = config.model.recipe
     assert recipe is not None
     texts = []
@@ -112,7 +113,17 @@ def _batch(examples: Sequence[Example]) -> RolloutBatch:
     return RolloutBatch.of_sequences([example.token_ids for example in examples], prompts, loss_mask_G=column)
 
 
-def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, start: Path) -> Policy:
+def warm_up(
+    config: TltConfig,
+    problems: ProblemMixture,
+    tokenizer: Tokenizer,
+    start: Path,
+    on_step: Callable[[dict[str, float]], None] = lambda metrics: None,
+) -> Policy:
+    """The policy after the recipe's supervised training of the model in ``start``; a collective over the world.
+
+    ``on_step`` is called with the metrics of each step.
+    """
     recipe = config.model.recipe
     assert recipe is not None
     supervised = recipe.supervised
@@ -143,6 +154,7 @@ def _train(config: TltConfig, problems: ProblemMixture, tokenizer: Tokenizer, st
             left_out += count - len(examples)
             metrics = policy.update(_batch(examples), negative_log_likelihood)
             progress.advance()
+            on_step(metrics)
             if (step + 1) % max(1, supervised.num_steps // 20) == 0:
                 progress.message(
                     f"warm-up {step + 1}/{supervised.num_steps}  loss {metrics['loss']:.3f}  "

@@ -24,7 +24,7 @@ SPLIT = "actor.optimizer_split={lr: 1.0e-3}"
         ([SPLIT], "optimizer_split: found actor.optimizer.optimizer adam, which owns slices"),
         (
             [MUON, SPLIT, "actor.optimizer_sharding=element"],
-            "found actor.optimizer_sharding element, which owns slices",
+            "found actor.optimizer_sharding element, which owns",
         ),
         ([MUON, "actor.optimizer_split={lr: 0.1, optimizer: adamw}"], "optimizer_split.optimizer: found 'adamw'"),
         ([MUON, "actor.optimizer_split={lr: 0.1, optimizer: nowhere.A}"], "no package 'nowhere' is installed"),
