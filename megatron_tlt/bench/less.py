@@ -29,7 +29,7 @@ from megatron_tlt.tasks.pool import TIERS
 
 MIXES: dict[str, dict[str, int]] = {"easy": {"easy": 1}, "mixed": {"easy": 1, "medium": 1, "hard": 1}}
 SIZES = (100, 200, 500)
-TESTED = 100
+TESTED = 200
 """Held-out problems of each tier."""
 STEPS = 125
 EVERY = 25
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         if left <= 0 and not all(file.is_file() for file in tiers.values()):
             continue
         for split, file in tiers.items():
-            problems = arguments.problems if split == "train" else arguments.problems // 4
+            problems = arguments.problems if split == "train" else arguments.problems // 2
             _calibrate(arguments, file, split, seed, problems)
         limited = argparse.Namespace(**{**vars(arguments), "seeds": [seed], "minutes": left})
         limited.set = [*arguments.set, *_common(config, tiers["held_out"])]
@@ -113,10 +113,10 @@ def _arms(config: TltConfig, train: Path) -> dict[str, list[str]]:
 
 
 def pass_rates(data: RunData, step: float) -> list[float]:
-    """Greedy pass rates on the held-out problems of each tier after a step."""
+    """Pass rates, with one sampled response each, on the held-out problems of each tier after a step."""
     rates = []
     for tier in TIERS:
-        steps, values = data.series(f"eval/{tier}/greedy")
+        steps, values = data.series(f"eval/{tier}/pass_at_1")
         rates.append(values[steps.index(step)])
     return rates
 
@@ -134,7 +134,7 @@ def bootstrap(runs: Sequence[Sequence[float]], draws: int = _DRAWS) -> tuple[np.
 
 def collapses(data: RunData) -> dict[str, float]:
     """Whether a run's pass rate fell, and how its gradients behaved."""
-    curve = np.array([pass_rates(data, step) for step in data.series("eval/easy/greedy")[0]]).mean(axis=1)
+    curve = np.array([pass_rates(data, step) for step in data.series("eval/easy/pass_at_1")[0]]).mean(axis=1)
     norms = np.array(data.series("actor/grad_norm")[1])
     typical = max(float(np.median(norms[norms > 0])) if (norms > 0).any() else 1.0, 1e-12)
     return {
@@ -223,7 +223,7 @@ def plot(found: Runs) -> bytes:
                 runs = [data for (arm, _), data in sorted(found.items()) if arm == f"{kind}-{size}"]
                 if not runs:
                     continue
-                steps = runs[0].series("eval/easy/greedy")[0]
+                steps = runs[0].series("eval/easy/pass_at_1")[0]
                 curves = np.array([[np.mean(pass_rates(data, step)) for step in steps] for data in runs])
                 axes.plot(steps, curves.mean(0), color=color, lw=1.8, label=f"{size} problems")
                 axes.fill_between(steps, curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0)
