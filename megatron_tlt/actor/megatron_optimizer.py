@@ -18,6 +18,7 @@ from megatron_tlt.actor.torch_adam import load_step_counts
 from megatron_tlt.actor.whole_tensors import TensorPart, WholeTensorOptimizer, trained_tensors
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.optimizer import LrScheduleConfig, split_tensors
+from megatron_tlt.config.optimizer_checks import refused_with_whole_tensors
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.optim.choice import OptimizerChoice, OptimizerKeys, TensorOptimizerChoice, choose_optimizer
@@ -53,9 +54,8 @@ def chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
     found = _chosen_optimizers(actor)
     if not isinstance(found.main, TensorOptimizerChoice):
         return found
-    for key in ("overlap_param_gather", "use_megatron_fsdp"):
-        if actor.ddp.get(key):
-            raise ConfigError(f"actor.ddp.{key}: found true; {found.main.path} steps whole tensors; allowed: false")
+    if refused := list(refused_with_whole_tensors(actor)):
+        raise ConfigError("\n".join(refused))
     if actor.optimizer_loss != "policy" and not found.main.traits.needs_loss:
         raise ConfigError(
             f"actor.optimizer_loss: found {actor.optimizer_loss}; a step of {found.main.path} takes no loss; "

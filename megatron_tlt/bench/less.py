@@ -31,9 +31,9 @@ MIXES: dict[str, dict[str, int]] = {"easy": {"easy": 1}, "mixed": {"easy": 1, "m
 SIZES = (100, 200, 500)
 TESTED = 200
 """Held-out problems of each tier."""
-STEPS = 125
-EVERY = 25
-EPOCHS = 2
+STEPS = 75
+EVERY = 15
+EPOCHS = 1.2
 COLLAPSED = 0.8
 """A run has collapsed if its last pass rate is below so much of its best."""
 STEEP = 10.0
@@ -94,12 +94,19 @@ def _task(config: TltConfig, mix: Mapping[str, int], budget: int, file: Path) ->
 def _common(config: TltConfig, held_out: Path) -> list[str]:
     """Overrides of every run: its steps, and a set of held-out problems of each tier."""
     sets = [
-        {"name": tier, "problems": TESTED, "samples": 1, "tasks": [_task(config, {tier: 1}, TESTED, held_out)]}
+        {
+            "name": tier,
+            "problems": TESTED,
+            "samples": 1,
+            "greedy": False,
+            "tasks": [_task(config, {tier: 1}, TESTED, held_out)],
+        }
         for tier in TIERS
     ]
     return [
         f"trainer.steps={STEPS}",
         f"evaluation.every={EVERY}",
+        "evaluation.greedy=false",
         f"evaluation.sets={json.dumps(sets)}",
     ]
 

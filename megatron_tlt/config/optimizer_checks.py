@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_tlt.config.import_path import is_import_path
-from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.schema import ActorConfig, TltConfig
 
 _MEGATRON_OPTIMIZERS = ("adam", "sgd")
 
@@ -54,6 +54,14 @@ def _import_path(where: str, name: str, allowed: str) -> Iterator[str]:
         yield f"{where}: found {name!r}; no package {package!r} is installed"
 
 
+def refused_with_whole_tensors(actor: ActorConfig) -> Iterator[str]:
+    """Keys that belong to the distributed optimizer, where ``actor.optimizer`` steps whole tensors; a line each."""
+    name = actor.optimizer.get("optimizer", "adam")
+    for key in ("overlap_param_gather", "use_megatron_fsdp"):
+        if actor.ddp.get(key):
+            yield f"actor.ddp.{key}: found true; {name} steps whole tensors; allowed: false"
+
+
 def _whole_tensors(config: TltConfig) -> Iterator[str]:
     """What concerns optimizers of whole tensors, or of all of them."""
     actor = config.actor
@@ -65,6 +73,8 @@ def _whole_tensors(config: TltConfig) -> Iterator[str]:
         )
     if name in _MEGATRON_OPTIMIZERS and actor.optimizer_loss != "policy":
         yield f"actor.optimizer_loss: found {actor.optimizer_loss}; {name} takes no loss; allowed: policy"
+    if sharding in ("tensor", "coupled") or split is not None:  # otherwise running the class decides it
+        yield from refused_with_whole_tensors(actor)
     if split is None:
         return
     where = "actor.optimizer_split"

@@ -32,6 +32,10 @@ SPLIT = "actor.optimizer_split={lr: 1.0e-3}"
             [MUON, "actor.optimizer_split={lr: 0.1, optimizer_arguments: {weight_decay: 1}}"],
             "optimizer_split.optimizer_arguments.weight_decay: cannot be set here",
         ),
+        (
+            [MUON, SPLIT, "actor.ddp.overlap_param_gather=true"],
+            "overlap_param_gather: found true; torch.optim.Muon",
+        ),
         ([MUON, "actor.optimizer_split={}"], "actor.optimizer_split.lr"),
         (["actor.lr_schedule={min_lr_fraction: 0.1}"], "a constant rate does not fall"),
         (["actor.lr_schedule={kind: cosine, decay_fraction: 0.1}"], "decay_fraction: found kind cosine"),
