@@ -107,19 +107,20 @@ def build_optimizer(
         optimizer = _sharded(model, chosen.main, given)
         model.config.grad_scale_func = optimizer.scale_loss
     warmup = actor.lr_warmup_steps
+    steps = max(total_steps, warmup + 1)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if warmup else lr,
         max_lr=lr,
         min_lr=float(given["min_lr"]),
         lr_warmup_steps=warmup,
-        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_steps=steps,
         lr_decay_style="WSD" if lr_schedule.kind == "wsd" else lr_schedule.kind,
         start_wd=decay,
         end_wd=decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        wsd_decay_steps=lr_schedule.decay_steps(total_steps),
+        wsd_decay_steps=min(lr_schedule.decay_steps(total_steps), steps - warmup),
         lr_wsd_decay_style="linear",
     )
     # The constructor sets the rate of step 0; the next step's rate is one step ahead.

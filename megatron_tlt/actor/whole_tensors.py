@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from megatron_tlt.actor.megatron_model import MegatronModel
-from megatron_tlt.actor.megatron_weights import shards
+from megatron_tlt.actor.megatron_weights import ADAPTERS, shards
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.models.lora_weights import adapter_cut_dims, adapter_shapes
 from megatron_tlt.optim.choice import TensorOptimizerChoice
@@ -87,7 +87,7 @@ def gradient_of(parameter: Any) -> torch.Tensor:
 
 def _held(model: MegatronModel, lora: LoraConfig | None) -> Iterator[_Held]:
     if lora is not None:
-        for factor in (factor for chunk in model.chunks for factor in chunk.lora.factors):
+        for factor in (factor for chunk in model.chunks if hasattr(chunk, ADAPTERS) for factor in chunk.lora.factors):
             part = _Slice(factor.dim, factor.start, factor.parameter.shape[factor.dim])
             yield _Held(factor.tensor, part, factor.parameter.detach(), gradient_of(factor.parameter))
         return
@@ -146,7 +146,11 @@ class TensorPart:
             return
         for group, scheduled in zip(self.optimizer.param_groups, self._filled, strict=True):
             group["lr"], group["weight_decay"] = scheduled["lr"], scheduled["weight_decay"]
+        memory = {name: master.data for name, master in self.masters.items()}
         step_with(self.optimizer, loss if self.choice.traits.needs_loss else None)
+        for name, master in self.masters.items():
+            if master.data_ptr() != memory[name].data_ptr():  # the class replaced it, and transfers read the old one
+                master.data = memory[name].copy_(master.data)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that it keeps of the owned tensors."""

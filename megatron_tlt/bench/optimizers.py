@@ -61,9 +61,9 @@ CANDIDATES = {
     "adamw": Candidate("adam", 2e-3),
     "muon": Candidate("torch.optim.Muon", 2e-2, {"momentum": 0.95}, splits=True),
     "sgd": Candidate("torch.optim.SGD", 0.2, {"momentum": 0.9}),
-    "learned, random": Candidate(LEARNED, 1e-4),
+    "learned, random": Candidate(LEARNED, 1e-5),
 }
-FACTORS = (0.25, 0.5, 1.0, 2.0)
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """The rates to try, times each candidate's middle."""
 
 

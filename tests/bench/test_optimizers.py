@@ -64,7 +64,7 @@ def test_rows_and_targets() -> None:
             found[name.replace(", ", "-"), seed] = data
     best = optimizers.best_factors(TRIALS, optimizers.CANDIDATES)
     result = optimizers.judge(TRIALS, best, found, optimizers.CANDIDATES, SEEDS)
-    assert len(result.rows) == 16 + 4
+    assert len(result.rows) == 20 + 4
     met = {name: entry["met"] for name, entry in result.targets.items()}
     assert met["gain of adamw"] and not met["gain of sgd"] and "gain of learned, random" not in met
     assert met["Muon's steps to AdamW's last loss, over AdamW's"]

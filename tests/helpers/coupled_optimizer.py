@@ -1,4 +1,4 @@
-"""A learned optimizer with VeLO's interface: its step takes the loss, and each tensor's step depends on all of them."""
+"""Optimizers with odd habits: one with VeLO's interface, and one that replaces what it steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 class CoupledRnn(torch.optim.Optimizer):
     """A recurrent cell over features of the tensors, mixed by their maximum, gives each tensor's rate.
 
-    Beside the state of tensors it saves what concerns all of them, in ``state_dict``, as VeLO does.
+    Its step takes the loss, and each tensor's step depends on all tensors. Beside the state of tensors it saves what
+    concerns all of them, in ``state_dict``, as VeLO does.
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, num_steps: int = 100) -> None:
@@ -54,3 +55,16 @@ class CoupledRnn(torch.optim.Optimizer):
             p.sub_(self.param_groups[0]["lr"] * torch.exp(row.mean()) * momentum.sign())
         for group in self.param_groups:
             group["step"] += 1
+
+
+class Replacing(torch.optim.Optimizer):
+    """Divides gradients by their norm, and puts new tensors in the place of the old ones."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad / (p.grad.norm() + 1e-6)

@@ -17,6 +17,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.actor.whole_tensors import WholeTensorOptimizer
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.config.import_path import load_object
+from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig, split_tensors
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.optim.whole_tensor import step_argument
@@ -54,6 +55,8 @@ class Case:
     split: OptimizerSplitConfig | None = None
     decay: float = WEIGHT_DECAY
     bf16: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)
+    lora: LoraConfig | None = None
     schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
 
     def rate(self, update: int) -> float:
@@ -79,7 +82,12 @@ CASES = {
         OptimizerSplitConfig(lr=1e-3, weight_decay=0.02),
         schedule=LrScheduleConfig(kind="wsd", min_lr_fraction=0.1, decay_fraction=0.5),
     ),
-    "adafactor": Case("torch.optim.Adafactor", 1e-2, schedule=LrScheduleConfig(kind="linear")),
+    "adafactor": Case(
+        "torch.optim.Adafactor",
+        1e-2,
+        schedule=LrScheduleConfig(kind="linear"),
+        ddp={"overlap_grad_reduce": True, "bucket_size": 20000},
+    ),
     "soap": Case(
         "pytorch_optimizer.SOAP",
         3e-3,
@@ -89,6 +97,8 @@ CASES = {
     "learned": Case("megatron_tlt.bench.learned_optimizer.FactoredMlp", 1e-3),
     "coupled": Case("tests.helpers.coupled_optimizer.CoupledRnn", 1e-3, decay=0.0),
     "learned-bf16": Case("megatron_tlt.bench.learned_optimizer.FactoredMlp", 1e-3, bf16=True),
+    "muon-lora": Case("torch.optim.Muon", 1e-2, lora=LoraConfig(rank=4)),
+    "replacing": Case("tests.helpers.coupled_optimizer.Replacing", 1e-2, decay=0.0),
     # of the package, with random weights; not among the stand-ins
     "pylo-adafaclo": Case("pylo.optim.AdafacLO_naive", 0.1, {"hf_key": "{mlp}"}),
     "pylo-velo": Case("pylo.optim.VeLO_naive", 1e-3, {"hf_key_rnn": "{rnn}", "hf_key_mlp": "{velo}"}),
@@ -132,9 +142,18 @@ def policy_of(folder: Path, case: Case, layout: str, processes: int) -> Policy:
         optimizer_split=case.split,
         lr_warmup_steps=WARMUP,
         lr_schedule=case.schedule,
+        ddp=case.ddp,
+        lora=case.lora,
         max_tokens_per_micro_batch=64,
     )
     return Policy(folder / ("moe" if layout == "ep2" else "dense"), actor, seed=0, total_steps=TOTAL)
+
+
+def trained(policy: Policy) -> dict[str, torch.Tensor]:
+    """The whole tensors that are trained."""
+    if policy.lora is None:
+        return weights_of(policy)
+    return {name: tensor.clone() for name, tensor in policy.export_adapters()}
 
 
 def gathered(optimizer: WholeTensorOptimizer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -203,7 +222,7 @@ def train(policy: Policy, steps: int, plain: PlainTorch | None = None) -> list[f
 
 def distance(policy: Policy, plain: PlainTorch) -> float:
     """The largest difference between a weight and plain torch's, relative to the largest weight of its tensor."""
-    own = weights_of(policy)
+    own = trained(policy)
     assert own.keys() == plain.tensors.keys()
     return max(
         float((own[name].float() - tensor.detach()).abs().max() / tensor.detach().abs().max())
@@ -214,25 +233,25 @@ def distance(policy: Policy, plain: PlainTorch) -> float:
 def run(models: Path, out: Path, name: str, layout: str, processes: int) -> dict[str, Any]:
     case = case_of(name, out)
     policy = policy_of(models, case, layout, processes)
-    plain = PlainTorch(case, weights_of(policy))
+    plain = PlainTorch(case, trained(policy))
     begun, rest = 2, STEPS - 2
     resumes = layout in RESUMED_ALIKE
     fresh = save(policy, out / f"{name}-{layout}-0") if resumes else None
     losses = train(policy, begun, plain)
-    early, plain_early = weights_of(policy), plain.again()
+    early, plain_early = trained(policy), plain.again()
     halfway = save(policy, out / f"{name}-{layout}-2") if layout != "ep2" else None
     losses += train(policy, rest, plain)
     row: dict[str, Any] = {"losses": losses, "distance": distance(policy, plain)}
     row["owners"] = len(set(policy.optimizer.owners.values()))
-    after = weights_of(policy)
+    after = trained(policy)
     if fresh is not None and halfway is not None:
         again = policy_of(models, case, layout, processes)
         load_policy(again, fresh)
         train(again, begun)
-        row["fresh_is_bit_equal"] = equal(early, weights_of(again))
+        row["fresh_is_bit_equal"] = equal(early, trained(again))
         load_policy(again, halfway)
         train(again, rest)
-        row["resume_is_bit_equal"] = equal(after, weights_of(again))
+        row["resume_is_bit_equal"] = equal(after, trained(again))
     elif halfway is not None:
         other = policy_of(models, case, RESUMED_UNDER[layout], processes)
         load_policy(other, halfway)
