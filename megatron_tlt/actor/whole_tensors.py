@@ -244,7 +244,7 @@ class WholeTensorOptimizer:
         norm = self._norm()
         if not math.isfinite(norm):
             return False, norm, None
-        factor = self._clip_grad / (norm + 1e-6) if self._clip_grad else 1.0
+        factor = self._clip_grad / (norm + 1e-6) if self._clip_grad > 0 else 1.0
         for part in self.parts:
             for name, master in part.masters.items():
                 master.grad = self.gradients[name].mul_(factor) if factor < 1.0 else self.gradients[name]
