@@ -52,14 +52,13 @@ def chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
             has no effect on it.
     """
     found = _chosen_optimizers(actor)
-    if not isinstance(found.main, TensorOptimizerChoice):
-        return found
-    if refused := list(refused_with_whole_tensors(actor)):
+    if isinstance(found.main, TensorOptimizerChoice) and (refused := list(refused_with_whole_tensors(actor))):
         raise ConfigError("\n".join(refused))
-    if actor.optimizer_loss != "policy" and not found.main.traits.needs_loss:
+    chosen = [one for one in (found.main, found.others) if isinstance(one, TensorOptimizerChoice)]
+    if actor.optimizer_loss != "policy" and not any(one.traits.needs_loss for one in chosen):
         raise ConfigError(
-            f"actor.optimizer_loss: found {actor.optimizer_loss}; a step of {found.main.path} takes no loss; "
-            "allowed: policy"
+            f"actor.optimizer_loss: found {actor.optimizer_loss}; a step of {actor.optimizer.get('optimizer', 'adam')} "
+            "takes no loss; allowed: policy"
         )
     return found
 
@@ -172,6 +171,17 @@ def _whole_tensors(
                 weight_decay=split.weight_decay,
             )
         )
+        vectors = [name for name in others if len(shapes[name]) != 2]
+        if chosen.others.traits.matrices_only and vectors:
+            raise ConfigError(
+                f"{SPLIT_KEYS.name}: found {chosen.others.path}, which steps matrices alone, and {vectors[0]} is none; "
+                "allowed: a class that takes all tensors"
+            )
+        if not others:
+            raise ConfigError(
+                "actor.optimizer_split: leaves no tensor to its class, as the adapters of actor.lora are all matrices "
+                "of layers; allowed: null"
+            )
     layout = str(Layout.read(actor.megatron, world_size()))
     return WholeTensorOptimizer(model, actor.lora, parts, float(given["clip_grad"]), layout)
 

@@ -59,6 +59,12 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     config = load_config(arguments.config, arguments.set)
     if len(config.tasks) != 1 or config.tasks[0].kind != "procedural":
         raise ConfigError(f"{arguments.config}: found tasks of another kind; allowed: one of kind procedural")
+    for size in SIZES:
+        if round(EPOCHS * size / config.trainer.prompts_per_step) % EVERY:
+            raise ConfigError(
+                f"trainer.prompts_per_step: found {config.trainer.prompts_per_step}; {EPOCHS} epochs of {size} "
+                f"problems end between two evaluations, which are every {EVERY} steps; allowed: 8"
+            )
     for seed in arguments.seeds:
         tiers = {split: arguments.folder / f"tiers-{split}-{seed}.json" for split in ("train", "held_out")}
         left = arguments.minutes - (time.monotonic() - began) / 60
@@ -128,13 +134,14 @@ def pass_rates(data: RunData, step: float) -> list[float]:
     return rates
 
 
-def bootstrap(runs: Sequence[Sequence[float]], draws: int = _DRAWS) -> tuple[np.ndarray, np.ndarray]:
+def bootstrap(
+    runs: Sequence[Sequence[float]], generator: np.random.Generator, draws: int = _DRAWS
+) -> tuple[np.ndarray, np.ndarray]:
     """Draws of the pass rates of an arm, (draws, tiers), and its means, (tiers).
 
     Seeds are drawn with replacement and, within each, its problems: a count of passes is then binomial.
     """
     rates = np.array(runs)
-    generator = np.random.default_rng(0)
     seeds = generator.integers(len(rates), size=(draws, len(rates)))
     return generator.binomial(TESTED, rates[seeds]).mean(axis=1) / TESTED, rates.mean(axis=0)
 
@@ -168,6 +175,7 @@ def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> Benchmark
     result = BenchmarkResult(environment=describe_environment(), name="less")
     means: dict[tuple[str, str], float] = {}
     draws: dict[tuple[str, str], np.ndarray] = {}
+    generator = np.random.default_rng(0)
     complete = all((arm, seed) in found for arm in _names() for seed in seeds)
     for table in ("fixed steps", "fixed epochs"):
         for arm in _names():
@@ -176,7 +184,7 @@ def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> Benchmark
             if not runs:
                 continue
             steps = STEPS if table == "fixed steps" else round(EPOCHS * size / prompts_per_step)
-            drawn, rates = bootstrap([pass_rates(data, steps) for data in runs])
+            drawn, rates = bootstrap([pass_rates(data, steps) for data in runs], generator)
             start = np.array([pass_rates(data, 0) for data in runs]).mean(axis=0)
             over_tiers = drawn.mean(axis=1)
             means[table, arm], draws[table, arm] = float(rates.mean()), over_tiers

@@ -226,14 +226,11 @@ def judge(
     if best.keys() >= {"adamw", "muon"}:
         adamw, muon = (trials[name, best[name]] for name in ("adamw", "muon"))
         level = last_loss(adamw)
-        result.target("Muon's steps to AdamW's last loss, over AdamW's", _share(muon, level), "<=", 0.75)
+        share = steps_to(muon["losses"], level) / steps_to(adamw["losses"], level)
+        result.target("Muon's steps to AdamW's last loss, over AdamW's", share, "<=", 0.75)
     else:
         result.incomplete("Muon's steps to AdamW's last loss, over AdamW's")
     return result
-
-
-def _share(trial: Mapping[str, Any], level: float) -> float:
-    return steps_to(trial["losses"], level) / len(trial["losses"])
 
 
 def plot(trials: Mapping[tuple[str, float], Mapping[str, Any]], best: Mapping[str, float], found: Runs) -> bytes:

@@ -58,11 +58,11 @@ def test_a_run_that_falls_has_collapsed() -> None:
 
 
 def test_intervals_are_those_of_problems_and_seeds() -> None:
-    drawn, rates = less.bootstrap([[0.5, 0.5, 0.5]] * 3)
+    drawn, rates = less.bootstrap([[0.5, 0.5, 0.5]] * 3, np.random.default_rng(0))
     assert rates.tolist() == [0.5] * 3
     # three runs of 200 problems: 0.5 / sqrt(600)
     assert np.std(drawn[:, 0]) == pytest.approx(0.0204, rel=0.1)
-    spread, _ = less.bootstrap([[0.2] * 3, [0.8] * 3])
+    spread, _ = less.bootstrap([[0.2] * 3, [0.8] * 3], np.random.default_rng(0))
     assert np.std(spread[:, 0]) > 0.2, "seeds that differ widen it"
 
 
