@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_tlt.actor.whole_tensors import TensorPart, WholeTensorOptimizer
 from megatron_tlt.errors import RunError
-from megatron_tlt.optim.flat_state import Leaf, flatten, unflatten
+from megatron_tlt.optim.flat_state import Leaf, flatten, is_plain, unflatten
 from megatron_tlt.optim.whole_tensor import further_state
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
@@ -18,6 +18,7 @@ from megatron_tlt.platform.device import current_device
 DESCRIPTION = "whole_tensors"
 """Name of the description in a checkpoint's common state."""
 
+_GROUPS = ("several dimensions", "vectors")
 _PREFIX, _MASTER, _FURTHER = "optimizer.whole", "param", "further"
 _Described = dict[str, Any]
 """A leaf by path: ``{"value": v}``, or ``{"dtype": .., "shape": ..}`` of a tensor, which is stored by itself."""
@@ -42,12 +43,14 @@ def _stored(key: str, leaf: torch.Tensor) -> ShardedTensor:
 
 
 def _options(part: TensorPart) -> dict[str, Any]:
-    """What a class keeps in its parameter groups: plain values, such as a step count, alike in all groups."""
+    """What a class keeps in its parameter groups, by number of the group: plain values, such as a step count."""
     if part.optimizer is None:
         return {}
     left_out = {"params", *part.groups[0]}
-    group = part.optimizer.param_groups[0]
-    return {k: v for k, v in group.items() if k not in left_out and (v is None or isinstance(v, int | float | str))}
+    return {
+        _GROUPS[number]: {key: value for key, value in group.items() if key not in left_out and is_plain(value)}
+        for number, group in zip(part.owned_groups, part.optimizer.param_groups, strict=True)
+    }
 
 
 def _own_leaves(part: TensorPart) -> Iterator[tuple[str, dict[str, Leaf]]]:
@@ -76,10 +79,8 @@ def state_to_save(optimizer: WholeTensorOptimizer) -> dict[str, Any]:
         {
             "class": part.choice.path,
             "tensors": {name: found for ranks in everyone for name, found in ranks[number]["tensors"].items()},
-            **{
-                kind: next((r[number][kind] for r in everyone if r[number][kind]), {})
-                for kind in ("options", "further")
-            },
+            "options": {group: found for ranks in everyone for group, found in ranks[number]["options"].items()},
+            "further": next((ranks[number]["further"] for ranks in everyone if ranks[number]["further"]), {}),
         }
         for number, part in enumerate(optimizer.parts)
     ]
@@ -146,8 +147,8 @@ def restore(
         if found["further"]:
             further = unflatten(_filled(f"{_PREFIX}.{_FURTHER}{number}", found["further"], loaded))
             inner.load_state_dict({**inner.state_dict(), "state": {}, **further})
-        for group in inner.param_groups:
-            group.update(found["options"])
+        for owned, group in zip(part.owned_groups, inner.param_groups, strict=True):
+            group.update(found["options"][_GROUPS[owned]])
         for name, master in part.masters.items():
             leaves = _filled(f"{_PREFIX}.{name}", found["tensors"][name], loaded)
             values = leaves.pop(_MASTER)

@@ -134,7 +134,8 @@ class TensorPart:
         """Begins with these tensors, float32, and without state."""
         self.masters = masters
         several = [[m for m in masters.values() if m.dim() > 1], [m for m in masters.values() if m.dim() <= 1]]
-        self._filled = [group for group, tensors in zip(self.groups, several, strict=True) if tensors]
+        self.owned_groups = [number for number, tensors in enumerate(several) if tensors]
+        """Which of ``groups`` have tensors here, in the order of the class's own groups."""
         if not masters:
             return
         groups = [{"params": tensors} for tensors in several if tensors]
@@ -144,7 +145,8 @@ class TensorPart:
         """Steps the owned tensors, whose gradients are set."""
         if self.optimizer is None:
             return
-        for group, scheduled in zip(self.optimizer.param_groups, self._filled, strict=True):
+        for group, number in zip(self.optimizer.param_groups, self.owned_groups, strict=True):
+            scheduled = self.groups[number]
             group["lr"], group["weight_decay"] = scheduled["lr"], scheduled["weight_decay"]
         memory = {name: master.data for name, master in self.masters.items()}
         step_with(self.optimizer, loss if self.choice.traits.needs_loss else None)

@@ -12,6 +12,11 @@ Leaf = torch.Tensor | float | int | bool | str | None
 _EMPTY: dict[str, Any] = {"[]": list, "()": tuple, "{}": dict}
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is None, a number or a text."""
+    return value is None or isinstance(value, float | int | str)
+
+
 def flatten(state: Mapping[str, Any]) -> dict[str, Leaf]:
     """The leaves of nested dictionaries, lists and tuples, by path: ``Q/[0]`` is the first entry of the list ``Q``.
 
@@ -19,6 +24,8 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Leaf]:
         TypeError: an entry is neither of these nor a tensor, a number, a text or None, or a key is not a text without
             a slash; names it.
     """
+    if slashed := next((name for name in state if "/" in name), None):
+        raise TypeError(f"{slashed!r}, whose name has a slash")
     return {path: leaf for name, value in state.items() for path, leaf in _leaves(name, value)}
 
 
@@ -26,7 +33,7 @@ def _leaves(path: Any, value: Any) -> Iterator[tuple[str, Leaf]]:
     name = path if isinstance(path, str) else repr(path)
     if name != path:
         raise TypeError(f"key {name}, which is not a text")
-    if value is None or isinstance(value, torch.Tensor | float | int | str):
+    if isinstance(value, torch.Tensor) or is_plain(value):
         yield name, value
         return
     for empty, kind in _EMPTY.items():

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from megatron_tlt.optim.flat_state import flatten
+from megatron_tlt.optim.flat_state import flatten, is_plain
 
 Build = Callable[[list[torch.nn.Parameter]], Optimizer]
 
@@ -73,6 +73,8 @@ class _Trained:
     states: list[dict[str, Any]]
     further: dict[str, Any]
     """What the class saves beside the state of parameters: it concerns all of them."""
+    moved: str | None
+    """An entry of its parameter groups that steps change and that is not plain."""
 
 
 def further_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -89,12 +91,22 @@ def _train(build: Build, tensors: Sequence[_Tensor], device: torch.device, with_
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(tensor.start.clone().to(device)) for tensor in tensors]
     optimizer = build(parameters)
+    before = _unplain(optimizer)
     for step in range(_STEPS):
         for parameter, tensor in zip(parameters, tensors, strict=True):
             parameter.grad = tensor.gradients[step].clone().to(device)
         step_with(optimizer, torch.tensor(1.0 / (1 + step), device=device) if with_loss else None)
     states = [dict(optimizer.state[parameter]) for parameter in parameters]
-    return _Trained([parameter.detach().cpu() for parameter in parameters], states, further_state(optimizer))
+    after = _unplain(optimizer)
+    moved = next((name for name, value in after.items() if value != before.get(name)), None)
+    ends = [parameter.detach().cpu() for parameter in parameters]
+    return _Trained(ends, states, further_state(optimizer), moved)
+
+
+def _unplain(optimizer: Optimizer) -> dict[str, str]:
+    """Entries of the first parameter group that are neither parameters nor plain, as texts."""
+    group = optimizer.param_groups[0]
+    return {name: repr(value) for name, value in group.items() if name != "params" and not is_plain(value)}
 
 
 def probe_tensors(build: Build, cls: type[Optimizer], device: torch.device | None = None) -> TensorTraits:
@@ -134,6 +146,8 @@ def probe_tensors(build: Build, cls: type[Optimizer], device: torch.device | Non
                 flatten(state)
         except TypeError as error:
             raise CannotStep(f"it keeps {error}, which no checkpoint can hold") from error
+        if together.moved is not None:
+            raise CannotStep(f"its steps change {together.moved!r} of its parameter groups, which no checkpoint holds")
         apart = [_train(build, [tensor], device, with_loss).parameters[0] for tensor in tensors]
     coupled = bool(together.further) or not all(
         torch.allclose(one, other, rtol=0.0, atol=1e-3 * float((one - tensor.start).abs().max()) + 1e-6)

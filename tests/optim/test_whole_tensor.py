@@ -80,6 +80,7 @@ def test_an_element_wise_class_may_own_whole_tensors() -> None:
     [
         ("torch.optim.LBFGS", "auto", "its step needs a closure that recomputes the loss"),
         (f"{HERE}.KeepsObject", "auto", "it keeps 'rows' (set), which no checkpoint can hold"),
+        ("pytorch_optimizer.Prodigy", "coupled", "its steps change 'd_numerator' of its parameter groups"),
         (f"{HERE}.NoHub", "auto", "refuses {}: cannot reach the hub for some/where"),
         ("tests.helpers.coupled_optimizer.CoupledRnn", "tensor", "a step of .* on one tensor depends on the others"),
         ("tests.helpers.coupled_optimizer.CoupledRnn", "element", "its step needs the loss of the batch"),
@@ -109,7 +110,7 @@ def test_a_state_comes_back_from_its_leaves(state: dict[str, Any]) -> None:
     assert unflatten(flatten(state)) == state
 
 
-@pytest.mark.parametrize("state", [{"a": {1: 2}}, {"a": {"b/c": 2}}, {"a": object()}, {"a": [b"x"]}])
+@pytest.mark.parametrize("state", [{"a": {1: 2}}, {"a": {"b/c": 2}}, {"a": object()}, {"a": [b"x"]}, {"a/b": 1}])
 def test_what_cannot_be_stored_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         flatten(state)
