@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor import whole_tensor_state
 from megatron_tlt.actor.megatron_optimizer_state import optimizer_shards
-from megatron_tlt.actor.megatron_reader import load_sharded
+from megatron_tlt.actor.megatron_reader import load_common, load_sharded
 from megatron_tlt.actor.megatron_writer import BackgroundWrite, cause_of, first_line
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.actor.whole_tensors import WholeTensorOptimizer
@@ -84,14 +84,18 @@ def _state_to_save(policy: Policy) -> dict[str, Any]:
 def _state_to_load(policy: Policy, folder: Path) -> dict[str, Any]:
     model = _model_state(policy)
     state = dict(model)
-    described = dist_checkpointing.load_common_state_dict(str(folder)).get(whole_tensor_state.DESCRIPTION)
+    described = load_common(folder).get(whole_tensor_state.DESCRIPTION)
     if (described is not None) != _of_whole_tensors(policy):
         kinds = ["slices of parameters", "whole tensors"]
         saved, own = kinds if described is None else kinds[::-1]
-        raise RunError(f"its optimizer is one of {saved}, and the config's one of {own} (actor.optimizer_sharding)")
+        raise RunError(
+            f"{folder}: its optimizer is one of {saved}, and actor.optimizer, actor.optimizer_sharding and "
+            f"actor.optimizer_split give one of {own}; allowed: the settings that it was saved with, or a new run with "
+            "model.path"
+        )
     if described is not None:
         # without tensors of its own a rank has nothing to ask for
-        wanted = whole_tensor_state.state_to_load(policy.optimizer, described)
+        wanted = whole_tensor_state.state_to_load(policy.optimizer, described, folder)
         return {**state, **({"optimizer_shards": wanted} if wanted else {})}
     for i, wrapper in enumerate(_optimizers(policy)):
         for buffer in wrapper.buffers:

@@ -86,7 +86,7 @@ class LinearAdapter(torch.nn.Module):
         self._sequence_parallel = bool(linear.sequence_parallel) and not alone
         self.factors: list[Factor] = []
         self._downs, self._ups = torch.nn.ParameterList(), torch.nn.ParameterList()
-        rows = []  # where each output of the adapters goes
+        rows: list[int] = []  # where each output of the adapters goes
         like = linear.weight
         for name in adapted:
             own = [piece for piece in pieces if piece.name == name]
@@ -108,10 +108,9 @@ class LinearAdapter(torch.nn.Module):
                 _mark(parameter, like, dim if is_cut else None, self._sequence_parallel and not is_cut)
                 kept.append(parameter)
                 self.factors.append(Factor(base + kind, parameter, dim, start, is_cut, linear.is_expert))
-            rows += [torch.arange(piece.offset, piece.offset + piece.length) for piece in own]
-        place = torch.cat(rows).to(like.device)
-        in_order = not self._by_columns or torch.equal(place, torch.arange(like.shape[0], device=like.device))
-        self.register_buffer("_rows", None if in_order else place, persistent=False)
+            rows += [row for piece in own for row in range(piece.offset, piece.offset + piece.length)]
+        in_order = not self._by_columns or rows == list(range(like.shape[0]))
+        self.register_buffer("_rows", None if in_order else torch.tensor(rows, device=like.device), persistent=False)
         linear.register_forward_hook(self._add)
 
     def _add(self, linear: torch.nn.Module, given: tuple[Any, ...], result: tuple[torch.Tensor, Any]) -> Any:

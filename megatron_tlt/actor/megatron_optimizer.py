@@ -21,14 +21,11 @@ from megatron_tlt.config.optimizer import LrScheduleConfig, split_tensors
 from megatron_tlt.config.optimizer_checks import refused_with_whole_tensors
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.optim.choice import OptimizerChoice, OptimizerKeys, TensorOptimizerChoice, choose_optimizer
+from megatron_tlt.optim.choice import SPLIT_KEYS, OptimizerChoice, TensorOptimizerChoice, choose_actor_optimizers
 from megatron_tlt.optim.element_wise import Number, plain_number
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device, world_size
 
-SPLIT_KEYS = OptimizerKeys(
-    "actor.optimizer_split.optimizer", "actor.optimizer_split.optimizer_arguments", "actor.optimizer_split.weight_decay"
-)
 _DEFAULTS = {"optimizer": "adam", "lr": 1e-6, "clip_grad": 1.0, "weight_decay": 0.0}
 
 
@@ -51,7 +48,7 @@ def chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
         ConfigError: a class does not exist, does not take the arguments, or cannot step what ranks own; or another key
             has no effect on it.
     """
-    found = _chosen_optimizers(actor)
+    found = ChosenOptimizers(*choose_actor_optimizers(actor, current_device().torch_device))
     if isinstance(found.main, TensorOptimizerChoice) and (refused := list(refused_with_whole_tensors(actor))):
         raise ConfigError("\n".join(refused))
     chosen = [one for one in (found.main, found.others) if isinstance(one, TensorOptimizerChoice)]
@@ -61,27 +58,6 @@ def chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
             "takes no loss; allowed: policy"
         )
     return found
-
-
-def _chosen_optimizers(actor: ActorConfig) -> ChosenOptimizers:
-    given = {**_DEFAULTS, **actor.optimizer}
-    path, arguments, sharding = given["optimizer"], actor.optimizer_arguments, actor.optimizer_sharding
-    if path == "adam":
-        return ChosenOptimizers(None)
-    if path == "sgd":
-        path = "torch.optim.SGD"
-        arguments = {"momentum": given.get("sgd_momentum", OptimizerConfig.sgd_momentum)}
-    split, device = actor.optimizer_split, current_device().torch_device
-    decay = float(given["weight_decay"])
-    if split is None:
-        return ChosenOptimizers(choose_optimizer(path, arguments, decay, device, sharding))
-    # a split is one of whole tensors
-    main = choose_optimizer(path, arguments, decay, device, "whole" if sharding == "auto" else sharding)
-    others = choose_optimizer(
-        split.optimizer, split.optimizer_arguments, split.weight_decay, device, "tensor", SPLIT_KEYS
-    )
-    assert isinstance(others, TensorOptimizerChoice)
-    return ChosenOptimizers(main, others)
 
 
 def build_optimizer(
@@ -98,7 +74,7 @@ def build_optimizer(
         ConfigError: tensors are left that the class does not take.
     """
     given = {**_DEFAULTS, **actor.optimizer, "optimizer": "adam"}
-    given.setdefault("min_lr", float(given["lr"]) * lr_schedule.min_lr_fraction)
+    given["min_lr"] = float(given["lr"]) * lr_schedule.min_lr_fraction
     lr, decay = float(given["lr"]), float(given["weight_decay"])
     if isinstance(chosen.main, TensorOptimizerChoice):
         optimizer: Any = _whole_tensors(model, actor, chosen, given, lr_schedule.min_lr_fraction)
@@ -106,7 +82,8 @@ def build_optimizer(
         optimizer = _sharded(model, chosen.main, given)
         model.config.grad_scale_func = optimizer.scale_loss
     warmup = actor.lr_warmup_steps
-    steps = max(total_steps, warmup + 1)
+    steps = max(lr_schedule.end(total_steps), warmup + 1)
+    falling = lr_schedule.end(total_steps) - total_steps + lr_schedule.decay_steps(total_steps)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if warmup else lr,
@@ -119,7 +96,7 @@ def build_optimizer(
         end_wd=decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        wsd_decay_steps=min(lr_schedule.decay_steps(total_steps), steps - warmup),
+        wsd_decay_steps=min(falling, steps - warmup),
         lr_wsd_decay_style="linear",
     )
     # The constructor sets the rate of step 0; the next step's rate is one step ahead.

@@ -6,8 +6,10 @@ non-tensor entries (Transformer Engine's extra state) without restrictions. This
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,22 @@ def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         RunError: metadata or ``common.pt`` is unreadable, or contains more than plain data.
     """
+    with _plain_data(folder):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    return loaded
+
+
+def load_common(folder: Path) -> dict[str, Any]:
+    """What an untrusted folder keeps once for all ranks; raises as :func:`load_sharded`."""
+    with _plain_data(folder):
+        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+    return common
+
+
+@contextlib.contextmanager
+def _plain_data(folder: Path) -> Iterator[None]:
     read_metadata(folder)
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+        yield
     except pickle.UnpicklingError as error:
         raise RunError(f"{folder / COMMON_STATE_FNAME}: contains code or is damaged; allowed: plain data") from error
-    return loaded

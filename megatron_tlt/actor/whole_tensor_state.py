@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_tlt.platform.device import current_device
 DESCRIPTION = "whole_tensors"
 """Name of the description in a checkpoint's common state."""
 
+_ALLOWED = "allowed: the settings that it was saved with, or a new run with model.path"
 _GROUPS = ("several dimensions", "vectors")
 _PREFIX, _MASTER, _FURTHER = "optimizer.whole", "param", "further"
 _Described = dict[str, Any]
@@ -33,7 +35,9 @@ def _described(leaves: dict[str, Leaf]) -> _Described:
 def _of_tensor(leaf: torch.Tensor) -> dict[str, Any]:
     # products of matrices round otherwise if one of them lies otherwise in memory
     strides = {} if leaf.is_contiguous() else {"strides": list(leaf.stride())}
-    return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **strides}
+    # torch's own classes keep step counts on the host
+    device = {} if leaf.device.type == current_device().torch_device.type else {"device": leaf.device.type}
+    return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **strides, **device}
 
 
 def _stored(key: str, leaf: torch.Tensor) -> ShardedTensor:
@@ -56,7 +60,7 @@ def _options(part: TensorPart) -> dict[str, Any]:
 def _own_leaves(part: TensorPart) -> Iterator[tuple[str, dict[str, Leaf]]]:
     """Of each owned tensor: its name, and its float32 weights and its state."""
     for name, master in part.masters.items():
-        yield name, {_MASTER: master.data, **{f"state/{k}": v for k, v in flatten(part.state_of(name)).items()}}
+        yield name, {_MASTER: master.data, **{f"state/{k}": v for k, v in part.leaves_of(name).items()}}
 
 
 def state_to_save(optimizer: WholeTensorOptimizer) -> dict[str, Any]:
@@ -95,20 +99,28 @@ def _tensors(key: str, leaves: dict[str, Leaf]) -> Iterator[tuple[str, torch.Ten
             yield f"{key}.{path}", leaf
 
 
-def state_to_load(optimizer: WholeTensorOptimizer, description: list[dict[str, Any]]) -> dict[str, ShardedTensor]:
-    """Where this rank's tensors lie in a checkpoint, with memory for them, by key.
+def state_to_load(
+    optimizer: WholeTensorOptimizer, description: list[dict[str, Any]], folder: Path
+) -> dict[str, ShardedTensor]:
+    """Where this rank's tensors lie in the checkpoint in ``folder``, with memory for them, by key.
 
     Raises:
         RunError: the checkpoint is of other classes or other tensors.
     """
     saved, own = [part["class"] for part in description], [part.choice.path for part in optimizer.parts]
     if saved != own:
-        raise RunError(f"the checkpoint's optimizer is {' and '.join(saved)}; the config's is {' and '.join(own)}")
+        raise RunError(
+            f"{folder}: its optimizer is {' and '.join(saved)}; actor.optimizer and actor.optimizer_split give "
+            f"{' and '.join(own)}; {_ALLOWED}"
+        )
     wanted: dict[str, ShardedTensor] = {}
     for number, (part, found) in enumerate(zip(optimizer.parts, description, strict=True)):
         if found["tensors"].keys() != part.shapes.keys():
             odd = sorted(found["tensors"].keys() ^ part.shapes.keys())[0]
-            raise RunError(f"the checkpoint and the config differ in whether {part.choice.path} steps {odd}")
+            raise RunError(
+                f"{folder}: it and actor.optimizer_split (or actor.lora) differ in whether {part.choice.path} steps "
+                f"{odd}; {_ALLOWED}"
+            )
         places = [(f"{_PREFIX}.{name}", found["tensors"][name]) for name in part.masters]
         if part.masters:
             places.append((f"{_PREFIX}.{_FURTHER}{number}", found["further"]))
@@ -123,7 +135,7 @@ def _allocated(described: _Described) -> dict[str, Leaf]:
 
 
 def _empty(leaf: dict[str, Any]) -> torch.Tensor:
-    kind = {"dtype": getattr(torch, leaf["dtype"]), "device": current_device().torch_device}
+    kind = {"dtype": getattr(torch, leaf["dtype"]), "device": leaf.get("device", current_device().torch_device)}
     if "strides" in leaf:
         return torch.empty_strided(leaf["shape"], leaf["strides"], **kind)
     return torch.empty(leaf["shape"], **kind)

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from megatron_tlt.actor.megatron_model import MegatronModel
 from megatron_tlt.actor.megatron_weights import ADAPTERS, shards
 from megatron_tlt.config.lora import LoraConfig
+from megatron_tlt.errors import RunError
 from megatron_tlt.models.lora_weights import adapter_cut_dims, adapter_shapes
 from megatron_tlt.optim.choice import TensorOptimizerChoice
-from megatron_tlt.optim.flat_state import flatten
+from megatron_tlt.optim.flat_state import Leaf, flatten
 from megatron_tlt.optim.owners import assign_owners
 from megatron_tlt.optim.whole_tensor import step_with
 from megatron_tlt.platform.device import current_device, rank, world_size
@@ -29,6 +30,7 @@ from megatron_tlt.reshard.spans import Span
 
 STAGING_BYTES = 256 << 20
 """Limit of a rank's buffers while gradients or weights travel."""
+_NORM_NUMEL = 1 << 22
 
 
 class _Slice(NamedTuple):
@@ -158,11 +160,22 @@ class TensorPart:
         """Everything that it keeps of the owned tensors."""
         for name, master in self.masters.items():
             yield master.data
-            yield from (leaf for leaf in flatten(self.state_of(name)).values() if isinstance(leaf, torch.Tensor))
+            yield from (leaf for leaf in self.leaves_of(name).values() if isinstance(leaf, torch.Tensor))
 
-    def state_of(self, name: str) -> dict[str, Any]:
-        """The state of an owned tensor; empty before the first step."""
-        return {} if self.optimizer is None else dict(self.optimizer.state.get(self.masters[name], {}))
+    def leaves_of(self, name: str) -> dict[str, Leaf]:
+        """The leaves of an owned tensor's state; none before the first step.
+
+        Raises:
+            RunError: the class has begun to keep what no checkpoint can hold.
+        """
+        state = {} if self.optimizer is None else dict(self.optimizer.state.get(self.masters[name], {}))
+        try:
+            return flatten(state)
+        except TypeError as error:
+            raise RunError(
+                f"{self.choice.path}: for {name} it keeps {error}; allowed: tensors, numbers, texts and None, in "
+                "lists, tuples and dictionaries"
+            ) from error
 
 
 class WholeTensorOptimizer:
@@ -261,7 +274,8 @@ class WholeTensorOptimizer:
         squares = torch.zeros(len(self.shapes), dtype=torch.float64, device=current_device().torch_device)
         for at, name in enumerate(self.shapes):
             if name in self.gradients:
-                squares[at] = self.gradients[name].double().square().sum()
+                for piece in self.gradients[name].flatten().split(_NORM_NUMEL):  # float64 copies, one at a time
+                    squares[at] += piece.double().square().sum()
         dist.all_reduce(squares)
         return math.sqrt(math.fsum(squares.tolist()))
 

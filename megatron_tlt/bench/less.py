@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs
+from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs, kept_result
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
@@ -82,11 +82,10 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
 
 
 def _calibrate(arguments: argparse.Namespace, file: Path, split: str, seed: int, problems: int) -> None:
-    if file.is_file():
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
     sizes = ["--problems", str(problems), "--samples", "8", "--split", split]
     own = [*arguments.set, f"run.seed={seed}", f"run.dir={file.with_suffix('')}"]
+    if kept_result(file, [str(arguments.config), *sizes, *own]):
+        return
     command = [sys.executable, "-m", "megatron_tlt", "calibrate", str(arguments.config), "--out", str(file)]
     if subprocess.run([*command, *sizes, *own], check=False).returncode:
         raise RunError(f"a calibration failed; to see its output, run: {' '.join([*command[1:], *sizes, *own])}")
@@ -211,6 +210,14 @@ def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> Benchmark
             result.incomplete(name)
             continue
         easy = [means[table, f"easy-{size}"] for size in SIZES]
+        worth = [
+            worth_in_easy(of_sizes, mixed)
+            for *of_sizes, mixed in zip(
+                *(draws[table, arm] for arm in (*_names()[: len(SIZES)], "mixed-100")), strict=True
+            )
+        ]
+        low, high = np.quantile(worth, (0.025, 0.975), method="nearest")  # some are infinite
+        result.rows.append({"table": table, "problems": "easy ones that mixed-100 is worth", "low": low, "high": high})
         result.target(name, worth_in_easy(easy, means[table, "mixed-100"]) / 100, ">=", 5.0)
         gain = draws[table, "mixed-100"] - draws[table, "easy-100"]
         result.target(

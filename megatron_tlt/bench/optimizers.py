@@ -23,7 +23,7 @@ import numpy as np
 from megatron_tlt.bench.algorithms import interval
 from megatron_tlt.bench.learning import late_reward
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs
+from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs, kept_result
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -35,6 +35,8 @@ from megatron_tlt.platform.files import atomic_write_bytes
 LEARNED = "megatron_tlt.bench.learned_optimizer.FactoredMlp"
 WINDOW = 20
 """Steps at the end of a warm-up whose mean loss is compared."""
+_DECAY = 0.01
+"""Weight decay of every warm-up."""
 _TIMEOUT_S = 1800.0
 
 
@@ -47,13 +49,17 @@ class Candidate:
     arguments: dict[str, Any] = field(default_factory=dict)
     splits: bool = False
 
-    def overrides(self, lr: float, others: float) -> list[str]:
-        """Of the actor's section; ``others``: the rate of what a split leaves."""
-        found = [f"actor.optimizer.optimizer={self.path}", f"actor.optimizer.lr={lr!r}"]
+    def overrides(self, lr: float, others: float, decay: float) -> list[str]:
+        """Of the actor's section; ``others``: the rate of what a split leaves; ``decay``: of all matrices."""
+        found = [
+            f"actor.optimizer.optimizer={self.path}",
+            f"actor.optimizer.lr={lr!r}",
+            f"actor.optimizer.weight_decay={decay!r}",
+        ]
         if self.arguments:
             found.append(f"actor.optimizer_arguments={json.dumps(self.arguments)}")
         if self.splits:
-            found.append(f"actor.optimizer_split={json.dumps({'lr': others, 'weight_decay': 0.01})}")
+            found.append(f"actor.optimizer_split={json.dumps({'lr': others, 'weight_decay': decay})}")
         return found
 
 
@@ -96,11 +102,11 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     for name, candidate in candidates.items():
         for factor in FACTORS:
             out = arguments.folder / "warm-up" / f"{name.replace(', ', '-')}-{factor:g}.json"
-            if not out.is_file():
+            overrides = _warm_up_overrides(arguments, candidate, candidate.middle * factor, own)
+            if not kept_result(out, [str(arguments.config), *overrides]):
                 if time.monotonic() - began > 60 * arguments.minutes:
                     continue
-                out.parent.mkdir(parents=True, exist_ok=True)
-                _warm_up(arguments, candidate, candidate.middle * factor, own, out)
+                _warm_up(arguments, f"{candidate.path}, factor {factor:g}", overrides, out)
             trials[name, factor] = json.loads(out.read_text(encoding="utf-8"))
     found: Runs = {}
     best = best_factors(trials, candidates)
@@ -111,19 +117,23 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     return judge(trials, best, found, candidates, arguments.seeds)
 
 
-def _warm_up(arguments: argparse.Namespace, candidate: Candidate, lr: float, others: float, out: Path) -> None:
+def _warm_up_overrides(arguments: argparse.Namespace, candidate: Candidate, lr: float, others: float) -> list[str]:
     overrides = [
         *arguments.set,
-        *candidate.overrides(lr, others),
+        *candidate.overrides(lr, others, _DECAY),
         f"model.recipe.supervised.num_steps={arguments.steps}",
-        f"model.recipe.supervised.optimizer={json.dumps({'lr': lr, 'weight_decay': 0.01})}",
+        f"model.recipe.supervised.optimizer={json.dumps({'lr': lr, 'weight_decay': _DECAY})}",
         "observe.progress=false",
     ]
     if candidate.path == "adam":
         overrides.append("actor.optimizer.adam_beta2=0.98")  # the quickstart's own, found for it
-    given = [str(arguments.config), json.dumps(overrides), str(arguments.folder / "start"), str(out)]
+    return overrides
+
+
+def _warm_up(arguments: argparse.Namespace, what: str, overrides: Sequence[str], out: Path) -> None:
+    given = [str(arguments.config), json.dumps(list(overrides)), str(arguments.folder / "start"), str(out)]
     processes = load_config(arguments.config, arguments.set).launcher.world_size
-    run_worker(f"warm-up by {candidate.path} at {lr:g}", "warm_up", given, processes, _TIMEOUT_S)
+    run_worker(f"warm-up by {what}", "warm_up", given, processes, _TIMEOUT_S)
 
 
 def last_loss(trial: Mapping[str, Any]) -> float:
@@ -154,12 +164,12 @@ def _reinforcement(
     model = recipe_folder(config)
     if not (model / RECIPE_FILE).is_file():
         _build(arguments)
-    ratio = float(config.actor.optimizer["lr"]) / own
+    ratio, decay = float(config.actor.optimizer["lr"]) / own, float(config.actor.optimizer.get("weight_decay", 0.0))
     arms = {}
     for name, candidate in candidates.items():
         rate = candidate.middle * best[name] * ratio
         common = ["model.recipe=null", f"model.path={model}"]
-        arms[name.replace(", ", "-")] = [*common, *candidate.overrides(rate, own * ratio)]
+        arms[name.replace(", ", "-")] = [*common, *candidate.overrides(rate, own * ratio, decay)]
     left = arguments.minutes - (time.monotonic() - began) / 60
     return finished_runs(argparse.Namespace(**{**vars(arguments), "minutes": left}), arms)
 

@@ -17,7 +17,7 @@ from megatron_tlt.config.loader import compare_resolved, load_config
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.report_data import CONFIG_FILE, RunData, load_run
 from megatron_tlt.observe.summary import SUMMARY_FILE
-from megatron_tlt.platform.files import atomic_write_bytes
+from megatron_tlt.platform.files import atomic_write_bytes, atomic_write_text
 
 Runs = Mapping[tuple[str, int], RunData]
 """The finished runs by arm and seed."""
@@ -62,6 +62,24 @@ def finished_runs(arguments: argparse.Namespace, arms: Mapping[str, Sequence[str
                 _train(arguments.config, chosen)
             found[arm, seed] = load_run(folder)
     return found
+
+
+def kept_result(out: Path, inputs: Sequence[str]) -> bool:
+    """Whether ``out`` is there, made from these inputs, which are written beside it before it is made.
+
+    Raises:
+        ConfigError: it is there, made from others.
+    """
+    beside = out.with_suffix(".inputs.json")
+    try:
+        made_from = json.loads(beside.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        made_from = None
+    if out.is_file() and made_from != list(inputs):
+        raise ConfigError(f"{out}: made with other settings; allowed: the same, or another --folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(beside, json.dumps(list(inputs)))
+    return out.is_file()
 
 
 def is_finished(folder: Path, steps: int) -> bool:

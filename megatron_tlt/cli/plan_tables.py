@@ -42,6 +42,11 @@ def print_step(summary: dict[str, Any]) -> None:
     )
     for table in (_memory(summary), _fullest(summary), _times(summary)):
         console.print(table)
+    if summary["optimizer_unknown"]:
+        console.print(
+            f"the optimizer is taken to keep two moments, as it could not be run here: {summary['optimizer_unknown']}",
+            highlight=False,
+        )
     memory = summary["memory"]
     verdict = "fits" if memory["fits"] else "does not fit"
     console.print(

@@ -28,11 +28,12 @@ class LrScheduleConfig(Section):
     """The learning rate over the updates of a run, after ``actor.lr_warmup_steps`` of linear rise.
 
     ``linear`` and ``cosine`` fall to ``min_lr_fraction`` of the highest rate in ``trainer.steps``. ``wsd`` is constant
-    and falls linearly in the last ``decay_fraction`` of them.
+    and falls linearly in the last ``decay_fraction`` of them. The last update has the lowest rate; where that is 0, a
+    rate above it, so that it changes something.
     """
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    min_lr_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    min_lr_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     decay_fraction: Fraction = 0.2
 
     @model_validator(mode="after")
@@ -43,6 +44,10 @@ class LrScheduleConfig(Section):
         if self.kind != "wsd" and self.decay_fraction != default["decay_fraction"].default:
             raise ValueError(f"decay_fraction: found kind {self.kind}; allowed: with wsd")
         return self
+
+    def end(self, total: int) -> int:
+        """The update, counted from 1, that has the lowest rate, in a run of ``total``: the last, or one after it."""
+        return total if self.min_lr_fraction else total + 1
 
     def decay_steps(self, total: int) -> int:
         """Updates of a run of ``total`` in which a ``wsd`` rate falls; at least one."""

@@ -10,6 +10,26 @@ from megatron_tlt.config.import_path import is_import_path
 from megatron_tlt.config.schema import ActorConfig, TltConfig
 
 _MEGATRON_OPTIMIZERS = ("adam", "sgd")
+_OF_WHOLE_TENSORS = {
+    "optimizer": ("optimizer", "lr", "weight_decay", "clip_grad", "bf16", "params_dtype"),
+    "ddp": (
+        "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
+        "bucket_size",
+        "average_in_collective",
+        "check_for_nan_in_grad",
+        "check_for_large_grads",
+        "pad_buckets_for_high_nccl_busbw",
+    ),
+}
+"""Options of Megatron that have their effect where whole tensors are stepped."""
+_OF_ONE = ("adam_", "sgd_")
+"""A warm-up that inherits the actor's optimizer may have those of another one; :func:`_unused_by` refuses the rest."""
+_WITHOUT_EFFECT = ("muon_", "log_num_zeros_in_grad")
+_LOWEST = {
+    "actor.optimizer": "actor.lr_schedule.min_lr_fraction",
+    "model.recipe.supervised.optimizer": "model.recipe.supervised.min_lr_fraction",
+}
 
 
 def optimizer_violations(config: TltConfig) -> Iterator[str]:
@@ -17,6 +37,16 @@ def optimizer_violations(config: TltConfig) -> Iterator[str]:
     yield from _optimizer(config)
     yield from _whole_tensors(config)
     yield from _adam_only(config)
+    yield from _schedule(config)
+
+
+def _schedule(config: TltConfig) -> Iterator[str]:
+    warm_up, updates = config.actor.lr_warmup_steps, config.trainer.updates
+    if config.actor.lr_schedule.kind != "constant" and warm_up >= updates:
+        yield (
+            f"actor.lr_warmup_steps: found {warm_up}; a {config.actor.lr_schedule.kind} rate falls in the rest of the "
+            f"{updates} updates (trainer.steps x trainer.mini_batches); allowed: fewer"
+        )
 
 
 def _optimizer(config: TltConfig) -> Iterator[str]:
@@ -36,6 +66,7 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
         elif key in ("lr", "weight_decay"):
             yield f"actor.optimizer_arguments.{key}: cannot be set here; managed by actor.optimizer.{key}"
     yield from _unused_by(name, actor.optimizer, "actor.optimizer")
+    yield from _without_effect(actor.optimizer, "actor.optimizer")
     if config.model.recipe is not None:
         own = config.model.recipe.supervised.optimizer
         path = "model.recipe.supervised.optimizer"
@@ -44,6 +75,7 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
             yield f"{path}.optimizer: found {warm_up!r}; allowed: adam, sgd, or absent for actor.optimizer's"
         elif "optimizer" in own:
             yield from _unused_by(warm_up, own, path)
+        yield from _without_effect(own, path)
 
 
 def _import_path(where: str, name: str, allowed: str) -> Iterator[str]:
@@ -55,11 +87,16 @@ def _import_path(where: str, name: str, allowed: str) -> Iterator[str]:
 
 
 def refused_with_whole_tensors(actor: ActorConfig) -> Iterator[str]:
-    """Keys that belong to the distributed optimizer, where ``actor.optimizer`` steps whole tensors; a line each."""
+    """Keys that have no effect where ``actor.optimizer`` steps whole tensors; a line each."""
     name = actor.optimizer.get("optimizer", "adam")
-    for key in ("overlap_param_gather", "use_megatron_fsdp"):
-        if actor.ddp.get(key):
-            yield f"actor.ddp.{key}: found true; {name} steps whole tensors; allowed: false"
+    for section, known in _OF_WHOLE_TENSORS.items():
+        given: dict[str, Any] = getattr(actor, section)
+        for key, value in given.items():
+            if key not in known and not key.startswith(_OF_ONE) and value not in (None, False):
+                yield (
+                    f"actor.{section}.{key}: found {value!r}, which has no effect where whole tensors are stepped, as "
+                    f"{name} does; allowed: absent"
+                )
 
 
 def _whole_tensors(config: TltConfig) -> Iterator[str]:
@@ -73,6 +110,11 @@ def _whole_tensors(config: TltConfig) -> Iterator[str]:
         )
     if name in _MEGATRON_OPTIMIZERS and actor.optimizer_loss != "policy":
         yield f"actor.optimizer_loss: found {actor.optimizer_loss}; {name} takes no loss; allowed: policy"
+    if config.stream is not None and actor.optimizer_loss == "one_minus_reward":
+        yield (
+            "actor.optimizer_loss: found one_minus_reward with stream, where an update has the rewards of a part of "
+            "the responses; allowed: policy, or no stream section"
+        )
     if sharding in ("tensor", "coupled") or split is not None:  # otherwise running the class decides it
         yield from refused_with_whole_tensors(actor)
     if split is None:
@@ -85,6 +127,11 @@ def _whole_tensors(config: TltConfig) -> Iterator[str]:
             "and optimizer_sharding auto, tensor or coupled"
         )
     yield from _import_path(f"{where}.optimizer", split.optimizer, "a class's import path such as torch.optim.AdamW")
+    if split.matrices == "all" and split.weight_decay:
+        yield (
+            f"{where}.weight_decay: found {split.weight_decay:g}; matrices: all leaves norms and biases, which are not "
+            "decayed; allowed: 0, or matrices: layers"
+        )
     for key in ("lr", "weight_decay"):
         if key in split.optimizer_arguments:
             yield f"{where}.optimizer_arguments.{key}: cannot be set here; managed by {where}.{key}"
@@ -96,6 +143,15 @@ def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
         owner = "adam" if key.startswith("adam_") else "sgd" if key.startswith("sgd_") else name
         if owner != name:
             yield f"{path}.{key}: has no effect on {name!r}; allowed: with optimizer: {owner}"
+
+
+def _without_effect(options: dict[str, Any], path: str) -> Iterator[str]:
+    """Options that no optimizer heeds here."""
+    for key, value in options.items():
+        if key == "min_lr":
+            yield f"{path}.min_lr: cannot be set here; managed by {_LOWEST[path]}"
+        elif value and key.startswith(_WITHOUT_EFFECT):
+            yield f"{path}.{key}: found {value!r}, which has no effect; allowed: absent"
 
 
 def _adam_only(config: TltConfig) -> Iterator[str]:

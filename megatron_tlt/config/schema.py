@@ -200,7 +200,7 @@ class ActorConfig(Section):
     ``optimizer_arguments``. ``optimizer_sharding`` is what its ranks own: ``element`` slices of all parameters (the
     distributed optimizer), ``tensor`` whole Hugging Face tensors, ``coupled`` one rank all of them; ``auto`` is the
     first of these on which the class steps as it does on all tensors together. ``optimizer_split`` gives another class
-    to the tensors that are no matrices. A class whose step takes the loss gets ``optimizer_loss``.
+    to embedding, LM head, norms and biases. A class whose step takes the loss gets ``optimizer_loss``.
 
     ``packing`` concatenates sequences; false pads them to equal length. With ``lora`` the update trains low-rank
     adapters, and all other weights are frozen.

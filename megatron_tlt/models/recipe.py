@@ -23,12 +23,15 @@ def warm_up_optimizer(config: TltConfig) -> dict[str, Any]:
     assert config.model.recipe is not None
     actor, own = config.actor, config.model.recipe.supervised.optimizer
     # A warm-up's own optimizer is adam or sgd, which take no arguments.
-    inherited = "optimizer" not in own
+    inherited, split = "optimizer" not in own, actor.optimizer_split
+    if split is not None and "lr" in own and "lr" in actor.optimizer:
+        # two classes keep the ratio of their rates
+        split = split.model_copy(update={"lr": split.lr * float(own["lr"]) / float(actor.optimizer["lr"])})
     return {
         "optimizer": {**actor.optimizer, **own},
         "optimizer_arguments": actor.optimizer_arguments if inherited else {},
         "optimizer_sharding": actor.optimizer_sharding if inherited else "auto",
-        "optimizer_split": actor.optimizer_split if inherited else None,
+        "optimizer_split": split if inherited else None,
         "optimizer_loss": "policy",
     }
 

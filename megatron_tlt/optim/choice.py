@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatron_tlt.config.import_path import load_object
+from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, probe
@@ -23,10 +24,18 @@ class OptimizerKeys:
     name: str
     arguments: str
     weight_decay: str
+    sharding: str | None = None
+    """None: it has no choice."""
 
 
-ACTOR_KEYS = OptimizerKeys("actor.optimizer.optimizer", "actor.optimizer_arguments", "actor.optimizer.weight_decay")
 SHARDING_KEY = "actor.optimizer_sharding"
+ACTOR_KEYS = OptimizerKeys(
+    "actor.optimizer.optimizer", "actor.optimizer_arguments", "actor.optimizer.weight_decay", SHARDING_KEY
+)
+SPLIT_KEYS = OptimizerKeys(
+    "actor.optimizer_split.optimizer", "actor.optimizer_split.optimizer_arguments", "actor.optimizer_split.weight_decay"
+)
+_SGD_MOMENTUM = 0.9  # Megatron's default
 _SCHEDULED = ("lr", "weight_decay")
 _REQUIRED = {"closure": "a closure that recomputes the loss", "loss": "the loss of the batch"}
 
@@ -185,8 +194,34 @@ def choose_optimizer(
         said = f"{path} cannot step whole tensors: {reason}"
         raise ConfigError(f"{keys.name}: {said}; allowed: another class") from reason
     if traits.coupled and sharding == "tensor":
-        raise ConfigError(
-            f"{SHARDING_KEY}: found tensor, but a step of {path} on one tensor depends on the others; allowed: auto, "
-            "or coupled"
-        )
+        depends = f"but a step of {path} on one tensor depends on the others"
+        if keys.sharding is None:
+            raise ConfigError(f"{keys.name}: found {path}, {depends}; allowed: a class that steps each by itself")
+        raise ConfigError(f"{keys.sharding}: found tensor, {depends}; allowed: auto, or coupled")
     return TensorOptimizerChoice(path, cls, dict(arguments), traits, traits.coupled or sharding == "coupled")
+
+
+def choose_actor_optimizers(
+    actor: ActorConfig, device: torch.device | None
+) -> tuple[OptimizerChoice | TensorOptimizerChoice | None, TensorOptimizerChoice | None]:
+    """The class of ``actor.optimizer`` (None: Megatron's Adam) and that of ``actor.optimizer_split``, if there is one.
+
+    Raises:
+        ConfigError: as :func:`choose_optimizer` does.
+    """
+    path, arguments = actor.optimizer.get("optimizer", "adam"), actor.optimizer_arguments
+    split, sharding = actor.optimizer_split, actor.optimizer_sharding
+    if path == "adam":
+        return None, None
+    if path == "sgd":
+        path, arguments = "torch.optim.SGD", {"momentum": actor.optimizer.get("sgd_momentum", _SGD_MOMENTUM)}
+    decay = float(actor.optimizer.get("weight_decay", 0.0))
+    if split is None:
+        return choose_optimizer(path, arguments, decay, device, sharding), None
+    # a split is one of whole tensors
+    main = choose_optimizer(path, arguments, decay, device, "whole" if sharding == "auto" else sharding)
+    others = choose_optimizer(
+        split.optimizer, split.optimizer_arguments, split.weight_decay, device, "tensor", SPLIT_KEYS
+    )
+    assert isinstance(others, TensorOptimizerChoice)
+    return main, others

@@ -126,17 +126,26 @@ def _in_flight(job: Job, stage: int) -> float:
 
 
 def _optimizer(job: Job, own: Held, first: bool) -> float:
-    model, layout, optimizer = job.model, job.actor.layout, job.actor.optimizer
+    layout, optimizer = job.actor.layout, job.actor.optimizer
     if optimizer.owned == "slices":
         # over data and context parallelism; experts over what EP leaves of both
         expert_replicas = max(1, layout.world // ((layout.etp or layout.tp) * layout.ep * layout.pp))
         weights = own.dense / (layout.dp * layout.cp) + own.expert / expert_replicas
-    elif optimizer.owned == "tensors":
-        weights = model.parameters / layout.world
-    else:
-        weights = float(model.parameters if first else 0)
-    stepped = model.hidden * max(model.ffn, model.vocab) if weights else 0
-    return job.actor.trained * (optimizer.state_bytes * weights + optimizer.step_bytes * stepped)
+        return job.actor.trained * optimizer.state_bytes * weights
+    if optimizer.owned == "all" and not first:
+        return 0.0
+    actor, owned = job.actor, owned_weights(job)
+    step = max(optimizer.step_bytes * actor.largest_stepped, optimizer.split_bytes * actor.largest_tensor)
+    return optimizer.state_bytes * owned + step
+
+
+def owned_weights(job: Job) -> float:
+    """Weights that the fullest rank owns where whole tensors are stepped."""
+    trained = job.actor.trained * job.model.parameters
+    if job.actor.optimizer.owned == "all":
+        return trained
+    # the longest tensor first: its owner has more than the average only if it alone is more
+    return max(trained / job.actor.layout.world, job.actor.largest_tensor)
 
 
 def _stage(job: Job, number: int, layers: int, one: LayerActivations) -> StageMemory:

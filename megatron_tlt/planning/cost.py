@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_tlt.planning.actor_memory import StageMemory, layer_activations, stage_memory
+from megatron_tlt.planning.actor_memory import StageMemory, layer_activations, owned_weights, stage_memory
 from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
 from megatron_tlt.planning.job import Job, Recompute
 from megatron_tlt.planning.machine import Machine, constants
@@ -190,6 +190,8 @@ def optimizer_seconds(job: Job, machine: Machine) -> float:
     weights = max(stage.held.total for stage in stages) * actor.trained
     replicas = layout.dp * layout.cp
     passes = constants()["time"]["fused_step_passes" if actor.fused else "step_passes"]
+    if actor.optimizer.owned != "slices":
+        return _whole_tensor_seconds(job, machine, weights, passes) * machine.sharing(job.world)
     stepped = weights * (actor.optimizer.state_bytes + actor.gradient_bytes) * passes / replicas
     seconds = (stepped + weights * (actor.gradient_bytes + actor.itemsize)) / machine.memory_bandwidth
     if replicas > 1:
@@ -198,6 +200,28 @@ def optimizer_seconds(job: Job, machine: Machine) -> float:
         amount = weights * (_scatters(machine) * actor.gradient_bytes + actor.itemsize) * (replicas - 1) / replicas
         seconds += amount / rate * (1.0 - machine.overlap if actor.overlap else 1.0)
     return seconds * machine.sharing(job.world)
+
+
+def _whole_tensor_seconds(job: Job, machine: Machine, weights: float, passes: float) -> float:
+    """As above: gradients are reduced on every rank and travel to the owners, and weights return.
+
+    ``weights``: those that a rank holds. A learned optimizer's network is more than the memory traffic counted here.
+    """
+    actor, layout = job.actor, job.actor.layout
+    owned, replicas = owned_weights(job), layout.dp * layout.cp
+    seconds = owned * (actor.optimizer.state_bytes + actor.gradient_bytes) * passes / machine.memory_bandwidth
+    seconds += weights * (actor.gradient_bytes + actor.itemsize) / machine.memory_bandwidth
+    if replicas > 1:
+        rate = machine.network if layout.tp * replicas > job.devices_per_node else machine.node_link
+        amount = weights * 2 * actor.gradient_bytes * (replicas - 1) / replicas
+        seconds += amount / rate * (1.0 - machine.overlap if actor.overlap else 1.0)
+    if layout.world > 1:
+        rate = machine.network if layout.world > job.devices_per_node else machine.node_link
+        gathered = owned * actor.gradient_bytes
+        # one owner sends each rank its weights; many owners send and receive at the same time
+        sent = weights * actor.itemsize * (layout.world if actor.optimizer.owned == "all" else 1)
+        seconds += (gathered + sent) / rate
+    return seconds
 
 
 def update_seconds(job: Job, machine: Machine, work: Workload) -> float:

@@ -55,6 +55,10 @@ class ActorJob:
     """Whether the traffic of data parallelism overlaps compute."""
     trained: float = 1.0
     """Weights with gradients and optimizer state, as a share of the model's; with LoRA they come on top of these."""
+    largest_tensor: int = 0
+    """Weights of the largest Hugging Face tensor that is trained."""
+    largest_stepped: int = 0
+    """As above, of those that ``actor.optimizer`` steps, without those of a split."""
 
     @property
     def itemsize(self) -> int:
@@ -151,7 +155,13 @@ def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
     actor, megatron, ddp = config.actor, config.actor.megatron, config.actor.ddp
     bf16 = megatron.get("bf16") is True
     modules = megatron.get("recompute_modules") or Recompute.modules
-    outside = model.vocab * model.hidden * (1 if model.tied else 2)
+    outside = model.vocab * model.hidden * (1 if model.tied else 2) if actor.lora is None else 0
+    # the widest of embedding and projections, or of their adapters
+    width, embedding = model.hidden if actor.lora is None else actor.lora.rank, model.vocab
+    in_layers = width * max(model.ffn, model.query, model.hidden if actor.lora else 0)
+    of_layers = actor.lora is not None or (
+        actor.optimizer_split is not None and actor.optimizer_split.matrices != "all"
+    )
     return ActorJob(
         layout=layout,
         bf16=bf16,
@@ -169,6 +179,8 @@ def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
         fused_activation=megatron.get("bias_activation_fusion", actor.transformer_impl == "transformer_engine") is True,
         overlap=ddp.get("overlap_grad_reduce") is True,
         trained=1.0 if actor.lora is None else adapter_weights(model, actor.lora) / model.parameters,
+        largest_tensor=in_layers if actor.lora is not None else max(in_layers, width * embedding),
+        largest_stepped=in_layers if of_layers else max(in_layers, width * embedding),
     )
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from megatron_tlt.config.optimizer import OptimizerSplitConfig
 from megatron_tlt.config.schema import ActorConfig
-
-if TYPE_CHECKING:
-    from megatron_tlt.optim.choice import OptimizerChoice, TensorOptimizerChoice
+from megatron_tlt.errors import ConfigError
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
 _MASTER, _GRADIENT = 4, 4
@@ -23,54 +20,55 @@ class OptimizerMemory:
     Attributes:
         state_bytes: per weight, over all ranks together: a float32 copy where there is one, and the state.
         owned: what a rank owns: slices of the parameters of its stage, whole tensors of any stage, or (rank 0) all.
-        step_bytes: per weight of the largest tensor, while it is stepped.
+        step_bytes: per weight of the largest tensor that ``actor.optimizer`` steps, while it does.
+        split_bytes: as above, of the split's class.
+        unknown: why the class could not be run here; its state is then taken to be two moments of slices.
     """
 
     state_bytes: float
     owned: Literal["slices", "tensors", "all"] = "slices"
     step_bytes: float = 0.0
+    split_bytes: float = 0.0
+    unknown: str = ""
 
 
 def optimizer_memory(actor: ActorConfig, bf16: bool, outside: float) -> OptimizerMemory:
-    """What the optimizer of a config keeps.
+    """What the optimizer of a config keeps; the classes that it names are run on the CPU.
 
     Args:
         actor: its section.
         bf16: whether the model's weights are narrow.
-        outside: the share of the model's weights that is outside of its layers.
-
-    Raises:
-        ConfigError: a class does not exist or cannot be used. Without torch, classes are taken to keep two moments.
+        outside: the share of the trained weights that is outside of the model's layers.
     """
-    name = actor.optimizer.get("optimizer", "adam")
-    if name in ("adam", "sgd") or importlib.util.find_spec("torch") is None:
-        return OptimizerMemory(_megatron_bytes(actor.optimizer, bf16))
-    from megatron_tlt.optim.choice import TensorOptimizerChoice, choose_optimizer
+    name, sharding = actor.optimizer.get("optimizer", "adam"), actor.optimizer_sharding
+    own = _megatron_bytes(actor.optimizer, bf16)
+    if name == "adam" or (name == "sgd" and sharding in ("auto", "element")):
+        return OptimizerMemory(own)
+    if importlib.util.find_spec("torch") is None:
+        return OptimizerMemory(own, unknown="torch is not installed")
+    try:
+        return _by_running(actor, bf16, outside)
+    except ConfigError as error:
+        return OptimizerMemory(own, unknown=str(error))
 
-    split, decay = actor.optimizer_split, float(actor.optimizer.get("weight_decay", 0.0))
-    sharding: Any = "whole" if split is not None and actor.optimizer_sharding == "auto" else actor.optimizer_sharding
-    chosen = choose_optimizer(name, actor.optimizer_arguments, decay, None, sharding)
+
+def _by_running(actor: ActorConfig, bf16: bool, outside: float) -> OptimizerMemory:
+    from megatron_tlt.optim.choice import TensorOptimizerChoice, choose_actor_optimizers
+
+    chosen, others = choose_actor_optimizers(actor, None)
     if not isinstance(chosen, TensorOptimizerChoice):
-        return OptimizerMemory(_kept(chosen) + (_MASTER if bf16 else 0))
+        assert chosen is not None
+        slices = sum(dtype.itemsize for dtype in chosen.layout.tensors.values())
+        return OptimizerMemory(slices + (_MASTER if bf16 else 0))
     state = chosen.traits.state_bytes
-    if split is not None:
-        state = (1.0 - outside) * state + outside * _of_split(split)
-    whole = _MASTER + _GRADIENT + state
-    return OptimizerMemory(whole, "all" if chosen.coupled else "tensors", chosen.step_bytes())
-
-
-def _of_split(split: OptimizerSplitConfig) -> float:
-    from megatron_tlt.optim.choice import choose_optimizer
-
-    return _kept(choose_optimizer(split.optimizer, split.optimizer_arguments, split.weight_decay, None, "tensor"))
-
-
-def _kept(chosen: OptimizerChoice | TensorOptimizerChoice) -> float:
-    from megatron_tlt.optim.choice import OptimizerChoice
-
-    if isinstance(chosen, OptimizerChoice):
-        return float(sum(dtype.itemsize for dtype in chosen.layout.tensors.values()))
-    return chosen.traits.state_bytes
+    if others is not None:
+        state = (1.0 - outside) * state + outside * others.traits.state_bytes
+    return OptimizerMemory(
+        _MASTER + _GRADIENT + state,
+        "all" if chosen.coupled else "tensors",
+        chosen.step_bytes(),
+        others.step_bytes() if others is not None else 0.0,
+    )
 
 
 def _megatron_bytes(optimizer: dict[str, Any], bf16: bool) -> float:

@@ -22,6 +22,7 @@ def summarize_step(job: Job, machine: Machine, memory: MemoryPlan, seconds: Step
         "processes": job.world,
         "machine": machine.name,
         "machine_source": machine.source,
+        "optimizer_unknown": job.actor.optimizer.unknown,
         "memory": {
             "capacity": memory.capacity,
             "margin": memory.margin,

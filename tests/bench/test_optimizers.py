@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_tlt.bench import optimizers
+from megatron_tlt.bench.training_runs import kept_result
 from megatron_tlt.config.loader import load_config
+from megatron_tlt.errors import ConfigError
 from tests.bench.test_learning import run_of
 from tests.helpers.launch import REPOSITORY
 
@@ -33,10 +35,22 @@ TRIALS = {
 
 def test_every_candidate_is_a_valid_config_with_its_own_rate() -> None:
     for candidate in optimizers.CANDIDATES.values():
-        config = load_config(CONFIG, candidate.overrides(0.5, 0.25))
-        assert config.actor.optimizer["lr"] == 0.5
+        config = load_config(CONFIG, candidate.overrides(0.5, 0.25, 0.02))
+        assert (config.actor.optimizer["lr"], config.actor.optimizer["weight_decay"]) == (0.5, 0.02)
         split = config.actor.optimizer_split
         assert (split is None) != candidate.splits and (split is None or split.lr == 0.25)
+
+
+def test_a_result_of_other_settings_is_not_taken(tmp_path: Path) -> None:
+    out = tmp_path / "of" / "trial.json"
+    assert not kept_result(out, ["lr=1"])
+    out.write_text("{}")
+    assert kept_result(out, ["lr=1"])
+    with pytest.raises(ConfigError, match="made with other settings"):
+        kept_result(out, ["lr=2"])
+    out.with_suffix(".inputs.json").unlink()
+    with pytest.raises(ConfigError, match="made with other settings"):
+        kept_result(out, ["lr=1"])
 
 
 def test_the_best_rate_is_the_one_with_the_least_loss() -> None:
@@ -80,7 +94,8 @@ def test_a_warm_up_writes_its_curve(tmp_path: Path) -> None:
     given = ["model.recipe.tokenizer.num_problems=200", "model.recipe.supervised.problems_per_step=4"]
     arguments = argparse.Namespace(config=CONFIG, set=given, steps=3, folder=tmp_path)
     out = tmp_path / "muon.json"
-    optimizers._warm_up(arguments, optimizers.CANDIDATES["muon"], 0.02, 2e-3, out)
+    overrides = optimizers._warm_up_overrides(arguments, optimizers.CANDIDATES["muon"], 0.02, 2e-3)
+    optimizers._warm_up(arguments, "muon", overrides, out)
     found = json.loads(out.read_text())
     assert len(found["losses"]) == len(found["seconds"]) == 3
     assert found["seconds"] == sorted(found["seconds"])

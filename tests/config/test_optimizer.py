@@ -9,6 +9,7 @@ import pytest
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig, split_tensors
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.recipe import warm_up_optimizer
 from tests.helpers.launch import REPOSITORY
 
 QUICKSTART = REPOSITORY / "launch" / "quickstart-deterministic.yaml"
@@ -34,8 +35,31 @@ SPLIT = "actor.optimizer_split={lr: 1.0e-3}"
         ),
         (
             [MUON, SPLIT, "actor.ddp.overlap_param_gather=true"],
-            "overlap_param_gather: found true; torch.optim.Muon",
+            "overlap_param_gather: found True, which has no effect where whole tensors are stepped",
         ),
+        ([MUON, SPLIT, "actor.ddp.use_custom_fsdp=true"], "actor.ddp.use_custom_fsdp"),
+        ([MUON, SPLIT, "actor.ddp.use_distributed_optimizer=true"], "use_distributed_optimizer: found True, which has"),
+        ([MUON, SPLIT, "actor.optimizer.decoupled_lr=0.1"], "actor.optimizer.decoupled_lr: found 0.1, which has no"),
+        (["actor.optimizer.muon_momentum=0.9"], "actor.optimizer.muon_momentum: found 0.9, which has no effect"),
+        (["actor.optimizer.min_lr=1e-6"], "min_lr: cannot be set here; managed by actor.lr_schedule.min_lr_fraction"),
+        (["model.recipe.supervised.optimizer.min_lr=1e-6"], "managed by model.recipe.supervised.min_lr_fraction"),
+        (
+            [MUON, "actor.optimizer_split={lr: 0.1, matrices: all, weight_decay: 0.1}"],
+            "optimizer_split.weight_decay: found 0.1; matrices: all leaves norms and biases",
+        ),
+        (
+            [
+                "actor.optimizer.optimizer=tests.helpers.coupled_optimizer.CoupledRnn",
+                "actor.optimizer_loss=one_minus_reward",
+                "stream={part: 0.1}",
+            ],
+            "optimizer_loss: found one_minus_reward with stream",
+        ),
+        (
+            ["actor.lr_schedule={kind: cosine}", "actor.lr_warmup_steps=16", "trainer.steps=8"],
+            "lr_warmup_steps: found 16; a cosine rate falls in the rest of the",
+        ),
+        (["actor.lr_schedule={kind: cosine, min_lr_fraction: 1.0}"], "actor.lr_schedule.min_lr_fraction"),
         ([MUON, "actor.optimizer_split={}"], "actor.optimizer_split.lr"),
         (["actor.lr_schedule={min_lr_fraction: 0.1}"], "a constant rate does not fall"),
         (["actor.lr_schedule={kind: cosine, decay_fraction: 0.1}"], "decay_fraction: found kind cosine"),
@@ -61,6 +85,17 @@ def test_matrices_of_the_layers_and_others() -> None:
     assert len(main) + len(others) == len(shapes)
     assert split_tensors(shapes, OptimizerSplitConfig(lr=1e-3, matrices="all"))[0][0] == "model.embed_tokens.weight"
     assert split_tensors(shapes, None) == (list(shapes), [])
+
+
+def test_the_last_update_has_the_lowest_rate_above_0() -> None:
+    assert LrScheduleConfig(kind="cosine", min_lr_fraction=0.1).end(10) == 10
+    assert LrScheduleConfig(kind="cosine").end(10) == 11
+
+
+def test_a_split_keeps_its_ratio_in_a_warm_up_of_another_rate() -> None:
+    config = load_config(Path(QUICKSTART), [MUON, "actor.optimizer.lr=0.01", "actor.optimizer_split={lr: 0.002}"])
+    assert config.model.recipe is not None and config.model.recipe.supervised.optimizer["lr"] == 0.002
+    assert warm_up_optimizer(config)["optimizer_split"].lr == pytest.approx(0.0004)
 
 
 def test_a_wsd_rate_falls_in_the_last_part() -> None:

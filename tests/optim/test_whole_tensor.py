@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.optim.choice import OptimizerChoice, TensorOptimizerChoice, choose_optimizer
+from megatron_tlt.optim.choice import OptimizerChoice, TensorOptimizerChoice, choose_actor_optimizers, choose_optimizer
 from megatron_tlt.optim.flat_state import flatten, unflatten
 from megatron_tlt.optim.owners import assign_owners
 from tests.helpers.coupled_optimizer import CoupledRnn
@@ -89,6 +90,18 @@ def test_an_element_wise_class_may_own_whole_tensors() -> None:
 def test_the_true_reason_is_given(path: str, sharding: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason.replace("(", r"\(").replace(")", r"\)").replace("{}", r"\{\}")):
         choose_optimizer(path, {}, sharding=sharding)
+
+
+def test_a_split_with_a_coupled_class_is_refused_by_its_key() -> None:
+    actor = ActorConfig.model_validate(
+        {
+            "transformer_impl": "local",
+            "optimizer": {"optimizer": "torch.optim.Muon"},
+            "optimizer_split": {"lr": 0.1, "optimizer": "tests.helpers.coupled_optimizer.CoupledRnn"},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"^actor.optimizer_split.optimizer: found .*CoupledRnn, but a step"):
+        choose_actor_optimizers(actor, None)
 
 
 def test_the_stand_in_saves_what_concerns_all_tensors() -> None:

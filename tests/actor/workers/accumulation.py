@@ -25,6 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2vp2": PP2 | VP2,
     "cp2": CP2,
     "moe-dp4": NO_AUXILIARY_LOSS,
+    "dp4-whole": {},
+    "pp2-whole": PP2,
 }
 EARLY = {0: [[0, 2], [4]], 1: [[5]]}
 """Samples that a data-parallel rank accumulates before the step, part by part."""
@@ -35,7 +37,10 @@ RATE = 1000.0
 def accumulating(folder: Path, name: str) -> Policy:
     """A policy whose step is its gradient, and so long that the rounding of the weights does not hide it."""
     optimizer = {"optimizer": "sgd", "lr": RATE, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
-    policy = policy_of(folder, name, megatron=LAYOUTS[name], optimizer=optimizer, lr_warmup_steps=0)
+    sharding = "tensor" if name.endswith("-whole") else "element"
+    policy = policy_of(
+        folder, name, megatron=LAYOUTS[name], optimizer=optimizer, optimizer_sharding=sharding, lr_warmup_steps=0
+    )
     for group in policy.optimizer.param_groups:  # the first step changes nothing; the second shows what it left
         group["lr"] = 0.0
     return policy

@@ -16,9 +16,17 @@ from megatron_tlt.platform.device import initialize_distributed
 from tests.actor.workers.layouts import batch, equal, weights_of
 from tests.helpers import put_back
 
+WHOLE = {"optimizer": "torch.optim.AdamW"}
+"""Its owners step whole tensors, and keep a gradient and a float32 copy of each of their own."""
 
-def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[str, torch.Tensor]:
-    actor = ActorConfig(transformer_impl="local", optimizer={"lr": 1e-3}, megatron=options)
+
+def run(folder: Path, options: dict[str, object], *, offloaded: bool, whole: bool = False) -> dict[str, torch.Tensor]:
+    actor = ActorConfig(
+        transformer_impl="local",
+        optimizer={"lr": 1e-3, **(WHOLE if whole else {})},
+        optimizer_sharding="tensor" if whole else "auto",
+        megatron=options,
+    )
     policy = Policy(folder, actor, seed=0)
     memory = PhaseOffload(policy.model, policy.optimizer, enabled=offloaded)
     for _ in range(3):
@@ -29,7 +37,7 @@ def run(folder: Path, options: dict[str, object], *, offloaded: bool) -> dict[st
         weights = sum(parameter.numel() for parameter in parameters)
         if offloaded:
             # parameters, 4-byte gradients, two moments, and in bf16 the main weights
-            least = weights * (2 + 4 + 8 + 4 if options else 4 + 4 + 8)
+            least = weights * ((2 + 4 + 8 + 4 if options else 4 + 4 + 8) + whole * (4 if options else 8))
             assert sizes == {0} and freed >= least, (sizes, freed, least)
         else:
             assert 0 not in sizes and freed == 0
@@ -56,8 +64,9 @@ def main(folder: str) -> None:
     # widened as a whole they would take twice the memory, and as much again for their gradient
     assert logits_dtype(Path(folder), {"bf16": True}) == torch.bfloat16
     for name, options in (("float32", {}), ("bf16", {"bf16": True})):
-        plain, moved = (run(Path(folder), options, offloaded=offloaded) for offloaded in (False, True))
-        print(f"{name}: {'same' if equal(plain, moved) else 'different'}")
+        for whole in (False, True):
+            plain, moved = (run(Path(folder), options, offloaded=offloaded, whole=whole) for offloaded in (False, True))
+            print(f"{name}{', whole tensors' * whole}: {'same' if equal(plain, moved) else 'different'}")
 
 
 if __name__ == "__main__":

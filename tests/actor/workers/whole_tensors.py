@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from megatron_tlt.actor.megatron_checkpoint import load_policy
 from megatron_tlt.actor.policy import Policy
@@ -20,9 +22,10 @@ from megatron_tlt.config.import_path import load_object
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig, split_tensors
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.models.lora_weights import LORA_A, LORA_B
 from megatron_tlt.optim.whole_tensor import step_argument
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
-from tests.actor.workers.layouts import batch, equal, weights_of
+from tests.actor.workers.layouts import batch, equal, samples, weights_of
 from tests.actor.workers.optimizers import save
 
 STEPS, WARMUP, TOTAL, WEIGHT_DECAY, CLIP = 5, 2, 6, 0.01, 0.5
@@ -40,6 +43,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "sequence_parallel": True,
         },
     },
+}
+ONLY_UNDER = {
+    "ep2": ("learned", "muon"),
+    "tp2": ("muon", "adafactor", "soap", "coupled", "muon-lora"),  # the slowest layout on two cores
 }
 RESUMED_UNDER = {"tp2": "dp2", "tp2pp2sp": "pp2dp2"}
 RESUMED_ALIKE = ("dp2", "pp2dp2")
@@ -63,10 +70,11 @@ class Case:
         """The share of the highest rate at an update, counted from 1."""
         if update <= WARMUP:
             return update / WARMUP
-        schedule, done = self.schedule, (update - WARMUP) / (TOTAL - WARMUP)
+        schedule = self.schedule
+        end = schedule.end(TOTAL)
+        done = (update - WARMUP) / (end - WARMUP)
         if schedule.kind == "wsd":
-            falling = schedule.decay_steps(TOTAL)
-            left = min(1.0, (TOTAL - update) / falling)
+            left = min(1.0, (end - update) / (schedule.decay_steps(TOTAL) + end - TOTAL))
         else:
             left = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[
                 schedule.kind
@@ -146,7 +154,11 @@ def policy_of(folder: Path, case: Case, layout: str, processes: int) -> Policy:
         lora=case.lora,
         max_tokens_per_micro_batch=64,
     )
-    return Policy(folder / ("moe" if layout == "ep2" else "dense"), actor, seed=0, total_steps=TOTAL)
+    return Policy(folder / model_of(layout), actor, seed=0, total_steps=TOTAL)
+
+
+def model_of(layout: str) -> str:
+    return "moe" if layout == "ep2" else "dense"
 
 
 def trained(policy: Policy) -> dict[str, torch.Tensor]:
@@ -210,14 +222,67 @@ class PlainTorch:
                 optimizer.step()
 
 
-def train(policy: Policy, steps: int, plain: PlainTorch | None = None) -> list[float]:
-    losses = []
+def _of_experts(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, of which transformers' own module stacks those of all experts."""
+    layer, _, kind = name.rpartition(".")
+    if kind == "gate_up_proj":
+        named = {"gate_proj": gradient.chunk(2, dim=1)[0], "up_proj": gradient.chunk(2, dim=1)[1]}
+    elif kind == "down_proj":
+        named = {"down_proj": gradient}
+    else:
+        return {name: gradient}
+    return {f"{layer}.{e}.{own}.weight": of[e] for own, of in named.items() for e in range(len(of))}
+
+
+@functools.cache
+def plain_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """The gradients of the first step by Hugging Face's own model in this process."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = sum(len(sample.token_ids) - sample.prompt_length for sample in samples())
+    for sample in samples():
+        ids = torch.tensor([sample.token_ids])
+        logits = model(ids).logits[0, sample.prompt_length - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, sample.prompt_length :], reduction="sum")
+        (loss / tokens).backward()
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found |= _of_experts(name, parameter.grad)
+    return found
+
+
+def of_adapters(
+    gradients: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: LoraConfig
+) -> dict[str, torch.Tensor]:
+    """The gradients of new adapters, whose second factors are 0, from those of the weights."""
+    found = {}
+    for name, tensor in adapters.items():
+        if name.endswith(LORA_A):
+            base = name.removesuffix(LORA_A)
+            found[name] = torch.zeros_like(tensor)
+            found[base + LORA_B] = lora.alpha / lora.rank * gradients[base + ".weight"] @ tensor.T
+    return found
+
+
+def gradient_distance(policy: Policy, grad_norm: float, expected: dict[str, torch.Tensor]) -> float:
+    """How far gradients and norm of the step just taken are from these, relative to the norm of all."""
+    norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    clipped = CLIP / (norm + 1e-6)
+    found = gathered(policy.optimizer, policy.optimizer.gradients)
+    assert clipped < 1.0 and found.keys() == expected.keys()
+    off = [float((found[name] - expected[name] * clipped).norm() / (norm * clipped)) for name in expected]
+    return max(*off, abs(grad_norm / norm - 1.0))
+
+
+def train(policy: Policy, steps: int, plain: PlainTorch | None = None) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    metrics = []
     for _ in range(steps):
-        losses.append(policy.update(batch(), negative_log_likelihood)["loss"])
+        metrics.append(policy.update(batch(), negative_log_likelihood))
         if plain is not None:
             # the clipped ones, as the class saw them
-            plain.step(gathered(policy.optimizer, policy.optimizer.gradients), losses[-1])
-    return losses
+            plain.step(gathered(policy.optimizer, policy.optimizer.gradients), metrics[-1]["loss"])
+    return metrics
 
 
 def distance(policy: Policy, plain: PlainTorch) -> float:
@@ -234,14 +299,20 @@ def run(models: Path, out: Path, name: str, layout: str, processes: int) -> dict
     case = case_of(name, out)
     policy = policy_of(models, case, layout, processes)
     plain = PlainTorch(case, trained(policy))
-    begun, rest = 2, STEPS - 2
+    begun, rest, model = 2, STEPS - 2, model_of(layout)
     resumes = layout in RESUMED_ALIKE
     fresh = save(policy, out / f"{name}-{layout}-0") if resumes else None
-    losses = train(policy, begun, plain)
+    start = trained(policy)
+    metrics = train(policy, 1, plain)
+    expected = plain_gradients(models / model)
+    if case.lora is not None:
+        expected = of_adapters(expected, start, case.lora)
+    row: dict[str, Any] = {"gradient_off": gradient_distance(policy, metrics[0]["grad_norm"], expected)}
+    metrics += train(policy, begun - 1, plain)
     early, plain_early = trained(policy), plain.again()
     halfway = save(policy, out / f"{name}-{layout}-2") if layout != "ep2" else None
-    losses += train(policy, rest, plain)
-    row: dict[str, Any] = {"losses": losses, "distance": distance(policy, plain)}
+    metrics += train(policy, rest, plain)
+    row |= {"losses": [each["loss"] for each in metrics], "distance": distance(policy, plain)}
     row["owners"] = len(set(policy.optimizer.owners.values()))
     after = trained(policy)
     if fresh is not None and halfway is not None:
@@ -255,7 +326,7 @@ def run(models: Path, out: Path, name: str, layout: str, processes: int) -> dict
     elif halfway is not None:
         other = policy_of(models, case, RESUMED_UNDER[layout], processes)
         load_policy(other, halfway)
-        row["resharded_losses"] = train(other, rest, plain_early)
+        row["resharded_losses"] = [each["loss"] for each in train(other, rest, plain_early)]
         row["resharded_distance"] = distance(other, plain_early)
     return row
 
@@ -269,7 +340,7 @@ def main(models: str, out: str, *names: str) -> None:
     rows = {}
     for layout in LAYOUTS[processes]:
         for name in names:
-            if layout != "ep2" or name in ("learned", "muon"):
+            if name in ONLY_UNDER.get(layout, names):
                 rows[f"{name} {layout}"] = run(Path(models), Path(out), name, layout, processes)
     if rank() == 0:
         Path(out, "rows.json").write_text(json.dumps(rows))

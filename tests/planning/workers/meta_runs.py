@@ -21,9 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_tlt.actor import megatron_model
 from megatron_tlt.actor.megatron_config import _LAYOUT_KEYS, transformer_config
 from megatron_tlt.actor.megatron_layers import RMSNorm, packed_seq_params
+from megatron_tlt.actor.megatron_lora import add_adapters
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.models.hf_folder import read_architecture
+from megatron_tlt.models.weight_map import WeightMap
 
 # isort: split
 from megatron.core import parallel_state
@@ -102,6 +104,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             virtual: list[int | None] = [None] if vpp is None else list(range(vpp))
             chunks = [megatron_model._build_chunk(built, hf_config, actor, number) for number in virtual]
+            if actor.lora is not None:
+                add_adapters(chunks, WeightMap(hf_config, str(path)), actor.lora, seed=0)
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             wrapped = [DistributedDataParallel(built, ddp, chunk) for chunk in chunks]
             buffers = [buffer for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
