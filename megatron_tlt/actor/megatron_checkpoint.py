@@ -68,7 +68,8 @@ def _of_whole_tensors(policy: Policy) -> bool:
     return isinstance(policy.optimizer, WholeTensorOptimizer)
 
 
-def _state_to_save(policy: Policy) -> dict[str, Any]:
+def state_to_save(policy: Policy) -> dict[str, Any]:
+    """The sharded state of weights, optimizer and schedule, views of the policy's own; a collective over the world."""
     state = _model_state(policy)
     if _of_whole_tensors(policy):
         return state | whole_tensor_state.state_to_save(policy.optimizer)
@@ -81,10 +82,20 @@ def _state_to_save(policy: Policy) -> dict[str, Any]:
     return state
 
 
-def _state_to_load(policy: Policy, folder: Path) -> dict[str, Any]:
+def state_to_load(policy: Policy, common: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What this layout needs of a saved state, with memory for it; a collective over the world.
+
+    Args:
+        policy: whose state it becomes.
+        common: what was saved once for all ranks.
+        folder: that it was saved in, for errors.
+
+    Raises:
+        RunError: it is of another kind of optimizer.
+    """
     model = _model_state(policy)
     state = dict(model)
-    described = load_common(folder).get(whole_tensor_state.DESCRIPTION)
+    described = common.get(whole_tensor_state.DESCRIPTION)
     if (described is not None) != _of_whole_tensors(policy):
         kinds = ["slices of parameters", "whole tensors"]
         saved, own = kinds if described is None else kinds[::-1]
@@ -133,7 +144,7 @@ def begin_save(policy: Policy, folder: Path) -> BackgroundWrite:
     Raises:
         RunError: a file operation fails, such as on a full or read-only file system.
     """
-    return BackgroundWrite(_state_to_save(policy), folder)
+    return BackgroundWrite(state_to_save(policy), folder)
 
 
 def save_weights(policy: Policy, folder: Path) -> None:
@@ -168,10 +179,16 @@ def load_policy(policy: Policy, folder: Path) -> None:
         RunError: the folder contains no readable checkpoint.
     """
     try:
-        state = load_sharded(_state_to_load(policy, folder), folder)
+        state = load_sharded(state_to_load(policy, load_common(folder), folder), folder)
     except (OSError, RuntimeError, CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
         cause = cause_of(error)
         raise RunError(f"{folder}: not a readable checkpoint: {first_line(cause)}") from cause
+    restore_policy(policy, state)
+
+
+@torch.no_grad()
+def restore_policy(policy: Policy, state: dict[str, Any]) -> None:
+    """Takes over the loaded state of :func:`state_to_load`; a collective over the world."""
     chunks = policy.model.ddp_chunks
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])

@@ -21,6 +21,7 @@ import psutil
 from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
+from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import Nodes
 from megatron_tlt.platform.processes import (
     END_TORCHRUN,
@@ -162,10 +163,13 @@ def _run_once(
     launcher: LauncherConfig,
     nodes: Nodes | None,
     stderr: IO[bytes] | None,
+    memory: Path | None,
 ) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
         failures = Path(folder, "failures.json")
         told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1"}
+        if memory is not None:
+            told[SNAPSHOTS] = str(memory)
         meeting = {"meeting": nodes.torchrun_arguments(module, next(_launches))} if nodes else {}
         process = subprocess.Popen(
             torchrun_command(module, args, launcher.nproc_per_node, **meeting),
@@ -182,8 +186,8 @@ def _run_once(
 class _Restarts:
     """Decides whether a launch restarts after a killed rank, and reports the reason."""
 
-    def __init__(self, most: int, progress: Progress, log: IO[bytes] | None) -> None:
-        self._most, self._progress, self._log = most, progress, log
+    def __init__(self, most: int, progress: Progress, log: IO[bytes] | None, has_snapshots: bool) -> None:
+        self._most, self._progress, self._log, self._has_snapshots = most, progress, log, has_snapshots
         self._count = 0
         self._done: int | None = None  # steps done at the last death
 
@@ -207,6 +211,7 @@ class _Restarts:
             return False
         self._count += 1
         start = f"the checkpoint of step {saved}" if saved else "step 0"
+        start = f"the newest snapshot in memory, else {start}" if self._has_snapshots else start
         self._say(f"{what}; all ranks restart from {start} (restart {self._count} of {self._most})")
         return True
 
@@ -225,6 +230,7 @@ def launch(
     log: Path | None = None,
     keep_log: bool = True,
     progress: Progress | None = None,
+    memory: Path | None = None,
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
 
@@ -236,6 +242,7 @@ def launch(
         keep_log: if False, it is removed at the end unless an error refers to it.
         progress: returns the steps done and the newest checkpoint's step, for a worker that can resume. If given, all
             processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
+        memory: folder in memory for the processes' snapshots, the same for all restarts.
 
     Returns:
         0, the failed worker's own exit status, or 128 + signal.
@@ -256,9 +263,11 @@ def launch(
         stack.callback(child.end_all)
         for signum in _SIGNALS:
             stack.callback(signal.signal, signum, signal.signal(signum, child.pass_on))
-        restarts = _Restarts(launcher.max_restarts, progress, stderr) if progress is not None else None
+        restarts = None
+        if progress is not None:
+            restarts = _Restarts(launcher.max_restarts, progress, stderr, memory is not None)
         while True:
-            ended = _run_once(child, module, args, launcher, nodes, stderr)
+            ended = _run_once(child, module, args, launcher, nodes, stderr, memory)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 if log is not None and not keep_log and not _needs_log(child, ended):
                     log.unlink()

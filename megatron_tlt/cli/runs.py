@@ -22,6 +22,7 @@ from megatron_tlt.observe.jsonl import finite
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.memory_folder import memory_folder
 from megatron_tlt.platform.nodes import node_index, node_name
 
 # Files that a run writes. --fresh removes only these, so that a mistyped run.dir loses no other files.
@@ -138,7 +139,11 @@ def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool
     file = Path(folder, f"{node_name()}.log") if folder else config.run.dir / "logs" / "workers.log"
     log = None if show else file
     newest = functools.partial(progress, config.run.dir) if resumes else None
-    return launch(module, [str(resolved), *more], config.launcher, log=log, progress=newest)
+    with contextlib.ExitStack() as stack:
+        memory = None
+        if resumes and config.elastic is not None:
+            memory = stack.enter_context(memory_folder(config.elastic.memory_dir, config.run.dir, node_index()))
+        return launch(module, [str(resolved), *more], config.launcher, log=log, progress=newest, memory=memory)
 
 
 def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:

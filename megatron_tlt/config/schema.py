@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
+from megatron_tlt.config.elastic import ElasticConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
@@ -385,6 +386,7 @@ class TltConfig(Section):
     tail: TailConfig | None = None
     schedule: ScheduleConfig | None = None
     stream: StreamConfig | None = None
+    elastic: ElasticConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -128,6 +128,7 @@ METRICS: dict[str, Metric] = {
     ),
     "time/checkpoint": M("s", "saving, as far as training waits", "timing_s/save_checkpoint", "perf/save_model_time"),
     "time/evaluate": M("s", "held-out evaluation", "timing_s/testing"),
+    "time/snapshot": M("s", "copying the state to host memory (elastic)"),
     "checkpoint/background_s": M("s", "writing the last checkpoint in the background"),
     "transition/to_actor_ms": M("ms", "engine to sleep, actor onto the device; slowest rank"),
     "transition/to_drafter_ms": M("ms", "from the end of a rank's rollout to drafter training; slowest rank"),

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.megatron_checkpoint import POLL_S, begin_save, load_policy
 from megatron_tlt.actor.megatron_writer import BackgroundWrite
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.files import clean_leftovers, find_latest_whole
+from megatron_tlt.checkpoint.files import LATEST, clean_leftovers, find_latest_whole
 from megatron_tlt.checkpoint.manifest import Sums, verify_manifest
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
 from megatron_tlt.checkpoint.publication import Publication
@@ -23,6 +23,9 @@ from megatron_tlt.models.hf_folder import MEGATRON_PART, SIDE_FILES, copy_side_f
 from megatron_tlt.platform.collectives import any_rank, broadcast_data, failing_together
 from megatron_tlt.platform.device import rank, warn
 from megatron_tlt.platform.files import write_errors
+
+if TYPE_CHECKING:
+    from megatron_tlt.trainer.snapshots import Snapshots
 
 _STATE = "state.json"
 
@@ -158,7 +161,15 @@ class Checkpoints:
             self._began = self._write = self._publication = None
             raise RunError(broadcast_data(str(last), str)) from error
 
-    def resume(self, policy: Policy, *, sweep: bool = False) -> TrainerState:
+    def newest_step(self) -> int:
+        """The step of the checkpoint that ``latest`` names, unverified; 0 if there is none."""
+        named = 0
+        if rank() == 0:
+            with contextlib.suppress(OSError, ValueError):
+                named = int((self._root / LATEST).read_text(encoding="utf-8").strip().rpartition("_")[2])
+        return broadcast_data(named, int)
+
+    def resume(self, policy: Policy, *, sweep: bool = False, snapshots: Snapshots | None = None) -> TrainerState:
         """Loads the newest intact checkpoint into ``policy``; returns the state of a new run if there is none.
 
         A damaged checkpoint is skipped with a warning, and the one before it is tried.
@@ -167,12 +178,15 @@ class Checkpoints:
             policy: of the same architecture, under any layout.
             sweep: first remove temporary files of killed processes. Only the run itself may do so; readers of its
                 checkpoints must not change the folder.
+            snapshots: in memory; one that is at least as new as the newest checkpoint is taken instead.
 
         Raises:
             RunError: checkpoints exist, but none of them is intact.
         """
         if sweep:
             run_together(lambda: clean_leftovers(self._root) if rank() == 0 else [])
+        if snapshots is not None and (state := snapshots.resume(policy, least=self.newest_step())) is not None:
+            return state
         folder = self.find()
         return TrainerState() if folder is None else self.load(policy, folder)
 

@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
+from megatron_tlt.checkpoint.parts import CheckpointPart
 from megatron_tlt.config.evaluation import EvaluationSettings
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter.folder import NEWEST_DRAFTER
 from megatron_tlt.environments.pool import EnvironmentPool
-from megatron_tlt.errors import TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
@@ -44,32 +43,11 @@ from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit, training_sampling
 from megatron_tlt.trainer.samples import SampleRows
+from megatron_tlt.trainer.snapshots import Snapshots
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
+from megatron_tlt.trainer.stop import Interrupted, StopFlag
 from megatron_tlt.trainer.synchronization import policy_sync
-
-
-class Interrupted(TltError):
-    """A signal requested a stop; the state is saved."""
-
-    def __init__(self, signum: int, where: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
-        self.exit_status = 128 + signum
-
-
-class StopFlag:
-    """Records the first SIGINT or SIGTERM; cheap to poll."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._remember)
-
-    def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = self.signum or signum
-
-    def __call__(self) -> bool:
-        return self.signum is not None
 
 
 class Run:
@@ -173,15 +151,17 @@ class Run:
             self.bubble,
             self._samples,
         )
+        parts: list[CheckpointPart] = [
+            RngState(self.policy.layout),
+            self._speculation,
+            *([self.drafting] if self.drafting is not None else []),
+            *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
+        ]
+        self._snapshots = Snapshots.of_launch(parts) if config.elastic is not None and not read_only else None
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
-            [
-                RngState(self.policy.layout),
-                self._speculation,
-                *([self.drafting] if self.drafting is not None else []),
-                *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
-            ],
+            parts,
             side_files=self._side_files,
             in_background=config.trainer.async_save,
         )
@@ -214,11 +194,11 @@ class Run:
         """
         config = self._config
         self._watch.begin("start")
-        self._state = self._checkpoints.resume(self.policy, sweep=True)
+        self._state = self._checkpoints.resume(self.policy, sweep=True, snapshots=self._snapshots)
         self._continue_curriculum()
         if self._reference is not None:
             self._reference.resume(self._state.step)
-        self._saved_step = self._state.step or None
+        self._saved_step = self._checkpoints.newest_step() or None
         self._check_evaluation_settings()
         if self.drafting is not None:
             self.drafting.load_newer_spot_checkpoint()
@@ -280,6 +260,8 @@ class Run:
         self.step.reshard(self._state.step, StepResult(), progress.start)
         self._evaluate(record, progress)
         while self._state.step < config.trainer.steps:
+            if self._snapshots is not None:
+                self._snapshots.commit(self._state)
             step = self._state.step
             self.timeline.begin_step(step + 1)
             drawn = self._state.problems_drawn
@@ -310,6 +292,9 @@ class Run:
                 self._save()
         if self._checkpoints.published_s is not None:
             result.metrics["checkpoint/background_s"] = self._checkpoints.published_s
+        if self._snapshots is not None:
+            with self._phase("snapshot", result):
+                self._snapshots.begin(self.policy, self._state.step)
 
     @contextlib.contextmanager
     def _phase(self, name: str, result: StepResult) -> Iterator[None]:

@@ -1,0 +1,51 @@
+"""A run without checkpoints whose ranks are killed goes on from memory, and ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.launch import MARK, slowness
+from tests.trainer.conftest import Runs
+from tests.trainer.test_run import assert_same_samples, rows, wait_for_rows, weights
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def worker(mark: str, rank: int) -> psutil.Process:
+    """The process of a rank of the run with this mark."""
+    deadline = time.monotonic() + 60 * slowness()
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+                if environment.get(MARK) == mark and environment.get("RANK") == str(rank):
+                    return process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        time.sleep(0.1)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_it_goes_on_from_memory_and_leaves_nothing_there(runs: Runs, uninterrupted: Path, tmp_path: Path) -> None:
+    elastic = (f"elastic.memory_dir={tmp_path}", "trainer.save_every=0")
+    process = runs.start("snapshots", *elastic)
+    for victim, after in ((1, 1), (0, 3)):
+        wait_for_rows(runs, "snapshots", after, process)
+        os.kill(worker(runs.started["snapshots"], victim).pid, signal.SIGKILL)
+    assert process.wait(600 * slowness()) == 0, runs.log("snapshots")
+    run, log = runs.folder / "snapshots", runs.log("snapshots")
+    resumed = [int(step) for step in re.findall(r"resumed from the snapshot of step (\d+) in memory", log)]
+    assert len(resumed) == 2 and resumed[0] >= 1 and resumed[1] >= 3, log
+    assert "restart from the newest snapshot in memory, else step 0" in log
+    assert weights(run) == weights(uninterrupted)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+    assert all(row["time/snapshot"] > 0 for row in rows(run)[1:])
+    assert_same_samples(run, uninterrupted)
+    assert list(tmp_path.iterdir()) == []

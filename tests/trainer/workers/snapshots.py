@@ -1,0 +1,115 @@
+"""Snapshots of tiny policies under several layouts: restored alike and under others, damaged, incomplete."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.actor.megatron_rng import RngState
+from megatron_tlt.actor.policy import Policy
+from megatron_tlt.algorithms.losses import negative_log_likelihood
+from megatron_tlt.checkpoint.memory_slots import DATA, INDEX
+from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
+from megatron_tlt.trainer.snapshots import Snapshots
+from tests.actor.workers.layouts import PP2, TP2SP, VP2, batch, equal, policy_of, weights_of
+
+MUON: dict[str, Any] = {
+    "optimizer": {"optimizer": "torch.optim.Muon", "lr": 1e-2},
+    "optimizer_split": {"lr": 1e-3},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "dp2": {"megatron": {}},
+    "tp2sp": {"megatron": TP2SP},
+    "pp2vp2": {"megatron": PP2 | VP2},
+    "dp2-bf16": {"megatron": {"bf16": True}},
+    "moe-ep2": {"megatron": {"expert_model_parallel_size": 2}},
+    "dp2-muon": {"megatron": {}, **MUON},
+    "pp2-muon": {"megatron": PP2, **MUON},
+}
+OTHER_LAYOUTS = {"tp2sp": "dp2", "dp2": "pp2vp2", "pp2-muon": "dp2-muon"}
+
+
+def built(models: Path, name: str) -> Policy:
+    return policy_of(models, name, **CASES[name])
+
+
+def train(policy: Policy, steps: int) -> list[float]:
+    return [policy.update(batch(), negative_log_likelihood)["loss"] for _ in range(steps)]
+
+
+def run(models: Path, root: Path, name: str) -> dict[str, Any]:
+    policy = built(models, name)
+    snapshots = Snapshots(root, [RngState(policy.layout)])
+    for step in (1, 2):
+        train(policy, 1)
+        snapshots.begin(policy, step)
+        snapshots.commit(TrainerState(step=step, tokens_seen=10 * step))
+    row: dict[str, Any] = {"bytes": snapshots.bytes_used, "copy_s": snapshots.copy_s}
+    row["losses"] = train(policy, 1)
+    snapshots.begin(policy, 3)  # and the process dies
+    expected = weights_of(policy)
+    again = built(models, name)
+    resumed = Snapshots(root, [RngState(again.layout)])
+    state = resumed.resume(again, least=2)
+    assert state is not None
+    row["state"] = [state.step, state.tokens_seen]
+    train(again, 1)
+    row["resume_is_bit_equal"] = equal(weights_of(again), expected)
+    if name in OTHER_LAYOUTS:
+        other = built(models, OTHER_LAYOUTS[name])
+        assert Snapshots(root, [RngState(other.layout)]).resume(other, least=0) is not None
+        row["other_losses"] = train(other, 1)
+    # the next snapshot goes into the other slot
+    resumed.begin(again, 3)
+    row["kept_while_writing"] = getattr(Snapshots(root, []).resume(built(models, name), least=0), "step", None)
+    resumed.commit(TrainerState(step=3))
+    barrier()  # as collectives of the next step would be
+    row["newest"] = getattr(Snapshots(root, []).resume(built(models, name), least=0), "step", None)
+    row["older_than_checkpoint"] = Snapshots(root, []).resume(again, least=4)
+    return row
+
+
+def broken(models: Path, root: Path, checkpoints: Path) -> dict[str, Any]:
+    """A flipped byte of one rank, and a rank that had not committed: the checkpoint is taken."""
+    policy = built(models, "dp2")
+    saved = Checkpoints(checkpoints, 2)
+    snapshots = Snapshots(root, [])
+    train(policy, 1)
+    saved.save(policy, TrainerState(step=1))
+    saved.finish()
+    for step in (2, 3):
+        train(policy, 1)
+        snapshots.begin(policy, step)
+        snapshots.commit(TrainerState(step=step))
+    own = [root / f"slot_{slot}" / f"rank_{rank():05d}" for slot in (0, 1)]
+    row: dict[str, Any] = {}
+    if rank() == 1:
+        (own[1] / INDEX).unlink()
+    barrier()
+    row["incomplete"] = saved.resume(policy, snapshots=Snapshots(root, [])).step
+    if rank() == 1:
+        with (own[0] / DATA).open("r+b") as opened:
+            opened.seek(100)
+            byte = opened.read(1)
+            opened.seek(100)
+            opened.write(bytes([byte[0] ^ 1]))
+    barrier()
+    row["flipped"] = saved.resume(policy, snapshots=Snapshots(root, [])).step
+    row["forgotten"] = Snapshots(root, []).resume(policy, least=0)
+    return row
+
+
+def main(models: str, out: str) -> None:
+    initialize_distributed(120)
+    rows = {name: run(Path(models), Path(out) / name, name) for name in CASES}
+    rows["broken"] = broken(Path(models), Path(out) / "broken", Path(out) / "checkpoints")
+    if rank() == 0:
+        Path(out, "rows.json").write_text(json.dumps(rows))
+    barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
