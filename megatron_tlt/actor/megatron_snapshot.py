@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
@@ -21,6 +21,7 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.collectives import failing_together
 
 _COMMON, _OBJECTS = "common.pt", "objects.pt"
+_OPTIMIZER = "optimizer.state."
 
 
 def _block(shard: ShardedTensor) -> Block:
@@ -41,9 +42,10 @@ def _bytes(shard: ShardedObject) -> torch.Tensor | None:
 
 
 def blocks_to_keep(policy: Policy, folder: Path) -> Iterator[tuple[Block, torch.Tensor]]:
-    """The blocks that this rank keeps, each of which no other rank keeps; what is not a tensor goes into ``folder``.
+    """All blocks of this rank, those that others have too; what is not a tensor goes into ``folder``.
 
-    A collective over the world. The tensors are views of the policy's, which must not change before they are copied.
+    So a rank of the same layout needs no other rank's blocks. A collective over the world. The tensors are views of the
+    policy's, which must not change before they are copied.
     """
     # without Megatron's check over all ranks, which checkpoints have passed
     sharded, common = save_preprocess(state_to_save(policy), validate_access_integrity=False)
@@ -52,8 +54,6 @@ def blocks_to_keep(policy: Policy, folder: Path) -> Iterator[tuple[Block, torch.
     objects = {}
     blocks: list[tuple[Block, torch.Tensor]] = []
     for shard in nested_values(sharded):
-        if not is_main_replica(shard.replica_id):
-            continue
         if isinstance(shard, ShardedObject):
             objects[shard.unique_key] = _bytes(shard)
         else:
@@ -72,13 +72,14 @@ def _plain(file: Path) -> Any:
 
 
 @torch.no_grad()
-def load_blocks(policy: Policy, source: BlockSource, folders: list[Path]) -> None:
+def load_blocks(policy: Policy, source: BlockSource, folders: list[Path], *, alike: bool) -> None:
     """Restores what :func:`blocks_to_keep` returned on the ranks of an earlier process group, of any layout.
 
     Args:
         policy: of the same architecture.
-        source: the blocks of all ranks.
-        folders: of all ranks, with what is not a tensor.
+        source: the blocks of all ranks; of this rank alone if ``alike``.
+        folders: of the same ranks, with what is not a tensor.
+        alike: the layout and the number of ranks are those that saved.
 
     Raises:
         RunError: a part is missing.
@@ -100,7 +101,9 @@ def load_blocks(policy: Policy, source: BlockSource, folders: list[Path]) -> Non
         target = torch.empty(block.sizes, dtype=shard.data.dtype)
         if shard.allow_shape_mismatch:
             target.copy_(shard.data.view(block.sizes))
-        source.fill(target, block.key, block.offsets, partly=shard.allow_shape_mismatch)
+        # Megatron asks for whole parameters and takes the part that the rank owns
+        trimmed = alike and block.key.startswith(_OPTIMIZER)
+        source.fill(target, block.key, block.offsets, partly=shard.allow_shape_mismatch or trimmed)
         return shard.data.copy_(target.view(shard.data.shape))
 
     state, own, factories = load_preprocess(state_to_load(policy, common, folders[0]))
@@ -108,5 +111,7 @@ def load_blocks(policy: Policy, source: BlockSource, folders: list[Path]) -> Non
     parts, _ = extract_sharded_base(state)
     with failing_together():
         dict_list_map_inplace(loaded, parts)
+        if alike:
+            source.check_all_used()
     merge(common, parts)
     restore_policy(policy, apply_factory_merges(common, factories))

@@ -164,10 +164,16 @@ class BlockSource:
     """The whole tensors whose blocks lie in some slots."""
 
     def __init__(self, readers: Sequence[SlotReader]) -> None:
+        self._left: dict[Block, int] = {}
         self._found: dict[str, list[tuple[SlotReader, Block]]] = defaultdict(list)
+        seen = set()
         for reader in readers:
             for block in reader.blocks:
-                self._found[block.key].append((reader, block))
+                place = block.key, block.offsets, block.sizes
+                if place not in seen:  # replicas have the same blocks
+                    seen.add(place)
+                    self._found[block.key].append((reader, block))
+                    self._left[block] = block.numel
 
     def fill(self, target: torch.Tensor, key: str, offsets: Sequence[int], *, partly: bool = False) -> None:
         """Copies a part of a tensor, which begins at ``offsets``, into ``target``; its dtype decides.
@@ -188,5 +194,12 @@ class BlockSource:
             if count:
                 target[other].copy_(reader.tensor(block)[own])
                 covered += count
+                self._left[block] -= count
         if covered != target.numel() and not partly:
             raise RunError(f"{key}: the snapshot has {covered} of {target.numel()} entries from {tuple(offsets)}")
+
+    def check_all_used(self) -> None:
+        """Raises RunError if entries of some block were not asked for; names the tensor."""
+        for block, left in self._left.items():
+            if left > 0:
+                raise RunError(f"{block.key}: {left} of {block.numel} entries from {block.offsets} have no place")

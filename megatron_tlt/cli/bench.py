@@ -17,6 +17,7 @@ _NAMES = (
     "drafter-checkpoint",
     "drafter-grid",
     "drafter-packing",
+    "elastic",
     "export-drafter",
     "families",
     "gap",

@@ -47,6 +47,12 @@ def print_step(summary: dict[str, Any]) -> None:
             f"the optimizer is taken to keep two moments, as it could not be run here: {summary['optimizer_unknown']}",
             highlight=False,
         )
+    if summary["snapshot_bytes"]:
+        console.print(
+            f"snapshots take {summary['snapshot_bytes'] / 1e9:.1f} GB of host memory on the fullest node "
+            "(elastic.memory_dir)",
+            highlight=False,
+        )
     memory = summary["memory"]
     verdict = "fits" if memory["fits"] else "does not fit"
     console.print(

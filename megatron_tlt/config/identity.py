@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "launcher.phase_timeout_s",
     "launcher.phase_timeouts_s",
     "launcher.max_restarts",
+    "elastic",
     "rewards.workers",
     "rewards.timeout_s",
     "actor.max_tokens_per_micro_batch",

@@ -119,6 +119,8 @@ class Job:
     draft_tokens: int = 0
     prompts: int = 1 << 30
     """Responses per step; each engine needs at least one."""
+    snapshots: bool = False
+    """Whether ranks keep copies of their state in host memory."""
 
     @property
     def world(self) -> int:
@@ -148,6 +150,7 @@ def job_of(config: TltConfig) -> Job:
         reference=config.algorithm.kl.coefficient > 0,
         prompts=config.trainer.prompts_per_step,
         draft_tokens=config.speculation.num_speculative_tokens if config.speculation.enabled else 0,
+        snapshots=config.elastic is not None,
     )
 
 

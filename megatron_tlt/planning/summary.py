@@ -10,6 +10,7 @@ from megatron_tlt.planning.job import Job
 from megatron_tlt.planning.layout_search import SearchResult, overrides_of
 from megatron_tlt.planning.machine import Machine
 from megatron_tlt.planning.memory import MemoryPlan
+from megatron_tlt.planning.snapshots import snapshot_bytes
 
 
 def summarize_step(job: Job, machine: Machine, memory: MemoryPlan, seconds: StepTime, moved: int) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def summarize_step(job: Job, machine: Machine, memory: MemoryPlan, seconds: Step
         },
         "seconds": {**asdict(seconds), "total": seconds.total},
         "reshard_bytes": moved,
+        "snapshot_bytes": snapshot_bytes(job) if job.snapshots else 0.0,
     }
 
 

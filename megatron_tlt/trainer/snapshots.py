@@ -5,46 +5,58 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron_tlt.actor.megatron_snapshot import blocks_to_keep, load_blocks
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.checkpoint.memory_slots import INDEX, BlockSource, MemorySlot, SlotReader
 from megatron_tlt.checkpoint.parts import CheckpointPart, save_parts
 from megatron_tlt.checkpoint.shared import run_together
+from megatron_tlt.checkpoint.snapshot_places import buddies, needed_copies, whole_steps
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.collectives import all_gather_data, failing_together
 from megatron_tlt.platform.device import barrier, log_once, rank, warn, world_size
+from megatron_tlt.platform.file_exchange import FolderTransfer, exchange_folders
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
+from megatron_tlt.platform.nodes import node_index
 from megatron_tlt.trainer.checkpoints import TrainerState
 
 _SLOTS = ("slot_0", "slot_1")
-_STATE, _WORLD = "state", "world_size"
+_STATE, _WORLD, _LAYOUT, _RANK = "state", "world_size", "layout", "rank"
 
 
 class Snapshots:
     """Two slots in memory, of which one always has a whole snapshot; every method is a collective over the world.
 
     ``begin`` copies the state right after an update. ``commit`` publishes the copy once the step is recorded, so a run
-    that continues from it misses nothing. A rank is in the next ``begin`` only after all ranks have committed, as every
-    step has collectives in between; so the older slot can be written over.
+    that continues from it misses nothing, and sends it to another node, if there is one, while the next step goes on. A
+    rank is in the next ``begin`` only after all ranks have committed, as every step has collectives in between; so the
+    older slot can be written over.
 
     Args:
         root: the folder of all snapshots of this launch on this node, on tmpfs.
         parts: state saved in addition to the actor's.
+        node: this node's number.
     """
 
-    def __init__(self, root: Path, parts: Sequence[CheckpointPart]) -> None:
+    def __init__(self, root: Path, parts: Sequence[CheckpointPart], node: int = 0) -> None:
         self._root = root
         self._parts = parts
-        self._slots = [MemorySlot(root / name / f"rank_{rank():05d}") for name in _SLOTS]
+        self._nodes = all_gather_data(node, int)
+        self._buddies = buddies(self._nodes)
+        self._group = dist.new_group(backend="gloo") if len(set(self._nodes)) > 1 else None
+        self._slots = [MemorySlot(root / name / _folder(rank())) for name in _SLOTS]
         self._next = 0
         self._step: int | None = None  # of the snapshot that is begun and not committed
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._checksum: Future[int] | None = None
+        self._sent: Future[None] | None = None
+        self._layout: dict[str, int] = {}
         self._failed = False
         self.copy_s = 0.0
         """Seconds that the newest ``begin`` took."""
@@ -61,7 +73,7 @@ class Snapshots:
             raise ConfigError(
                 "elastic: found a section; its snapshots need a process that outlives ranks; allowed: tlt"
             )
-        return cls(Path(root), parts)
+        return cls(Path(root), parts, node_index())
 
     @property
     def bytes_used(self) -> int:
@@ -74,12 +86,16 @@ class Snapshots:
             return
         began = time.perf_counter()
         slot, self._next = self._slots[self._next], 1 - self._next
+        self._layout = policy.layout
         try:
             with failing_together():
+                if self._sent is not None:
+                    self._sent.result()  # the other slot, but its buddy may still be receiving into this one
                 self._remove_other_ranks(slot.folder.parent)
-                shutil.rmtree(slot.folder / "parts", ignore_errors=True)
-                (slot.folder / "parts").mkdir(parents=True)
-                save_parts(self._parts, slot.folder / "parts", rank())
+                parts = slot.folder.with_name(_parts(rank()))
+                shutil.rmtree(parts, ignore_errors=True)
+                parts.mkdir(parents=True)
+                save_parts(self._parts, parts, rank())
             blocks = blocks_to_keep(policy, slot.folder)
             with failing_together():
                 slot.fill(blocks)
@@ -93,9 +109,9 @@ class Snapshots:
 
     def _remove_other_ranks(self, slot: Path) -> None:
         """Removes what ranks of a larger process group left in a slot that is written over."""
-        if rank() == 0:
-            for folder in slot.glob("rank_*"):
-                if int(folder.name.removeprefix("rank_")) >= world_size():
+        if rank() == self._nodes.index(self._nodes[rank()]):
+            for folder in slot.glob("*_*"):
+                if int(folder.name.rpartition("_")[2]) >= world_size():
                     shutil.rmtree(folder, ignore_errors=True)
 
     def commit(self, state: TrainerState) -> None:
@@ -104,67 +120,122 @@ class Snapshots:
             return
         assert self._checksum is not None and state.step == self._step
         slot = self._slots[1 - self._next]
-        slot.complete(self._step, self._checksum.result(), {_STATE: asdict(state), _WORLD: world_size()})
+        described = {_STATE: asdict(state), _WORLD: world_size(), _LAYOUT: self._layout, _RANK: rank()}
+        slot.complete(self._step, self._checksum.result(), described)
         self._step = None
+        if self._group is not None:
+            self._sent = self._pool.submit(self._send, slot.folder.parent, self._group)
 
-    def _whole(self) -> dict[int, Path]:
-        """The slot of each step of which every rank's part is here; the same on all ranks."""
-        here: dict[int, str] = {}
-        for name in _SLOTS:
-            parts = [reader for folder in (self._root / name).glob("rank_*") if (reader := _reader(folder)) is not None]
-            for step in {reader.step for reader in parts}:
-                of_step = [reader for reader in parts if reader.step == step]
-                if len(of_step) == of_step[0].described[_WORLD]:
-                    here[step] = name
-        everywhere = all_gather_data(here, dict[int, str])
-        return {step: self._root / name for step, name in here.items() if all(step in other for other in everywhere)}
+    def _send(self, slot: Path, group: dist.ProcessGroup) -> None:
+        """Sends this rank's part to its buddy, and receives those that it is the buddy of."""
+        positions = {node: position for position, node in enumerate(sorted(set(self._nodes)))}
+        # every second node sends while the others receive, then the other way round
+        order = sorted(range(world_size()), key=lambda source: positions[self._nodes[source]] % 2)
+        transfers = [FolderTransfer(source, self._buddies[source]) for source in order]
+        for folder in (_parts, _folder):
+            exchange_folders(transfers, [slot / folder(each.source) for each in transfers], INDEX, rank(), group)
 
     def resume(self, policy: Policy, least: int) -> TrainerState | None:
         """Restores the newest whole snapshot; None if there is none of step ``least`` or later, or it is damaged.
 
         Where ranks have left snapshots that cannot be used, a warning says why; the policy is then undefined.
         """
-        found = self._whole()
-        if not found:
-            if any(any((self._root / name).glob("rank_*")) for name in _SLOTS):
+        here = self._present()
+        everywhere = all_gather_data(here, dict[int, tuple[str, int, list[int]]])
+        present = dict(zip(self._nodes, everywhere, strict=True))
+        worlds = {step: world for found in everywhere for step, (_, world, _) in found.items()}
+        whole = whole_steps({n: {s: ranks for s, (_, _, ranks) in f.items()} for n, f in present.items()}, worlds)
+        if not whole:
+            if worlds:
                 warn("no snapshot in memory is whole: the run restarts from its newest checkpoint")
             return None
-        if (step := max(found)) < least:
+        if (step := max(whole)) < least:
             return None
+        slot = next(found[step][0] for found in everywhere if step in found)
+        of_step = {node: found[step][2] if step in found else [] for node, found in present.items()}
         try:
-            state = self._restored(policy, found[step])
+            state = self._restored(policy, self._root / slot, worlds[step], of_step)
         except RunError as error:
             warn(f"the snapshot of step {step} cannot be used: {error}; the run restarts from its newest checkpoint")
             self._forget()
             return None
-        self._next = 1 - _SLOTS.index(found[step].name)
+        self._next = 1 - _SLOTS.index(slot)
         log_once(f"resumed from the snapshot of step {step} in memory")
         return state
+
+    def _present(self) -> dict[int, tuple[str, int, list[int]]]:
+        """By step: the slot, the number of ranks that made it, and those whose parts are on this node."""
+        found: dict[int, tuple[str, int, list[int]]] = {}
+        for name in _SLOTS:
+            for folder in sorted((self._root / name).glob("rank_*")):
+                if (reader := _reader(folder)) is not None:
+                    _, _, ranks = found.setdefault(reader.step, (name, int(reader.described[_WORLD]), []))
+                    ranks.append(int(reader.described[_RANK]))
+        return found
 
     def _forget(self) -> None:
         """Makes all slots incomplete, as steps that are repeated from a checkpoint must not meet their snapshots."""
         for slot in self._slots:
-            (slot.folder / INDEX).unlink(missing_ok=True)
+            for folder in slot.folder.parent.glob("rank_*"):
+                (folder / INDEX).unlink(missing_ok=True)
         barrier()
 
-    def _restored(self, policy: Policy, slot: Path) -> TrainerState:
-        readers = [SlotReader(folder) for folder in sorted(slot.glob("rank_*"))]
-        run_together(lambda: _verify(readers[rank() :: world_size()]))
-        load_blocks(policy, BlockSource(readers), [reader.folder for reader in readers])
-        self._load_parts(readers)
-        return TrainerState(**readers[0].described[_STATE])
-
-    def _load_parts(self, readers: Sequence[SlotReader]) -> None:
+    def _restored(self, policy: Policy, slot: Path, world: int, present: dict[int, list[int]]) -> TrainerState:
+        layouts = all_gather_data(self._layout_of(slot, present), dict[str, int] | None)
+        alike = world == world_size() and all(found in (None, policy.layout) for found in layouts)
+        node = self._nodes[rank()]
+        # under the same layout a rank has all of its blocks itself
+        needed = {
+            n: [r for r, other in enumerate(self._nodes) if other == n] if alike else range(world) for n in present
+        }
+        self._fetch(slot, needed, present, _folder)
+        self._fetch(slot, dict.fromkeys(present, range(world)), present, _parts)
+        with failing_together():
+            readers = [SlotReader(slot / _folder(saved)) for saved in ([rank()] if alike else needed[node])]
+        share = readers if alike else readers[rank() :: world_size()]
+        run_together(lambda: _verify(share))
+        load_blocks(policy, BlockSource(readers), [reader.folder for reader in readers], alike=alike)
         for part in self._parts:
-            folders = [folder for reader in readers for folder in (reader.folder / "parts" / part.name).glob("rank_*")]
+            folders = [f for saved in range(world) for f in (slot / _parts(saved) / part.name).glob("rank_*")]
             if folders:
                 part.load(folders)
             else:
                 warn(f"the snapshot has no {part.name!r}: that part starts anew")
+        return TrainerState(**readers[0].described[_STATE])
+
+    def _layout_of(self, slot: Path, present: dict[int, list[int]]) -> dict[str, int] | None:
+        ranks = present[self._nodes[rank()]]
+        return dict(SlotReader(slot / _folder(ranks[0])).described[_LAYOUT]) if ranks else None
+
+    def _fetch(
+        self,
+        slot: Path,
+        needed: Mapping[int, Collection[int]],
+        present: Mapping[int, Collection[int]],
+        folder: Callable[[int], str],
+    ) -> None:
+        """Brings to each node the folders of ranks that it needs and lacks."""
+        copies = needed_copies(present, needed)
+        if not copies:
+            return
+        assert self._group is not None
+        first = {node: self._nodes.index(node) for node in present}
+        transfers = [FolderTransfer(first[copy.source], first[copy.target]) for copy in copies]
+        paths = [slot / folder(copy.saved) for copy in copies]
+        exchange_folders(transfers, paths, INDEX, rank(), self._group)
+        barrier()
 
     def close(self) -> None:
         """Ends the thread."""
         self._pool.shutdown()
+
+
+def _folder(saved: int) -> str:
+    return f"rank_{saved:05d}"
+
+
+def _parts(saved: int) -> str:
+    return f"parts_{saved:05d}"
 
 
 def _verify(readers: Sequence[SlotReader]) -> None:

@@ -13,6 +13,7 @@ from megatron_tlt.planning.actor_memory import stage_memory
 from megatron_tlt.planning.cost import optimizer_seconds
 from megatron_tlt.planning.machine import find_machine
 from megatron_tlt.planning.optimizer_state import OptimizerMemory, optimizer_memory
+from megatron_tlt.planning.snapshots import snapshot_bytes
 from tests.planning.jobs import job
 
 MUON = {
@@ -81,3 +82,13 @@ def test_who_owns_what_decides_where_the_bytes_are() -> None:
     assert stages("tensors") == pytest.approx([2 * weights] * 2), "an eighth of 16 bytes each"
     assert stages("all") == pytest.approx([16 * weights, 0])
     assert sum(stages("slices")) * 4 == pytest.approx(16 * weights, rel=0.06), "four ranks in each stage"
+
+
+def test_snapshots_by_hand() -> None:
+    one = job(layout=Layout(8, tp=4, sp=True), optimizer=OptimizerMemory(12))
+    # each of eight ranks a quarter of the weights, an eighth of the optimizer, in two slots
+    expected = 8 * 2 * one.model.parameters * (2 / 4 + 12 / 8)
+    assert snapshot_bytes(one) == pytest.approx(expected, rel=0.01)
+    assert snapshot_bytes(replace(one, devices_per_node=4)) == pytest.approx(expected, rel=0.01), "four, each twice"
+    whole = job(layout=Layout(1), bf16=False, optimizer=OptimizerMemory(8))
+    assert snapshot_bytes(whole) == pytest.approx(2 * whole.model.parameters * 16, rel=0.01)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from tests.actor.conftest import models, rows_of
+from tests.trainer.workers.snapshots import CASES
 
 __all__ = ["models"]  # a fixture
 
@@ -21,9 +24,9 @@ def rows(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
 
 
 def test_a_process_that_died_goes_on_with_the_same_bits(rows: dict[str, dict[str, Any]]) -> None:
-    found = {name: row["resume_is_bit_equal"] for name, row in rows.items() if name != "broken"}
-    assert len(found) == 7 and all(found.values()), found
-    assert all(row["state"] == [2, 20] for name, row in rows.items() if name != "broken")
+    found = {name: row["resume_is_bit_equal"] for name, row in rows.items() if name in CASES}
+    assert len(found) == len(CASES) and all(found.values()), found
+    assert all(rows[name]["state"] == [2, 20] for name in CASES)
 
 
 def test_it_goes_on_under_another_layout(rows: dict[str, dict[str, Any]]) -> None:
@@ -35,11 +38,26 @@ def test_it_goes_on_under_another_layout(rows: dict[str, dict[str, Any]]) -> Non
 
 
 def test_one_whole_snapshot_remains_while_the_next_is_written(rows: dict[str, dict[str, Any]]) -> None:
-    for name, row in rows.items():
-        if name != "broken":
-            assert (row["kept_while_writing"], row["newest"]) == (2, 3), name
-            assert row["older_than_checkpoint"] is None, name
+    for name in CASES:
+        assert (rows[name]["kept_while_writing"], rows[name]["newest"]) == (2, 3), name
+        assert rows[name]["older_than_checkpoint"] is None, name
 
 
 def test_what_is_damaged_or_incomplete_is_not_loaded(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["broken"] == {"incomplete": 2, "flipped": 1, "forgotten": None}
+
+
+def test_a_slot_takes_what_is_planned(rows: dict[str, dict[str, Any]], models: Path) -> None:
+    with safe_open(models / "dense" / "model.safetensors", "pt") as file:
+        weights = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    # weights on both ranks, of float32 weights and two moments a half; aligned to 64 bytes
+    assert rows["dp2"]["bytes"] == pytest.approx(weights * (4 + 12 / 2), rel=0.01)
+    assert rows["dp2-bf16"]["bytes"] == pytest.approx(weights * (2 + 12 / 2), rel=0.01)
+
+
+def test_a_lost_node_is_replaced_from_its_buddys_copy(rows: dict[str, dict[str, Any]]) -> None:
+    row = rows["nodes"]
+    assert row["copies"] == ["parts_00000", "parts_00001", "rank_00000", "rank_00001"]
+    assert row["step"] == 3 and row["resume_is_bit_equal"]
+    assert row["other_step"] == 3, "under another layout too"
+    assert row["both_lost"] is None

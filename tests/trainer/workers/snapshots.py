@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,41 @@ def broken(models: Path, root: Path, checkpoints: Path) -> dict[str, Any]:
     return row
 
 
+def two_nodes(models: Path, root: Path) -> dict[str, Any]:
+    """Each rank is a node of its own, and one of them loses its memory."""
+    own = root / f"node_{rank()}"
+    policy = built(models, "dp2")
+    snapshots = Snapshots(own, [RngState(policy.layout)], node=rank())
+    for step in (1, 2, 3):
+        train(policy, 1)
+        snapshots.begin(policy, step)
+        snapshots.commit(TrainerState(step=step))
+    snapshots.close()  # what was sent has arrived
+    barrier()
+    row: dict[str, Any] = {"copies": sorted(folder.name for folder in (own / "slot_0").iterdir())}
+    train(policy, 1)
+    expected = weights_of(policy)
+    if rank() == 1:
+        shutil.rmtree(own)
+    barrier()
+    again = built(models, "dp2")
+    state = Snapshots(own, [RngState(again.layout)], node=rank()).resume(again, least=0)
+    row["step"] = None if state is None else state.step
+    train(again, 1)
+    row["resume_is_bit_equal"] = equal(weights_of(again), expected)
+    other = built(models, "pp2vp2")
+    row["other_step"] = getattr(Snapshots(own, [], node=rank()).resume(other, least=0), "step", None)
+    shutil.rmtree(root / f"node_{rank()}")
+    barrier()
+    row["both_lost"] = Snapshots(own, [], node=rank()).resume(again, least=0)
+    return row
+
+
 def main(models: str, out: str) -> None:
     initialize_distributed(120)
     rows = {name: run(Path(models), Path(out) / name, name) for name in CASES}
     rows["broken"] = broken(Path(models), Path(out) / "broken", Path(out) / "checkpoints")
+    rows["nodes"] = two_nodes(Path(models), Path(out) / "nodes")
     if rank() == 0:
         Path(out, "rows.json").write_text(json.dumps(rows))
     barrier()

@@ -1,0 +1,145 @@
+"""From the kill of a rank to the next update: restarts from memory against restarts from checkpoints; resumable.
+
+Also the time that copies into memory take of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
+from megatron_tlt.errors import RunError
+from megatron_tlt.observe.environment import describe_environment
+from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.platform.files import atomic_write_text
+
+ARMS: dict[str, list[str]] = {
+    "checkpoint": ["trainer.save_every=1", "trainer.async_save=false"],
+    "memory": ["trainer.save_every=0", "elastic={}"],
+}
+KILLED_AFTER = 2
+"""The step after which a rank is killed, while the next one decodes."""
+_STEPS = 4
+_INTO_STEP_S = 1.0
+_POLL_S = 0.02
+_TIMEOUT_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
+    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/elastic"), help="folder of the runs")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no later run; run again for the rest")
+
+
+def run(arguments: argparse.Namespace) -> BenchmarkResult:
+    """A row per run; targets: a restart from memory in 0.9 of the time, and copies in 1 % of a step.
+
+    Raises:
+        RunError: a run failed.
+    """
+    began = time.monotonic()
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    for repeat in range(arguments.repeats):
+        for arm in ARMS:
+            out = arguments.folder / f"{arm}-{repeat}.json"
+            if not out.is_file():
+                if time.monotonic() - began > 60 * arguments.minutes:
+                    continue
+                out.parent.mkdir(parents=True, exist_ok=True)
+                measured = _killed(arguments, arm, arguments.folder / f"{arm}-{repeat}")
+                atomic_write_text(out, json.dumps(measured))
+            found[arm].append(json.loads(out.read_text(encoding="utf-8")))
+    return judge(found, arguments.repeats)
+
+
+def _killed(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
+    shutil.rmtree(folder, ignore_errors=True)
+    own = [f"run.dir={folder}", f"trainer.steps={_STEPS}", "evaluation.every=0", "observe.progress=false"]
+    command = [sys.executable, "-m", "megatron_tlt", "train", str(arguments.config), *arguments.set, *ARMS[arm], *own]
+    with (folder.with_suffix(".log")).open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            _wait_for(folder, KILLED_AFTER, process)
+            time.sleep(_INTO_STEP_S)
+            victim = _last_rank(process.pid)
+            killed = time.perf_counter()
+            os.kill(victim, signal.SIGKILL)
+            _wait_for(folder, KILLED_AFTER + 1, process)
+            seconds = time.perf_counter() - killed
+            if process.wait(_TIMEOUT_S):
+                raise RunError(f"a run failed; its output is in {log.name}")
+        finally:
+            process.kill()
+    rows = [row for row in read_metrics(folder / METRICS_FILE) if row["step"]]
+    return {
+        "seconds": seconds,
+        "steps": [row["time/total"] for row in rows],
+        "copies": [row["time/snapshot"] for row in rows if "time/snapshot" in row],
+    }
+
+
+def _wait_for(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Until the run has recorded a step."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    file = folder / METRICS_FILE
+    while not file.is_file() or max((int(row["step"] or 0) for row in read_metrics(file)), default=0) < step:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RunError(f"{folder}: the run ended before step {step}, or took longer than {_TIMEOUT_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _last_rank(launcher: int) -> int:
+    """The process of the highest rank below a ``tlt``."""
+    ranks: dict[int, int] = {}
+    for process in psutil.Process(launcher).children(recursive=True):
+        try:
+            number = process.environ().get("LOCAL_RANK")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if number is not None:
+            ranks.setdefault(int(number), process.pid)  # the rank comes before processes that it started
+    return ranks[max(ranks)]
+
+
+def judge(found: Mapping[str, Sequence[Mapping[str, Any]]], repeats: int) -> BenchmarkResult:
+    """Rows of what has run; targets when all have."""
+    result = BenchmarkResult(environment=describe_environment(), name="elastic")
+    for arm, rows in found.items():
+        for repeat, row in enumerate(rows):
+            copies = statistics.median(row["copies"]) if row["copies"] else None
+            result.rows.append(
+                {
+                    "restart from": arm,
+                    "repeat": repeat,
+                    "kill to next update (s)": row["seconds"],
+                    "step (s)": statistics.median(row["steps"]),
+                    "copy (ms)": None if copies is None else 1e3 * copies,
+                }
+            )
+    complete = all(len(rows) == repeats for rows in found.values())
+    seconds, copied = "kill to next update, memory over checkpoint", "copies into memory, share of a step"
+    if not complete or repeats < 2:
+        result.incomplete(seconds)
+        result.incomplete(copied)
+        return result
+    spread = ratio_of_medians(*([row["seconds"] for row in found[arm]] for arm in ("memory", "checkpoint")))
+    result.target(seconds, spread["ratio"], "<=", 0.9)
+    result.rows.append({"restart from": "memory over checkpoint", **spread})
+    shares = [copy / step for row in found["memory"] for copy, step in zip(row["copies"], row["steps"], strict=False)]
+    result.target(copied, statistics.median(shares), "<=", 0.01)
+    return result

@@ -1,0 +1,33 @@
+"""The comparison of restarts: what it needs to judge, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_tlt.bench import elastic
+from megatron_tlt.config.loader import load_config
+from tests.helpers.launch import REPOSITORY
+
+
+def trial(seconds: float, copy_s: float | None) -> dict[str, Any]:
+    return {"seconds": seconds, "steps": [4.0, 5.0, 6.0], "copies": [] if copy_s is None else [copy_s] * 3}
+
+
+def test_arms_differ_in_where_they_restart_from_alone() -> None:
+    config = REPOSITORY / "launch" / "quickstart-deterministic.yaml"
+    memory, saved = (load_config(config, elastic.ARMS[arm]) for arm in ("memory", "checkpoint"))
+    assert memory.elastic is not None and memory.trainer.save_every == 0
+    assert saved.elastic is None and saved.trainer.save_every == 1 and not saved.trainer.async_save
+
+
+def test_a_restart_and_the_copies_are_judged() -> None:
+    found = {
+        "checkpoint": [trial(40.0, None), trial(44.0, None)],
+        "memory": [trial(30.0, 0.02), trial(34.0, 0.04)],
+    }
+    result = elastic.judge(found, repeats=2)
+    assert [target["met"] for target in result.targets.values()] == [True, True]
+    assert result.rows[-1]["ratio"] == 32 / 42 and result.rows[0]["copy (ms)"] is None
+    assert result.rows[2]["copy (ms)"] == 20.0 and result.rows[2]["kill to next update (s)"] == 30.0
+    found["memory"].pop()
+    assert {target["op"] for target in elastic.judge(found, repeats=2).targets.values()} == {"incomplete"}
