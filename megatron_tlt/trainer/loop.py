@@ -184,6 +184,7 @@ class Run:
             ],
             side_files=self._side_files,
             in_background=config.trainer.async_save,
+            verify=config.integrity.checkpoints,
         )
         self._held_out: list[Problem] | None = None
         self._set_problems: dict[str, list[Problem]] = {}
@@ -252,6 +253,7 @@ class Run:
                 if self.drafting is not None:
                     self.drafting.write(self._folder / NEWEST_DRAFTER)
             record.finish(self._state, self.policy.layout)
+        self._checkpoints.close()
         self._watch.close()
         self.engine.shutdown()
 
@@ -308,8 +310,7 @@ class Run:
             self._checkpoints.poll()
             if every and self._state.step % every == 0:
                 self._save()
-        if self._checkpoints.published_s is not None:
-            result.metrics["checkpoint/background_s"] = self._checkpoints.published_s
+        result.metrics |= self._checkpoints.metrics
 
     @contextlib.contextmanager
     def _phase(self, name: str, result: StepResult) -> Iterator[None]:
@@ -321,6 +322,7 @@ class Run:
 
     def _save(self) -> None:
         if self._state.step and self._saved_step != self._state.step:
+            self.step.replicas.before_save(self._state.step)
             self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
 
