@@ -17,19 +17,24 @@ WORKER = Path(__file__).parent / "workers" / "flipped.py"
 CHECKS = ("integrity.replicas_every=1", "integrity.checkpoints=true", "trainer.steps=3")
 
 
-def test_a_checked_run_is_intact(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def checked(runs: Runs) -> Path:
     said = runs.train("checked", *CHECKS)
     assert "warning" not in said
-    rows = [row for row in read_metrics(runs.folder / "checked" / "metrics.jsonl") if row["step"]]
+    return runs.folder / "checked"
+
+
+def test_a_checked_run_is_intact(checked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row for row in read_metrics(checked / "metrics.jsonl") if row["step"]]
     assert len(rows) == 3
     assert all(row["integrity/replicas_ms"] and row["integrity/odd_ranks"] == 0 for row in rows)
     assert rows[-1]["checkpoint/verified"] == 1
-    assert main(["verify", str(runs.folder / "checked")]) == 0
+    assert main(["verify", str(checked)]) == 0
     found = capsys.readouterr().out
     assert " 0 damaged" in found and "not verified" not in found
 
 
-def test_a_flipped_bit_is_not_saved(runs: Runs, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_not_saved(runs: Runs, checked: Path, tmp_path: Path) -> None:  # whose model it takes
     config = load_config(runs.config, [f"run.dir={tmp_path / 'flipped'}", "trainer.async_save=false", *CHECKS])
     (tmp_path / "config.yaml").write_text(dump_resolved(config))
     said = run_torchrun(WORKER, 2, [str(tmp_path / "config.yaml")], timeout_s=900, expect_status=1)
