@@ -57,26 +57,31 @@ def whole_model_name(local: str, first_layer: int, first_expert: int) -> str:
     return f"decoder.layers.{first_layer + int(layer[1])}.{tail}"
 
 
-def shards(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[Shard]:
-    """Every parameter of this rank's chunks."""
-    tensor = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+def whole_model_names(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter of this rank's chunks with its name in the full model; adapters with their own names."""
     expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     first_expert = parallel_state.get_expert_model_parallel_rank() * (weights.num_experts // expert_ranks)
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         for local, parameter in chunk.named_parameters():
-            if local.startswith(f"{ADAPTERS}."):
-                continue
-            name = whole_model_name(local, first_layer, first_expert)
-            rank, size = tensor
-            if weights.is_expert(name):
-                rank = parallel_state.get_expert_tensor_parallel_rank()
-                size = parallel_state.get_expert_tensor_parallel_world_size()
-            pieces = weights.pieces(name, rank, size)
-            replicated = pieces == weights.pieces(name, 0, 1) and size > 1
-            # The last pipeline stage's tied embedding is a copy of the first stage's.
-            copy = weights.tied and name == "output_layer.weight"
-            yield Shard(name, parameter, pieces, exported=not copy and not (replicated and rank))
+            yield whole_model_name(local, first_layer, first_expert), parameter
+
+
+def shards(weights: WeightMap, chunks: Sequence[GPTModel]) -> Iterator[Shard]:
+    """Every parameter of this rank's chunks but adapters."""
+    tensor = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in whole_model_names(weights, chunks):
+        if name.startswith(f"{ADAPTERS}."):
+            continue
+        rank, size = tensor
+        if weights.is_expert(name):
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+            size = parallel_state.get_expert_tensor_parallel_world_size()
+        pieces = weights.pieces(name, rank, size)
+        replicated = pieces == weights.pieces(name, 0, 1) and size > 1
+        # The last pipeline stage's tied embedding is a copy of the first stage's.
+        copy = weights.tied and name == "output_layer.weight"
+        yield Shard(name, parameter, pieces, exported=not copy and not (replicated and rank))
 
 
 @torch.no_grad()

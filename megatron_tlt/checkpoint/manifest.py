@@ -70,10 +70,19 @@ def _sha256(path: Path) -> FileSum:
         return FileSum(None, error.strerror or str(error))
 
 
-def sha256_sums(files: Sequence[Path]) -> list[FileSum]:
-    """Computes the sums of files with the threads of this process."""
+def sha256_sums(files: Sequence[Path], done: Callable[[int], object] = lambda size: None) -> list[FileSum]:
+    """Computes the sums of files with the threads of this process.
+
+    ``done`` is called, by these threads, with the bytes of each file that has been hashed.
+    """
+
+    def summed(path: Path) -> FileSum:
+        found = _sha256(path)
+        done(path.stat().st_size if path.is_file() else 0)
+        return found
+
     with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing releases the GIL
-        return list(pool.map(_sha256, files))
+        return list(pool.map(summed, files))
 
 
 def write_manifest(folder: Path | str, sums: Sums = sha256_sums) -> Path:

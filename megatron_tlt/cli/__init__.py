@@ -29,6 +29,7 @@ from megatron_tlt.cli import (
     simulate,
     tasks,
     train,
+    verify,
     watch,
 )
 from megatron_tlt.errors import TltError
@@ -50,6 +51,7 @@ _COMMANDS = (
     watch,
     report,
     compare,
+    verify,
     convert,
     export_drafter,
     bench,

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     # measurements and output
     "evaluation",
     "observe",
+    "integrity",
     # Start of drafter training on idle ranks. Speculation is lossless, so no distribution changes.
     "spot.min_replicas",
     "spot.min_entries",

@@ -17,6 +17,7 @@ from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.elastic import ElasticConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
+from megatron_tlt.config.integrity import IntegrityConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
 from megatron_tlt.config.schedule import ScheduleConfig
@@ -391,6 +392,7 @@ class TltConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()
     reshard: ReshardConfig = ReshardConfig()
+    integrity: IntegrityConfig = IntegrityConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

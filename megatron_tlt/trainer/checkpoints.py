@@ -18,6 +18,7 @@ from megatron_tlt.checkpoint.manifest import Sums, verify_manifest
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
 from megatron_tlt.checkpoint.publication import Publication
 from megatron_tlt.checkpoint.shared import run_together, with_shared_sums
+from megatron_tlt.checkpoint.verification import BackgroundVerification
 from megatron_tlt.errors import RunError
 from megatron_tlt.models.hf_folder import MEGATRON_PART, SIDE_FILES, copy_side_files
 from megatron_tlt.platform.collectives import any_rank, broadcast_data, failing_together
@@ -84,6 +85,7 @@ class Checkpoints:
         side_files: a folder with the model's config and tokenizer, copied into each checkpoint so that ``tlt convert``
             can make a Hugging Face folder of it.
         in_background: False makes ``save`` wait until its checkpoint is published.
+        verify: rank 0 verifies each published checkpoint in the background (``checkpoint.verification``).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Checkpoints:
         *,
         side_files: Path | None = None,
         in_background: bool = True,
+        verify: bool = False,
     ) -> None:
         self._root = root
         self._keep = keep
@@ -103,12 +106,16 @@ class Checkpoints:
         self._began: float | None = None  # start time of the save in progress
         self._write: BackgroundWrite | None = None
         self._publication: Publication | None = None  # on rank 0
+        self._verify = verify
+        self._verification = BackgroundVerification() if verify and rank() == 0 else None
+        self._folder: Path | None = None  # of the newest save
         self.published_s: float | None = None  # seconds from start to publication of the newest published save
+        self._verified: bool | None = None  # whether the newest verified checkpoint is intact
 
     def save(self, policy: Policy, state: TrainerState) -> None:
         """Starts to save ``step_NNNNNN``, which is published atomically; first finishes the previous save."""
         self.finish()
-        folder = self._root / f"step_{state.step:06d}"
+        self._folder = folder = self._root / f"step_{state.step:06d}"
         self._began = time.perf_counter()
         with self._clearing_up():
             with failing_together():
@@ -128,7 +135,11 @@ class Checkpoints:
             self.finish()
 
     def poll(self) -> bool:
-        """Advances the save in progress without waiting; returns whether no save is in progress any more."""
+        """Advances the save in progress without waiting; returns whether no save is in progress any more.
+
+        Warns if a published checkpoint was found to be damaged.
+        """
+        self._poll_verification()
         if self._began is None:
             return True
         with self._clearing_up():
@@ -144,12 +155,37 @@ class Checkpoints:
                 return False
         self.published_s = time.perf_counter() - self._began
         self._began = self._publication = None
+        if self._verification is not None and self._folder is not None:
+            self._verification.start(self._folder)
         return True
 
     def finish(self) -> None:
         """Waits until the save in progress, if any, is published."""
         while not self.poll():
             time.sleep(POLL_S)
+
+    def _poll_verification(self) -> None:
+        problems = self._verification.poll() if self._verification is not None else None
+        if problems is None:
+            return
+        self._verified = not problems
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            warn(
+                f"a published checkpoint is damaged: {problems[0]}{more}; a resume skips it; the next save replaces it"
+            )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the newest published save, and of the newest verified checkpoint; rank 0's are complete."""
+        found = {} if self.published_s is None else {"checkpoint/background_s": self.published_s}
+        return found if self._verified is None else {**found, "checkpoint/verified": float(self._verified)}
+
+    def close(self) -> None:
+        """Waits until the last published checkpoint is verified, if ``verify`` is set."""
+        if self._verify:
+            run_together(lambda: self._verification.close(wait=True) if self._verification is not None else None)
+            self._poll_verification()
 
     @contextlib.contextmanager
     def _clearing_up(self) -> Iterator[None]:

@@ -164,6 +164,7 @@ class Run:
             parts,
             side_files=self._side_files,
             in_background=config.trainer.async_save,
+            verify=config.integrity.checkpoints,
         )
         self._held_out: list[Problem] | None = None
         self._set_problems: dict[str, list[Problem]] = {}
@@ -232,6 +233,7 @@ class Run:
                 if self.drafting is not None:
                     self.drafting.write(self._folder / NEWEST_DRAFTER)
             record.finish(self._state, self.policy.layout)
+        self._checkpoints.close()
         self._watch.close()
         self.engine.shutdown()
 
@@ -290,8 +292,7 @@ class Run:
             self._checkpoints.poll()
             if every and self._state.step % every == 0:
                 self._save()
-        if self._checkpoints.published_s is not None:
-            result.metrics["checkpoint/background_s"] = self._checkpoints.published_s
+        result.metrics |= self._checkpoints.metrics
         if self._snapshots is not None:
             with self._phase("snapshot", result):
                 self._snapshots.begin(self.policy, self._state.step)
@@ -306,6 +307,7 @@ class Run:
 
     def _save(self) -> None:
         if self._state.step and self._saved_step != self._state.step:
+            self.step.replicas.before_save(self._state.step)
             self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
 

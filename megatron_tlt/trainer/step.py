@@ -33,6 +33,7 @@ from megatron_tlt.trainer.carried import Carried, Key
 from megatron_tlt.trainer.drafter_manager import OnlineDrafter
 from megatron_tlt.trainer.dynamic_sampling import collect_problems
 from megatron_tlt.trainer.experience import Answers, ExperienceCollector, Scored, StartRace, WhileIdle
+from megatron_tlt.trainer.integrity import ReplicaCheck
 from megatron_tlt.trainer.memory_ledger import START
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.responses import ScoredResponse
@@ -115,6 +116,7 @@ class TrainingStep:
         self._spot_trainer = spot_trainer
         self._samples = samples
         self._start_memory: dict[str, int] = {}
+        self.replicas = ReplicaCheck(config.integrity, policy)
         #: folder that training responses are recorded in, or None
         self.recording = config.run.dir / "recording" if config.observe.recording else None
         algorithm = build_algorithm(config.algorithm)
@@ -178,6 +180,7 @@ class TrainingStep:
         batch = self._log_probs(step, scored, batch, result, on_phase)
         self._update(step, batch, result, on_phase)
         self._train_drafter(step, result, on_phase)
+        result.metrics |= self.replicas.after_update(step + 1)
         on_updated(result)
         self.reshard(step + 1, result, on_phase)
         seconds = time.perf_counter() - began

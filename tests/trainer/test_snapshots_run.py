@@ -41,8 +41,9 @@ def test_it_goes_on_from_memory_and_leaves_nothing_there(runs: Runs, uninterrupt
         os.kill(worker(runs.started["snapshots"], victim).pid, signal.SIGKILL)
     assert process.wait(600 * slowness()) == 0, runs.log("snapshots")
     run, log = runs.folder / "snapshots", runs.log("snapshots")
-    resumed = [int(step) for step in re.findall(r"resumed from the snapshot of step (\d+) in memory", log)]
-    assert len(resumed) == 2 and resumed[0] >= 1 and resumed[1] >= 3, log
+    workers = (run / "logs" / "workers.log").read_text()
+    resumed = [int(step) for step in re.findall(r"resumed from the snapshot of step (\d+) in memory", workers)]
+    assert len(resumed) == 2 and resumed[0] >= 1 and resumed[1] >= 3, workers
     assert "restart from the newest snapshot in memory, else step 0" in log
     assert weights(run) == weights(uninterrupted)
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
