@@ -88,9 +88,12 @@ class Snapshots:
         slot, self._next = self._slots[self._next], 1 - self._next
         self._layout = policy.layout
         try:
-            with failing_together():
+            with (
+                failing_together()
+            ):  # all copies of the newest snapshot are whole before the one before is written over
                 if self._sent is not None:
-                    self._sent.result()  # the other slot, but its buddy may still be receiving into this one
+                    self._sent.result()
+            with failing_together():
                 self._remove_other_ranks(slot.folder.parent)
                 parts = slot.folder.with_name(_parts(rank()))
                 shutil.rmtree(parts, ignore_errors=True)
