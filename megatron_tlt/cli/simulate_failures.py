@@ -154,7 +154,7 @@ def _print(config: TltConfig, found: _Found, values: dict[str, float], arguments
         often = f"a failure every {hours:,.1f} h"
         title = f"{devices:,} devices: {choice.layout}, a step of {choice.total:.0f} s, {less}; {often}"
         console.print(_table(rows, title))
-    console.print("x0.5 and x2: of all times to restart and to replace a node, and of the rate of failures")
+    console.print("x0.5, x2: all times to restart and to replace a node; the rate of failures")
     for part in _SECTIONS:
         for name, entry in documented()[part].items():
             source = entry["source"] if values[name] == entry["value"] else "given"
@@ -162,7 +162,7 @@ def _print(config: TltConfig, found: _Found, values: dict[str, float], arguments
 
 
 def _table(rows: list[EttrRow], title: str) -> Table:
-    columns = ("ETTR", "closed form", "recovery x0.5", "x2", "failures x0.5", "x2")
+    columns = ("ETTR", "closed\nform", "times\nx0.5", "times\nx2", "rate\nx0.5", "rate\nx2")
     table = table_of(title, "mechanism", *columns)
     for row in rows:
         name = f"{row.recovery.name}, {'shrinks' if row.recovery.shrinks else 'waits'}"

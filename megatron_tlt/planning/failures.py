@@ -87,7 +87,7 @@ class Ettr:
 
 
 @dataclass(frozen=True)
-class Failure:
+class DeviceFailure:
     """One failure: seconds from the run's start; ``mark`` and ``node`` are uniform in [0, 1)."""
 
     at: float
@@ -97,14 +97,14 @@ class Failure:
     """It takes a node along if this is below the model's share."""
 
 
-def draw_failures(rate: float, days: float, seed: int) -> list[Failure]:
+def draw_failures(rate: float, days: float, seed: int) -> list[DeviceFailure]:
     """The failures of a run at ``rate`` per second, ascending."""
     chosen, at, found = random.Random(seed), 0.0, []
     while rate > 0.0:
         at += chosen.expovariate(rate)
         if at >= days * _DAY:
             break
-        found.append(Failure(at, chosen.random(), chosen.random()))
+        found.append(DeviceFailure(at, chosen.random(), chosen.random()))
     return found
 
 
@@ -136,7 +136,11 @@ def closed_form(recovery: Recovery, failures: FailureModel) -> float:
 
 
 def simulate_run(
-    recovery: Recovery, failures: FailureModel, trace: Sequence[Failure], days: float, speeds: Sequence[float] = (1.0,)
+    recovery: Recovery,
+    failures: FailureModel,
+    trace: Sequence[DeviceFailure],
+    days: float,
+    speeds: Sequence[float] = (1.0,),
 ) -> float:
     """ETTR of one run with the failures of ``trace``; in [0, 1].
 
@@ -182,7 +186,7 @@ def simulate_run(
 def simulate_ettr(
     recovery: Recovery,
     failures: FailureModel,
-    traces: Sequence[Sequence[Failure]],
+    traces: Sequence[Sequence[DeviceFailure]],
     days: float,
     speeds: Sequence[float] = (1.0,),
     share: float = 1.0,

@@ -37,7 +37,7 @@ def plot(by_devices: Mapping[int, Sequence[EttrRow]], path: Path, title: str) ->
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes.set_xlabel("devices")
         axes.set_ylabel("effective training time ratio")
-        axes.set_ylim(0, 1)
+        axes.set_ylim(top=1)
         legend(axes, 3)
         figure.suptitle(title, color=INK["text"], fontsize=10)
         figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)
