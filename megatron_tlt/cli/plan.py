@@ -1,4 +1,4 @@
-"""``tlt plan CONFIG``: memory and time of a step, the weight transfer, the best layout; without GPUs or weights.
+"""``tlt plan CONFIG``: memory and time of a step, the weight transfer, the best layout, other sizes; without GPUs.
 
 ``--profile`` measures this machine's achieved rates for later plans.
 """
@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.cli import plan_cluster, preflight, runs
+from megatron_tlt.cli import plan_cluster, plan_elastic, preflight, runs
 from megatron_tlt.cli.plan_tables import print_reshard, print_search, print_step
 from megatron_tlt.cli.planned import (
     PROFILE,
@@ -58,6 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reshard", action="store_true", help="plan the transfer of weights to the engines only")
     what.add_argument("--search", action="store_true", help="find the best layout for the config's devices")
+    what.add_argument("--elastic", action="store_true", help="find the layouts of other numbers of nodes")
     what.add_argument("--cluster", metavar="FILE", type=Path, help="plan for unequal devices: a cluster file")
     what.add_argument(
         "--profile",
@@ -76,6 +77,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--mean-response", metavar="TOKENS", type=float, help="mean response length (default: assumed)")
     plan_cluster.add_arguments(parser)
+    plan_elastic.add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures to FILE")
     parser.add_argument("--plan", metavar="FILE", type=Path, help="with --reshard: write the plan itself to FILE")
     for name, words in _RATES.items():
@@ -100,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _measure(config, arguments.profile)
     if arguments.search:
         return _search(config, arguments)
+    if arguments.elastic:
+        return plan_elastic.run(arguments, config)
     if arguments.reshard:
         return _reshard(config, bandwidths, arguments)
     return _step(config, bandwidths, arguments)

@@ -19,6 +19,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import LAUNCH, find_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE
+from megatron_tlt.planning.elastic import LayoutChooser
 from megatron_tlt.planning.job import Job, job_of
 from megatron_tlt.planning.layout_search import SearchResult, search
 from megatron_tlt.planning.machine import CPU, Machine, constants, find_machine
@@ -95,6 +96,30 @@ def search_layouts(config: TltConfig, machine: Machine, mean: float, reserve: fl
         return replace(plan_memory(own, capacity, graphs, on_gpu=not machine.is_cpu), reserve=reserve)
 
     return search(job, machine, plan, mean)
+
+
+def layout_chooser(
+    config: TltConfig,
+    machine: Machine,
+    mean: float,
+    *,
+    prompts: int | None = None,
+    strict: bool = False,
+    logical_shards: int | None = None,
+) -> LayoutChooser:
+    """Chooses layouts of the config for other numbers of devices, with its batch or that of ``prompts`` problems.
+
+    Raises ConfigError like ``best_layout``.
+    """
+    job = job_of(config)
+    if prompts is not None:
+        job = replace(job, prompts=prompts, responses=prompts * config.algorithm.group_size)
+    graphs, capacity = graphs_of(config, job, machine), memory_of(config, job, machine).capacity
+
+    def plan(own: Job) -> MemoryPlan:
+        return plan_memory(own, capacity, graphs, on_gpu=not machine.is_cpu)
+
+    return LayoutChooser(job, machine, plan, mean, strict=strict, logical_shards=logical_shards)
 
 
 _load = partial(load_config, check_libraries=False)

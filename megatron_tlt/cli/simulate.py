@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_tlt.cli import preflight, runs
+from megatron_tlt.cli import preflight, runs, simulate_failures
 from megatron_tlt.cli.plan_tables import table_of
 from megatron_tlt.cli.planned import memory_of
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
@@ -50,6 +50,8 @@ _PLOTS = (".svg", ".png", ".pdf")
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("simulate", help="simulate steps of a config's cluster, policy by policy")
     runs.add_config_arguments(parser)
+    parser.add_argument("--failures", action="store_true", help="project the effective training time with failures")
+    simulate_failures.add_arguments(parser)
     parser.add_argument(
         "--device", default=DEFAULT_DEVICE, metavar="NAME", help=f"one of {', '.join(sorted(known_devices()))}"
     )
@@ -73,6 +75,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     config = preflight.load_checked(arguments.config, arguments.overrides, starts=False)
+    if arguments.failures:
+        return simulate_failures.run(arguments, config)
     constants = _constants(arguments.constant)
     policies, nodes = _policies(arguments.policies), _nodes(arguments, config)
     lengths = _lengths(arguments, config, constants)
