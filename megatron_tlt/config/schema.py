@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
+from megatron_tlt.config.guard import GuardConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
 from megatron_tlt.config.schedule import ScheduleConfig
@@ -388,6 +389,7 @@ class TltConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig | None = None
     reshard: ReshardConfig = ReshardConfig()
     observe: ObserveConfig = ObserveConfig()
 

@@ -18,10 +18,10 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.pool import TIERS, digest_of, first_different, tier_of
 from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.trainer.experience import StopRequested
-from megatron_tlt.trainer.loop import Interrupted
 from megatron_tlt.trainer.offline import OfflineRun
 from megatron_tlt.trainer.requests import training_sampling
 from megatron_tlt.trainer.step import StepResult
+from megatron_tlt.trainer.stopping import Interrupted
 
 _AT_A_TIME = 128
 """Problems of one rollout."""

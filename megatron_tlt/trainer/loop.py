@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
@@ -17,7 +16,6 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter.folder import NEWEST_DRAFTER
 from megatron_tlt.environments.pool import EnvironmentPool
-from megatron_tlt.errors import TltError
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
@@ -43,33 +41,12 @@ from megatron_tlt.trainer.export import save_adapter_folder, save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit, training_sampling
+from megatron_tlt.trainer.run_guard import RunGuard
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
+from megatron_tlt.trainer.stopping import Interrupted, StopFlag
 from megatron_tlt.trainer.synchronization import policy_sync
-
-
-class Interrupted(TltError):
-    """A signal requested a stop; the state is saved."""
-
-    def __init__(self, signum: int, where: str) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
-        self.exit_status = 128 + signum
-
-
-class StopFlag:
-    """Records the first SIGINT or SIGTERM; cheap to poll."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._remember)
-
-    def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = self.signum or signum
-
-    def __call__(self) -> bool:
-        return self.signum is not None
 
 
 class Run:
@@ -158,6 +135,7 @@ class Run:
         # only rank 0 writes samples, so only rank 0 chooses them
         per_task = config.observe.samples_per_task if rank() == 0 else 0
         self._samples = SampleRows(self.tokenizer, per_task, config.observe.sample_characters)
+        self._guard = RunGuard(config, self.policy.clock) if config.guard is not None else None
         self.step = TrainingStep(
             config,
             self.policy,
@@ -172,12 +150,14 @@ class Run:
             self._speculation,
             self.bubble,
             self._samples,
+            self._guard,
         )
+        self._rng = RngState(self.policy.layout)
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
             [
-                RngState(self.policy.layout),
+                self._rng,
                 self._speculation,
                 *([self.drafting] if self.drafting is not None else []),
                 *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
@@ -193,9 +173,11 @@ class Run:
         self.step.switch_to_actor()  # a checkpoint is loaded, or the first weights sent, from the device
         self._watch.pause()
 
-    def _continue_curriculum(self) -> None:
+    def _continue(self) -> None:
         if self._curriculum is not None and self._state.curriculum is not None:
             self._curriculum.restore(self._state.curriculum)
+        if self._guard is not None:
+            self._guard.restore(self._state.guard, self._state.step)
 
     def _build_reference(self, initial: Path) -> ReferencePolicy | None:
         config, settings = self._config, self._config.algorithm.kl
@@ -215,7 +197,7 @@ class Run:
         config = self._config
         self._watch.begin("start")
         self._state = self._checkpoints.resume(self.policy, sweep=True)
-        self._continue_curriculum()
+        self._continue()
         if self._reference is not None:
             self._reference.resume(self._state.step)
         self._saved_step = self._state.step or None
@@ -284,6 +266,9 @@ class Run:
             self.timeline.begin_step(step + 1)
             drawn = self._state.problems_drawn
             result = self.step.run(step, progress.start, progress.advance, self._updated, drawn, self._state.deferred)
+            if self._guard is not None and self._guard.goes_back:
+                self._go_back(self._guard, result, record, progress)
+                continue
             record.step(self._state.step, result, progress)
             every = config.evaluation.every
             if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
@@ -291,6 +276,18 @@ class Run:
         self.step.switch_to_actor()
         self._save()
         self._checkpoints.finish()
+
+    def _go_back(self, guard: RunGuard, result: StepResult, record: RunRecord, progress: Progress) -> None:
+        """Returns to the newest checkpoint; the problems drawn since are left out, so that they do no harm again."""
+        progress.start("checkpoint")
+        saved, now = self._checkpoints.go_back(self.policy, self._rng), self._state
+        self._state, step = saved.with_problems_after(now, result.next_problem, result.deferred), saved.step
+        guard.go_back(saved.guard, step)
+        self._saved_step = step
+        record.go_back(step)
+        self.timeline.begin_step(step)
+        warn(f"guard: back at the checkpoint of step {step}; the run goes on with problem {result.next_problem}")
+        self.step.reshard(step, StepResult(), progress.start)
 
     def _updated(self, result: StepResult) -> None:
         """Counts a finished update, and saves a checkpoint if one is due."""
@@ -300,6 +297,8 @@ class Run:
         if self._curriculum is not None:
             result.metrics |= self._curriculum.end_step(result.next_problem, result.judged)
             self._state.curriculum = self._curriculum.state
+        if self._guard is not None:
+            self._state.guard = self._guard.state
         result.metrics["tokens/seen"] = float(self._state.tokens_seen)
         every = self._config.trainer.save_every
         if self._reference is not None:
@@ -323,6 +322,8 @@ class Run:
         if self._state.step and self._saved_step != self._state.step:
             self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
+            if self._guard is not None:
+                self._guard.has_checkpoint = True
 
     def _evaluate(self, record: RunRecord, progress: Progress) -> None:
         """Held-out accuracy of the engines' weights; stored in the state, so that a resumed run does not repeat it."""

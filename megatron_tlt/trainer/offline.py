@@ -16,8 +16,9 @@ from megatron_tlt.rewards.verifiers import verifiers_of
 from megatron_tlt.trainer.checkpoints import TrainerState
 from megatron_tlt.trainer.evaluation import EvaluationReport, EvaluationRequest
 from megatron_tlt.trainer.experience import StopRequested
-from megatron_tlt.trainer.loop import Interrupted, Run
+from megatron_tlt.trainer.loop import Run
 from megatron_tlt.trainer.step import StepResult
+from megatron_tlt.trainer.stopping import Interrupted
 
 
 @dataclass(frozen=True)
