@@ -10,7 +10,7 @@ from typing import Any
 from megatron_tlt.actor.megatron_pass_clock import PassClock
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import RunError, RunRefused
 from megatron_tlt.platform.device import warn
 from megatron_tlt.trainer.guard_batch import save_batch, step_folder
 from megatron_tlt.trainer.rank_times import RankTimes
@@ -70,7 +70,7 @@ class RunGuard:
         """After an update: says what is wrong with it, and keeps the step's responses; a collective if it is bad.
 
         Raises:
-            RunError: the run must stop.
+            RunRefused: on every rank, if the run must stop.
         """
         verdict = self._verdicts[-1]
         if verdict.decision == "accept":
@@ -80,7 +80,7 @@ class RunGuard:
         line = f"step {self._step + 1}, update {len(self._verdicts)}: {found}: {verdict.why}"
         kept = "" if verdict.is_applied else f"; {self._keep()}"
         if verdict.decision == "stop":
-            raise RunError(f"{line}; the run stops{kept}; the last checkpoint is unaffected")
+            raise RunRefused(f"{line}; the run stops{kept}; the last checkpoint is unaffected")
         warn(f"guard: {line}; {_WHAT_FOLLOWS[verdict.decision]}{kept}")
 
     def _keep(self) -> str:

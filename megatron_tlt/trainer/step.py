@@ -174,7 +174,7 @@ class TrainingStep:
 
         Raises:
             StopRequested: on every rank, during decoding; the policy is unchanged.
-            RunError: an update is bad and the run must stop.
+            RunRefused: on every rank: an update is bad and the run must stop.
         """
         result = StepResult(memory=self._start_memory, deferred=tuple(deferred))
         self._start_memory = {}
