@@ -50,7 +50,7 @@ def test_a_bad_step_stops_the_run_unless_it_is_skipped_and_its_responses_can_be_
     said = runs.train("bad", *bad, "guard.on_nonfinite=skip")
     assert "from the checkpoint of step 2" in said and "step 5, update 1: gradient norm nan" in said
 
-    skipped = (*bad, "guard.on_nonfinite=skip", "trainer.mini_batches=2")
+    skipped = (*bad, "guard.on_nonfinite=skip", "trainer.mini_batches=2", "trainer.keep_checkpoints=4")
     said = runs.train("skipped", *skipped)
     folder = runs.folder / "skipped"
     assert "step 3, update 1: gradient norm nan" in said and "the update is skipped; its responses are in" in said
