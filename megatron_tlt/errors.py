@@ -29,3 +29,9 @@ class RanksOverdue(RunError):
 
 class RanksLost(RunError):
     """Nothing is wrong here, but ranks of other nodes do not answer any more: a new start may find them again."""
+
+
+class RunRefused(RunError):
+    """All ranks refuse to go on, at the same point: a new start would come to the same, so there is none."""
+
+    exit_status = 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,6 +28,9 @@ from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device, world_size
 
 _DEFAULTS = {"optimizer": "adam", "lr": 1e-6, "clip_grad": 1.0, "weight_decay": 0.0}
+
+Judge = Callable[[float, float], bool]
+"""Decides whether a step is taken, by the norm of the gradient and the loss of the batch; alike on every rank."""
 
 
 @dataclass(frozen=True)
@@ -163,19 +167,62 @@ def _whole_tensors(
     return WholeTensorOptimizer(model, actor.lora, parts, float(given["clip_grad"]), layout)
 
 
-def take_step(optimizer: Any, loss: Callable[[], torch.Tensor]) -> float:
-    """One step of either optimizer; returns the norm of the gradient before clipping. A collective over the world.
+def take_step(
+    optimizer: Any,
+    loss: Callable[[], torch.Tensor],
+    mean_loss: Callable[[], torch.Tensor],
+    judge: Judge | None = None,
+) -> tuple[float, bool]:
+    """One step of either optimizer; a collective over the world.
 
-    ``loss`` computes the loss of the batch, a collective too; it is called if the optimizer's step takes one.
+    Args:
+        optimizer: Megatron's, or one of whole tensors.
+        loss: computes the number that the optimizer's step takes, a collective too; called if it takes one.
+        mean_loss: computes the loss of the batch for ``judge``, a collective too.
+        judge: see ``Judge``; None takes the step if the gradient is finite.
+
+    Returns:
+        The norm of the gradient before clipping, and whether the step was taken. If not, weights and optimizer are as
+        before, bit for bit.
 
     Raises:
-        RunError: the gradient is not finite; the policy must not be used any more.
+        RunError: without ``judge``, if the gradient is not finite; nothing was changed.
     """
-    given = [loss()] if getattr(optimizer, "needs_loss", False) else []
-    succeeded, grad_norm, _ = optimizer.step(*given)
-    if not succeeded or not math.isfinite(float(grad_norm or 0.0)):
-        raise RunError(f"gradient norm {grad_norm}; it must be finite; the last checkpoint is unaffected")
-    return float(grad_norm)
+    whole = optimizer if isinstance(optimizer, WholeTensorOptimizer) else None
+    norm = whole.prepare_gradients() if whole is not None else _prepared_norm(optimizer)
+    if judge is None and not math.isfinite(norm):
+        raise RunError(f"gradient norm {norm}; it must be finite; the last checkpoint is unaffected")
+    if judge is not None and not judge(norm, float(mean_loss())):
+        return norm, False
+    if whole is not None:
+        whole.step_with_gradients(norm, loss() if whole.needs_loss else None)
+    else:
+        _step_prepared(optimizer, norm)
+    return norm, True
+
+
+@torch.no_grad()
+def _prepared_norm(optimizer: Any) -> float:
+    """The first half of the ``step`` of Megatron's ``ChainedOptimizer``, which changes no parameter and no state.
+
+    With ``loss_scale`` Megatron stops at infinite gradients before it computes a norm: NaN.
+    """
+    return math.nan if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def _step_prepared(optimizer: Any, norm: float) -> None:
+    """The second half: clips and steps."""
+    for one in optimizer.chained_optimizers:
+        parameters = [] if one.is_stub_optimizer else one.get_parameters()
+        if parameters and one.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=one.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
 
 
 class ElementWiseDistributedOptimizer(DistributedOptimizer):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, form_micro_batches, plan_shares
 from megatron_tlt.actor.context import gather_context
@@ -18,12 +17,13 @@ from megatron_tlt.actor.gradient_part import GradientPart
 from megatron_tlt.actor.hidden_states import Holder, StateExchange
 from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
-from megatron_tlt.actor.megatron_layers import packed_seq_params
 from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, export_merged
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload, gradient_buffers
-from megatron_tlt.actor.megatron_optimizer import ChosenOptimizers, build_optimizer, chosen_optimizers, take_step
+from megatron_tlt.actor.megatron_optimizer import ChosenOptimizers, Judge, build_optimizer, chosen_optimizers, take_step
+from megatron_tlt.actor.megatron_pass_clock import PassClock
 from megatron_tlt.actor.megatron_routing import RouterReplays
+from megatron_tlt.actor.megatron_schedule import AfterForward, run_passes
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
 from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores, on_this_context_rank
 from megatron_tlt.algorithms.losses import Loss
@@ -34,8 +34,6 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 from megatron_tlt.reshard.views import ViewCache
-
-AfterForward = Callable[..., Any]
 
 
 class Policy:
@@ -91,6 +89,8 @@ class Policy:
         self._adapter_views = ViewCache[tuple[Span, torch.Tensor]](self.model.chunks)
         self.on_forward: Callable[[int], None] = lambda responses: None
         """Called with the number of responses of each micro-batch that passes through this rank."""
+        self.clock = PassClock()
+        """Of this rank's own passes."""
 
     @property
     def layout(self) -> dict[str, int]:
@@ -166,32 +166,12 @@ class Policy:
         ``after_forward`` receives a micro-batch and this rank's share of its logits, (R, T/C, V/TP).
         """
 
-        # Megatron would widen all logits of a micro-batch at once; the scores widen them chunk by chunk
-        as_computed = {"fp32_output": False} if self.model.config.bf16 else {}
+        def began(batch: MicroBatch) -> None:
+            self.on_forward(len(batch.indices))
+            self.clock.add_tokens(batch.tokens_RT.numel(), training=not forward_only)
 
-        def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
-            batch = next(iterator)
-            held = on_this_context_rank(batch)
-            packed = packed_seq_params(batch.cu_seqlens) if batch.packed else None
-            if chunk is chunks[0]:
-                self.on_forward(len(batch.indices))
-            self._routing.load(chunks.index(chunk), held)
-            output = chunk(held.tokens_RT, held.positions_RT, None, packed_seq_params=packed, **as_computed)
-            return output, partial(after_forward, batch)
-
-        chunks = self.model.ddp_chunks
-        rows, width = batches[0].tokens_RT.shape
-        self._routing.begin(training=not forward_only, has_routes=batches[0].routes_RTF is not None)
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-            model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(batches),
-            seq_length=width,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with self.clock.running(self.model.config, training=not forward_only):
+            return run_passes(self.model, self._routing, batches, began, after_forward, forward_only=forward_only)
 
     def synchronize_parameters(self) -> None:
         """Gathers updated parameters that Megatron defers to the next forward pass (``ddp.overlap_param_gather``)."""
@@ -328,7 +308,13 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def update(self, samples: RolloutBatch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
+    def update(
+        self,
+        samples: RolloutBatch,
+        loss: Loss,
+        temperature: float = 1.0,
+        judge: Judge | None = None,
+    ) -> dict[str, float]:
         """One optimizer step on all ``samples``, of which every rank holds its :meth:`share`, and accumulated ones.
 
         Megatron divides the whole gradient by the tokens in the layers; the loss is multiplied by them and divided by
@@ -336,12 +322,15 @@ class Policy:
         this rank's tokens. Divided by all tokens, the result is a mean over tokens for every layout and number of
         micro-batches, and does not depend on the denominator of the loss.
 
+        ``judge`` gets the gradient's norm and the loss of the batch, the same on every rank. False leaves weights,
+        optimizer and learning rate as they are. Without it whatever is finite is applied.
+
         Returns:
             Means over response tokens of the loss's metrics; the number of ``tokens``; ``grad_norm`` before clipping;
             ``lr``; and ``router_agreement`` where the samples have routes. The same on every rank.
 
         Raises:
-            RunError: the gradient is not finite, or a metric is not a number; the policy must not be used any more.
+            RunError: without ``judge``, the gradient is not finite; or a metric is not one number.
         """
         batches = self.micro_batches(samples)
         part, self._part = self._part or GradientPart(self._device), None
@@ -360,12 +349,11 @@ class Policy:
         self.agreement = self._routing.end()
         lr = self.optimizer.param_groups[0]["lr"]
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        if self._actor.optimizer_loss == "policy":
-            value = partial(part.loss_of_all_ranks, denominator, counts=first)
-        else:
+        mean = value = partial(part.loss_of_all_ranks, denominator, counts=first)
+        if self._actor.optimizer_loss != "policy":
             value = partial(torch.sub, 1.0, samples.rewards_N.mean().float().to(self._device))
-        grad_norm = take_step(self.optimizer, value)
-        self.scheduler.step(1)
+        grad_norm, applied = take_step(self.optimizer, value, mean, judge)
+        self.scheduler.step(1 if applied else 0)
         found = part.means_of_all_ranks(counts=first) | {"grad_norm": grad_norm, "lr": float(lr)}
         return found if self.agreement is None else {**found, "router_agreement": self.agreement}
 

@@ -248,17 +248,14 @@ class WholeTensorOptimizer:
         """Nothing: each step overwrites the owners' gradients."""
 
     @torch.no_grad()
-    def step(self, loss: torch.Tensor | None = None) -> tuple[bool, float, None]:
-        """Gathers gradients, clips and steps them, and returns the weights to the model.
-
-        Returns:
-            Whether the gradient was finite (otherwise nothing was changed), its norm before clipping, and None, as
-            Megatron's optimizers do.
-        """
+    def prepare_gradients(self) -> float:
+        """Gathers the gradients and returns their norm; weights and state stay as they are."""
         self._gather_gradients.sync(version=0, verify=False)
-        norm = self._norm()
-        if not math.isfinite(norm):
-            return False, norm, None
+        return self._norm()
+
+    @torch.no_grad()
+    def step_with_gradients(self, norm: float, loss: torch.Tensor | None = None) -> None:
+        """Clips the gathered gradients of this norm, steps, and returns the weights to the model."""
         factor = self._clip_grad / (norm + 1e-6) if self._clip_grad > 0 else 1.0
         for part in self.parts:
             for name, master in part.masters.items():
@@ -267,7 +264,6 @@ class WholeTensorOptimizer:
             for master in part.masters.values():
                 master.grad = None
         self.write_back()
-        return True, norm, None
 
     def _norm(self) -> float:
         """The norm of all gradients; the sum is in the order of the tensors, whoever owns them."""

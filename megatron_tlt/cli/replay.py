@@ -19,6 +19,7 @@ from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 
 _CHECKPOINTS = "checkpoints"
 _RECORDING = "recording"
+_GUARD = "guard"  # as in trainer/guard_batch.py, which imports torch
 _COMPARED = (
     "reward/mean",
     "length/mean",
@@ -42,46 +43,66 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     source, step = arguments.run_dir, arguments.step
     out = arguments.out or source.with_name(f"{source.name}+step-{step}")
-    _check(source, step, out)
     begun = _newest_before(source, step)
+    recording = _check(source, step, out, begun)
     try:
         if begun is not None:
             _link_tree(begun, out / _CHECKPOINTS / begun.name)
             set_latest(out / _CHECKPOINTS, begun.name)
         arguments.config, arguments.fresh = source / RESOLVED, False
         given = arguments.overrides
-        arguments.overrides = [*_without_engine(source), *given, f"run.dir={out}", f"trainer.steps={step}"]
+        arguments.overrides = [*_without_engine(recording), *given, f"run.dir={out}", f"trainer.steps={step}"]
         status = train.run(arguments)
     except (ConfigError, OSError) as error:
         shutil.rmtree(out, ignore_errors=True)  # nothing has run
         if isinstance(error, OSError):
             raise RunError(f"{out}: cannot be written: {error.strerror or error}") from error
         raise
-    if status == 0:
+    if status == 0 and recording.name == _RECORDING:
         _show(source, out, step)
     return status
 
 
-def _check(source: Path, step: int, out: Path) -> None:
-    """Checks what a repetition needs.
+def _check(source: Path, step: int, out: Path, begun: Path | None) -> Path:
+    """Checks what a repetition needs; returns the folder with the step's responses.
+
+    That is the run's ``recording``, or what its guard kept of a bad step, which the checkpoint ``begun`` must precede.
 
     Raises:
         ConfigError: the run is not recorded or has not done this step, or ``out`` holds files.
     """
     runs.check_run_folder(source)
-    for name, what in ((RESOLVED, "no run has started"), (_RECORDING, "its config had observe.recording: false")):
-        if not (source / name).exists():
-            raise ConfigError(f"RUN: no {source / name}, because {what}; allowed: a run with observe.recording: true")
+    if not (source / RESOLVED).exists():
+        raise ConfigError(f"RUN: no {source / RESOLVED}, because no run has started; allowed: a run that has")
+    recording, kept = source / _RECORDING, source / _GUARD / f"step_{step:06d}"
+    if not recording.exists() and kept.exists():
+        before = 0 if begun is None else _step_of(begun)
+        if before != step - 1:
+            raise ConfigError(
+                f"--step: found {step}; the guard kept this step alone, and the newest checkpoint before it is of step "
+                f"{before}; allowed: a step after a checkpoint, or a run with observe.recording: true"
+            )
+        recording = kept
+    if not recording.exists():
+        raise ConfigError(
+            f"RUN: no {recording}, because its config had observe.recording: false; allowed: a run with "
+            "observe.recording: true, or a step that its guard kept"
+        )
     done = runs.progress(source)[0]
-    if not 1 <= step <= done:
+    if recording != kept and not 1 <= step <= done:
         raise ConfigError(f"--step: found {step}; allowed: 1 to {done}, the steps that {source} has done")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: {out} is not an empty folder; allowed: a new or empty folder")
+    return recording
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def _newest_before(source: Path, step: int) -> Path | None:
     """The newest checkpoint of a step before ``step``; None: the repetition starts from the initial model."""
-    found = {int(path.name.rpartition("_")[2]): path for path in (source / _CHECKPOINTS).glob("step_*[0-9]")}
+    found = {_step_of(path): path for path in (source / _CHECKPOINTS).glob("step_*[0-9]")}
     earlier = [number for number in found if number < step]
     return found[max(earlier)] if earlier else None
 
@@ -98,15 +119,19 @@ def _link_tree(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=link)
 
 
-def _without_engine(source: Path) -> list[str]:
-    """Overrides that replay the recording; the drafter, which changes no response, is left out."""
+def _without_engine(recording: Path) -> list[str]:
+    """Overrides that replay the recording; the drafter, which changes no response, is left out.
+
+    So is the guard: a bad update is applied, or stops the repetition.
+    """
     return [
         "rollout.engine=replay",
-        f"rollout.engine_arguments={json.dumps({'path': str(source / _RECORDING)})}",
+        f"rollout.engine_arguments={json.dumps({'path': str(recording)})}",
         "rollout.vllm=null",
         "speculation.enabled=false",
         "spot=null",
         "drafter=null",
+        "guard=null",
         "reshard.method=none",
         "observe.recording=false",
     ]

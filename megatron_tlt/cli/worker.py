@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_tlt.config.loader import load_resolved
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError, RanksLost, TltError
+from megatron_tlt.errors import ConfigError, RanksLost, RunRefused, TltError
 from megatron_tlt.platform import lost_ranks
 from megatron_tlt.platform.processes import die_with_parent
 
@@ -98,16 +98,15 @@ def run_guarded(main: Callable[[], None]) -> int:
     try:
         _log_to_own_file()
         main()
-        if "torch.distributed" in sys.modules:  # a worker without torch has no process group
-            from megatron_tlt.platform.device import leave_distributed
-
-            leave_distributed()
+        _leave()
     except TltError as error:
         _after_broken_line(error)
         write_error(error, error.exit_status)
         if error.exit_status > 128:
             _mark_stopped()
         print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, RunRefused):  # no rank waits for another one
+            _leave()
         return error.exit_status
     except KeyboardInterrupt:
         write_error(TltError(NOTHING_SAVED.format(signal.SIGINT.name)), 128 + signal.SIGINT)
@@ -118,6 +117,14 @@ def run_guarded(main: Callable[[], None]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _leave() -> None:
+    """Ends the process group after the last collective of all ranks."""
+    if "torch.distributed" in sys.modules:  # a worker without torch has no process group
+        from megatron_tlt.platform.device import leave_distributed
+
+        leave_distributed()
 
 
 def _after_broken_line(error: Exception) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_tlt.config.algorithm_checks import algorithm_violations
 from megatron_tlt.config.drafter_kinds import KINDS, MODEL_FREE
+from megatron_tlt.config.guard import guard_violations
 from megatron_tlt.config.integrity import integrity_violations
 from megatron_tlt.config.layouts import (
     Layout,
@@ -324,6 +325,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         tail_violations,
         schedule_violations,
         stream_violations,
+        guard_violations,
         integrity_violations,
         _router,
         optimizer_violations,

@@ -25,6 +25,8 @@ MAY_CHANGE = (
     "spot.min_entries",
     # training data of the drafter, for the same reason
     "drafter.buffer",
+    # a run that a bad gradient stopped continues with a guard
+    "guard",
     # time and memory limits, which change no result
     "launcher.collective_timeout_s",
     "launcher.phase_timeout_s",

@@ -17,9 +17,11 @@ from megatron_tlt.config.algorithm import AlgorithmConfig
 from megatron_tlt.config.drafter import DrafterConfig
 from megatron_tlt.config.elastic import ElasticConfig
 from megatron_tlt.config.evaluation import EvaluationConfig
+from megatron_tlt.config.guard import GuardConfig
 from megatron_tlt.config.integrity import IntegrityConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
+from megatron_tlt.config.reward import RewardConfig
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
@@ -180,19 +182,6 @@ class ModelConfig(Section):
         if (self.path is None and self.architecture is None) == (self.recipe is None):
             raise ValueError("give exactly one of model.path (or model.architecture, for plans) and model.recipe")
         return self
-
-
-class RewardConfig(Section):
-    """The process pool that verifies responses during decoding.
-
-    With ``adaptive_timeout``, a problem that has a correct response gives others 1.5 times the seconds of the slowest
-    correct one, at least 2 s and at most ``timeout_s``; after that they are wrong. It is for verifiers that run
-    programs.
-    """
-
-    workers: PositiveInt = 1
-    timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    adaptive_timeout: bool = False
 
 
 class ActorConfig(Section):
@@ -391,6 +380,7 @@ class TltConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig | None = None
     reshard: ReshardConfig = ReshardConfig()
     integrity: IntegrityConfig = IntegrityConfig()
     observe: ObserveConfig = ObserveConfig()

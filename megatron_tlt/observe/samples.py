@@ -64,6 +64,10 @@ class SampleLog:
 
     def __init__(self, folder: Path, kept_step: int) -> None:
         self._file = JsonLinesFile(folder / SAMPLES_FILE)
+        self.truncate_after(kept_step)
+
+    def truncate_after(self, kept_step: int) -> None:
+        """Drops the rows after ``kept_step``, which the run repeats."""
         self._file.truncate_after(kept_step)
         self._kept_step = kept_step
 

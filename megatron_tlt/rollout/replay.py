@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -241,18 +241,53 @@ def append_recording(path: Path, requests: Iterable[Request], responses: Iterabl
         RunError: the file cannot be written.
     """
     rows = [
-        {
-            "prompt_token_ids": list(request.prompt_token_ids),
-            "sample": request.sample,
-            "token_ids": list(response.token_ids),
-            "log_probs": list(response.log_probs),
-            "finish_reason": response.finish_reason,
-            "seed": request.seed,
-            **({"loss_mask": list(response.loss_mask), "turns": response.turns} if response.loss_mask else {}),
-            **({"reward": asdict(response.reward)} if response.reward is not None else {}),
-        }
+        recording_row(
+            request.prompt_token_ids,
+            request.sample,
+            response.token_ids,
+            response.log_probs,
+            response.finish_reason,
+            seed=request.seed,
+            loss_mask=response.loss_mask,
+            turns=response.turns,
+            reward=response.reward,
+        )
         for request, response in zip(requests, responses, strict=True)
     ]
+    append_rows(path, rows)
+
+
+def recording_row(
+    prompt_token_ids: Iterable[int],
+    sample: int,
+    token_ids: Iterable[int],
+    log_probs: Iterable[float],
+    finish_reason: str,
+    *,
+    seed: int | None = None,
+    loss_mask: Sequence[bool] = (),
+    turns: int = 1,
+    reward: Reward | None = None,
+) -> dict[str, Any]:
+    """A response as a row of a recording; ``loss_mask`` and ``turns`` of a task with an environment."""
+    return {
+        "prompt_token_ids": list(prompt_token_ids),
+        "sample": sample,
+        "token_ids": list(token_ids),
+        "log_probs": list(log_probs),
+        "finish_reason": finish_reason,
+        **({"seed": seed} if seed is not None else {}),
+        **({"loss_mask": list(loss_mask), "turns": turns} if loss_mask else {}),
+        **({"reward": asdict(reward)} if reward is not None else {}),
+    }
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a recording; creates the folder.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

@@ -21,7 +21,7 @@ from megatron_tlt.trainer.experience import StopRequested
 from megatron_tlt.trainer.offline import OfflineRun
 from megatron_tlt.trainer.requests import training_sampling
 from megatron_tlt.trainer.step import StepResult
-from megatron_tlt.trainer.stop import Interrupted
+from megatron_tlt.trainer.stopping import Interrupted
 
 _AT_A_TIME = 128
 """Problems of one rollout."""

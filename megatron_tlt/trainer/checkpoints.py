@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class TrainerState:
             which drew the same number in each step.
         deferred: indices of problems that were drawn and left for later steps (``tail``, ``schedule``).
         curriculum: state of ``trainer.curriculum``; None without one.
+        guard: state of ``guard``; None without one.
     """
 
     step: int = 0
@@ -53,6 +54,7 @@ class TrainerState:
     problems_drawn: int | None = None
     deferred: list[int] = field(default_factory=list)
     curriculum: dict[str, Any] | None = None
+    guard: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:
@@ -70,6 +72,20 @@ class TrainerState:
         if unknown:
             raise RunError(f"{path}: unknown {', '.join(unknown)}; a newer release may have written it")
         return cls(**values)
+
+    def with_problems_after(self, now: TrainerState, next_problem: int, deferred: Sequence[int]) -> TrainerState:
+        """This state, to which a run returns from ``now``, with problems that it has not drawn.
+
+        The curriculum counts drawn problems, so it stays as it is, with the pass rates of steps that are undone.
+        """
+        known = {step: found for step, found in now.evaluations.items() if int(step) <= self.step}
+        return replace(
+            self,
+            evaluations=known,
+            problems_drawn=next_problem,
+            deferred=list(deferred),
+            curriculum=now.curriculum,
+        )
 
 
 class Checkpoints:
@@ -226,8 +242,22 @@ class Checkpoints:
         folder = self.find()
         return TrainerState() if folder is None else self.load(policy, folder)
 
-    def load(self, policy: Policy, folder: Path) -> TrainerState:
-        """Loads a checkpoint that :meth:`find` returned. A converted checkpoint contains only the model.
+    def go_back(self, policy: Policy, part: CheckpointPart) -> TrainerState:
+        """Loads the newest intact checkpoint into a running ``policy``, and of its parts only ``part``.
+
+        Raises:
+            RunError: there is none, or it cannot be read.
+        """
+        self.finish()
+        folder = self.find()
+        if folder is None:
+            raise RunError(f"{self._root}: no checkpoint to go back to")
+        return self.load(policy, folder, [part])
+
+    def load(self, policy: Policy, folder: Path, parts: Sequence[CheckpointPart] | None = None) -> TrainerState:
+        """Loads a checkpoint that :meth:`find` returned, with ``parts`` or all of them.
+
+        A converted checkpoint contains only the model.
 
         Raises:
             RunError: its state cannot be read.
@@ -235,7 +265,7 @@ class Checkpoints:
         load_policy(policy, folder / MEGATRON_PART)
         if not (folder / _STATE).is_file():
             return TrainerState()
-        for warning in load_parts(self._parts, folder):
+        for warning in load_parts(self._parts if parts is None else parts, folder):
             warn(warning)
         return TrainerState.read(folder)
 

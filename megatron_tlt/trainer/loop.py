@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.checkpoint.parts import CheckpointPart
-from megatron_tlt.config.evaluation import EvaluationSettings
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter.folder import NEWEST_DRAFTER
@@ -20,33 +19,31 @@ from megatron_tlt.environments.pool import EnvironmentPool
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
-from megatron_tlt.observe.samples import EVALUATION, GREEDY_EVALUATION, SampleRow
 from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.device import initialize_distributed, log_once, prepare, rank, seed_everything, warn
 from megatron_tlt.platform.phase_watch import PhaseWatch
 from megatron_tlt.platform.versions import check_versions
 from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rewards.verifiers import verifiers_of
 from megatron_tlt.rollout.engines import build_engine, libraries_not_needed
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.tasks.curriculum import CurriculumMixture
-from megatron_tlt.tasks.mixture import build_sources, evaluation_problems
-from megatron_tlt.tasks.types import Problem
+from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
 from megatron_tlt.trainer.drafter_manager import DrafterManager
-from megatron_tlt.trainer.evaluation import Evaluation
+from megatron_tlt.trainer.evaluator import Evaluator
 from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
 from megatron_tlt.trainer.export import save_adapter_folder, save_hf_folder
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
-from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit, training_sampling
+from megatron_tlt.trainer.requests import prompt_limit, training_sampling
+from megatron_tlt.trainer.run_guard import RunGuard
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.snapshots import Snapshots
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
-from megatron_tlt.trainer.stop import Interrupted, StopFlag
+from megatron_tlt.trainer.stopping import Interrupted, StopFlag
 from megatron_tlt.trainer.synchronization import policy_sync
 
 
@@ -135,7 +132,11 @@ class Run:
         )
         # only rank 0 writes samples, so only rank 0 chooses them
         per_task = config.observe.samples_per_task if rank() == 0 else 0
-        self._samples = SampleRows(self.tokenizer, per_task, config.observe.sample_characters)
+        samples = SampleRows(self.tokenizer, per_task, config.observe.sample_characters)
+        self.evaluator = Evaluator(
+            config, self._collector, self._pool, samples, self.tokenizer, self.timeline, self._limit
+        )
+        self._guard = RunGuard(config, self.policy.clock) if config.guard is not None else None
         self.step = TrainingStep(
             config,
             self.policy,
@@ -149,10 +150,12 @@ class Run:
             self.drafting,
             self._speculation,
             self.bubble,
-            self._samples,
+            samples,
+            self._guard,
         )
+        self._rng = RngState(self.policy.layout)
         parts: list[CheckpointPart] = [
-            RngState(self.policy.layout),
+            self._rng,
             self._speculation,
             *([self.drafting] if self.drafting is not None else []),
             *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
@@ -166,17 +169,17 @@ class Run:
             in_background=config.trainer.async_save,
             verify=config.integrity.checkpoints,
         )
-        self._held_out: list[Problem] | None = None
-        self._set_problems: dict[str, list[Problem]] = {}
         self._state = TrainerState()
         self._saved_step: int | None = None
         self.step.note_start()
         self.step.switch_to_actor()  # a checkpoint is loaded, or the first weights sent, from the device
         self._watch.pause()
 
-    def _continue_curriculum(self) -> None:
+    def _continue(self) -> None:
         if self._curriculum is not None and self._state.curriculum is not None:
             self._curriculum.restore(self._state.curriculum)
+        if self._guard is not None:
+            self._guard.restore(self._state.guard, self._state.step)
 
     def _build_reference(self, initial: Path) -> ReferencePolicy | None:
         config, settings = self._config, self._config.algorithm.kl
@@ -196,10 +199,12 @@ class Run:
         config = self._config
         self._watch.begin("start")
         self._state = self._checkpoints.resume(self.policy, sweep=True, snapshots=self._snapshots)
-        self._continue_curriculum()
+        self._continue()
         if self._reference is not None:
             self._reference.resume(self._state.step)
         self._saved_step = self._checkpoints.newest_step() or None
+        if self._guard is not None:
+            self._guard.has_checkpoint = self._saved_step is not None
         self._check_evaluation_settings()
         if self.drafting is not None:
             self.drafting.load_newer_spot_checkpoint()
@@ -268,6 +273,9 @@ class Run:
             self.timeline.begin_step(step + 1)
             drawn = self._state.problems_drawn
             result = self.step.run(step, progress.start, progress.advance, self._updated, drawn, self._state.deferred)
+            if self._guard is not None and self._guard.goes_back:
+                self._go_back(self._guard, result, record, progress)
+                continue
             record.step(self._state.step, result, progress)
             every = config.evaluation.every
             if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
@@ -275,6 +283,20 @@ class Run:
         self.step.switch_to_actor()
         self._save()
         self._checkpoints.finish()
+
+    def _go_back(self, guard: RunGuard, result: StepResult, record: RunRecord, progress: Progress) -> None:
+        """Returns to the newest checkpoint; the problems drawn since are left out, so that they do no harm again."""
+        progress.start("checkpoint")
+        saved, now = self._checkpoints.go_back(self.policy, self._rng), self._state
+        if self._snapshots is not None:
+            self._snapshots.forget()
+        self._state, step = saved.with_problems_after(now, result.next_problem, result.deferred), saved.step
+        guard.go_back(saved.guard, step)
+        self._saved_step = step
+        record.go_back(step)
+        self.timeline.begin_step(step)
+        warn(f"guard: back at the checkpoint of step {step}; the run goes on with problem {result.next_problem}")
+        self.step.reshard(step, StepResult(), progress.start)
 
     def _updated(self, result: StepResult) -> None:
         """Counts a finished update, and saves a checkpoint if one is due."""
@@ -284,6 +306,8 @@ class Run:
         if self._curriculum is not None:
             result.metrics |= self._curriculum.end_step(result.next_problem, result.judged)
             self._state.curriculum = self._curriculum.state
+        if self._guard is not None:
+            self._state.guard = self._guard.state
         result.metrics["tokens/seen"] = float(self._state.tokens_seen)
         every = self._config.trainer.save_every
         if self._reference is not None:
@@ -310,6 +334,8 @@ class Run:
             self.step.replicas.before_save(self._state.step)
             self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
+            if self._guard is not None:
+                self._guard.has_checkpoint = True
 
     def _evaluate(self, record: RunRecord, progress: Progress) -> None:
         """Held-out accuracy of the engines' weights; stored in the state, so that a resumed run does not repeat it."""
@@ -320,62 +346,12 @@ class Run:
             log_once(f"note: evaluation skipped: rollout.engine {self._config.rollout.engine} takes no weights")
             return
         began = time.perf_counter()
-        evaluation, samples = self.evaluate(progress, self.held_out())
-        evaluation = replace(evaluation, sets=self.evaluate_sets(progress))
+        evaluation, samples = self.evaluator.evaluate(progress, self.evaluator.held_out())
+        evaluation = replace(evaluation, sets=self.evaluator.evaluate_sets(progress))
         self._state.evaluations[key] = asdict(evaluation)
         self._saved_step = None
         record.evaluation(self._state.step, evaluation, time.perf_counter() - began, samples)
         progress.message(f"held-out after step {self._state.step}: {evaluation.line}")
-
-    def held_out(self) -> list[Problem]:
-        """The held-out problems of the config's tasks; the same in every evaluation."""
-        if self._held_out is None:
-            mixture = build_sources(self._config.tasks, "held_out", self._config.run.seed, self._limit)
-            self._held_out = mixture.held_out(self._config.evaluation.problems)
-        return self._held_out
-
-    def evaluate(self, progress: Progress, problems: Sequence[Problem]) -> tuple[Evaluation, list[SampleRow]]:
-        """Accuracy on the problems, with the same seeds in every evaluation; on rank 0 also some of the responses."""
-        settings = self._config.evaluation
-        seeds = (self._config.run.seed, "held-out")
-        responses = settings.samples + settings.greedy
-        progress.start("evaluate", self._collector.num_own(len(problems), responses))
-        with self.timeline.span("evaluate"), self._pool.full_time():
-            return self._evaluated(problems, settings, seeds, progress)
-
-    def evaluate_sets(self, progress: Progress) -> dict[str, dict[str, float]]:
-        """The figures of each data set of ``evaluation.sets``, with the same seeds in every evaluation."""
-        found = {}
-        for settings in self._config.evaluation.sets:
-            if settings.name not in self._set_problems:
-                problems = evaluation_problems(settings.tasks, settings.problems, self._config.run.seed, self._limit)
-                self._set_problems[settings.name] = problems
-            problems = self._set_problems[settings.name]
-            seeds = (self._config.run.seed, "evaluation set", settings.name)
-            responses = settings.samples + settings.greedy
-            progress.start("evaluate", self._collector.num_own(len(problems), responses))
-            with self.timeline.span("evaluate"), self._pool.full_time():
-                evaluation, _ = self._evaluated(problems, settings, seeds, progress)
-            found[settings.name] = evaluation.figures
-        return found
-
-    def _evaluated(
-        self, problems: Sequence[Problem], settings: EvaluationSettings, seeds: tuple[object, ...], progress: Progress
-    ) -> tuple[Evaluation, list[SampleRow]]:
-        rollout = self._config.rollout
-        sampling = evaluation_sampling(settings, rollout, self.tokenizer)
-        sampled, batch, _ = self._collector.collect(problems, settings.samples, sampling, seeds, progress.advance)
-        samples = self._samples.rows(EVALUATION, problems, sampled, batch)
-        greedy = None
-        if settings.greedy:
-            sampling = evaluation_sampling(settings, rollout, self.tokenizer, greedy=True)
-            scored, batch, _ = self._collector.collect(problems, 1, sampling, seeds, progress.advance)
-            greedy = [s.reward.correct for s in scored]
-            samples += self._samples.rows(GREEDY_EVALUATION, problems, scored, batch)
-        rewards: list[list[Reward]] = [[] for _ in problems]
-        for s in sampled:
-            rewards[s.problem].append(s.reward)
-        return Evaluation.of(rewards, greedy, [problem.source for problem in problems]), samples
 
 
 def train(config: TltConfig) -> None:

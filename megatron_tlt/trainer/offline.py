@@ -18,7 +18,7 @@ from megatron_tlt.trainer.evaluation import EvaluationReport, EvaluationRequest
 from megatron_tlt.trainer.experience import StopRequested
 from megatron_tlt.trainer.loop import Run
 from megatron_tlt.trainer.step import StepResult
-from megatron_tlt.trainer.stop import Interrupted
+from megatron_tlt.trainer.stopping import Interrupted
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class OfflineRun(Run):
         """
         folder, state = self._restored(request.checkpoint, "an evaluation")
         seed = self._config.run.seed
-        problems = request.problems(seed, self._limit) if request.data is not None else self.held_out()
+        problems = request.problems(seed, self._limit) if request.data is not None else self.evaluator.held_out()
         with (
             self._progress(1) as progress,
             self._pool,
         ):
             self.step.reshard(state.step, StepResult(), progress.start)
             try:
-                evaluation, samples = self.evaluate(progress, problems)
+                evaluation, samples = self.evaluator.evaluate(progress, problems)
             except StopRequested:
                 raise Interrupted(self._stop.signum or signal.SIGTERM, "while evaluating") from None
             step = state.step if folder is None or state.step else None

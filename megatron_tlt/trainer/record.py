@@ -118,6 +118,21 @@ class RunRecord:
         for warning in warnings:
             warn(warning)
 
+    def go_back(self, step: int) -> None:
+        """Drops the rows of the steps after ``step``, which the run does again with other problems."""
+        self._timeline.flush()
+        self._timeline.truncate_after(step)
+        if self._metrics is None or self._lengths is None:
+            return
+        self._metrics.truncate_after(step)
+        self._lengths.truncate_after(step)
+        if self._samples is not None:
+            self._samples.truncate_after(step)
+        self._learning, self._drafter = LearningCheck(), DrafterCheck()
+        for row in read_metrics(self._folder / METRICS_FILE):
+            self._learning.add(row)
+            self._drafter.add(row)
+
     def evaluation(self, step: int, evaluation: Evaluation, seconds: float, samples: Sequence[SampleRow] = ()) -> None:
         """Records the evaluation after ``step``; a resumed run may evaluate the same step again."""
         if self._metrics is None:

@@ -160,7 +160,7 @@ class Snapshots:
             state = self._restored(policy, self._root / slot, worlds[step], of_step)
         except RunError as error:
             warn(f"the snapshot of step {step} cannot be used: {error}; the run restarts from its newest checkpoint")
-            self._forget()
+            self.forget()
             return None
         self._next = 1 - _SLOTS.index(slot)
         log_once(f"resumed from the snapshot of step {step} in memory")
@@ -176,8 +176,14 @@ class Snapshots:
                     ranks.append(int(reader.described[_RANK]))
         return found
 
-    def _forget(self) -> None:
-        """Makes all slots incomplete, as steps that are repeated from a checkpoint must not meet their snapshots."""
+    def forget(self) -> None:
+        """Makes all slots incomplete, as steps that are repeated from a checkpoint must not meet their snapshots.
+
+        Copies that are still on their way arrive first.
+        """
+        if self._sent is not None:
+            self._sent.result()
+        barrier()
         for slot in self._slots:
             for folder in slot.folder.parent.glob("rank_*"):
                 (folder / INDEX).unlink(missing_ok=True)

@@ -38,6 +38,7 @@ from megatron_tlt.trainer.memory_ledger import START
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.rollout_metrics import rollout_metrics
+from megatron_tlt.trainer.run_guard import RunGuard
 from megatron_tlt.trainer.samples import SampleRows
 from megatron_tlt.trainer.scoring import BatchScorer
 from megatron_tlt.trainer.speculation_state import SpeculationState
@@ -63,6 +64,8 @@ class StepResult:
     """Training problems that were drawn and left for later steps."""
     tokens: int = 0
     """Prompt and response tokens of all samples; a prompt counts once per response."""
+    rollout_s: float = 0.0
+    """Until this rank's engine had decoded its own responses."""
     memory: dict[str, int] = field(default_factory=dict)
     """Highest bytes of device memory in use on this rank during each phase."""
     reshard: SyncReport | None = None
@@ -83,6 +86,7 @@ class TrainingStep:
         speculation: state of the model-free drafters and the tuner, if any.
         spot_trainer: trains the drafter on ranks whose engine has finished early, if configured.
         samples: chooses the responses for ``samples.jsonl``, if any.
+        guard: judges the updates, if any.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class TrainingStep:
         speculation: SpeculationState | None = None,
         spot_trainer: SpotTrainer | None = None,
         samples: SampleRows | None = None,
+        guard: RunGuard | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -115,6 +120,7 @@ class TrainingStep:
         self._speculation = speculation
         self._spot_trainer = spot_trainer
         self._samples = samples
+        self._guard = guard
         self._start_memory: dict[str, int] = {}
         self.replicas = ReplicaCheck(config.integrity, policy)
         #: folder that training responses are recorded in, or None
@@ -166,20 +172,24 @@ class TrainingStep:
         Without ``first_problem`` each step before has drawn ``trainer.prompts_per_step``. ``deferred`` problems were
         drawn, and no step has trained on them. ``on_responses`` receives the numbers of responses that a phase deals
         with. ``on_updated`` is called after the policy's update, while it is still on the device, so that it can be
-        saved.
+        saved. Neither it nor the reshard follows if the guard sends the run back to a checkpoint.
 
         Raises:
             StopRequested: on every rank, during decoding; the policy is unchanged.
+            RunRefused: on every rank: an update is bad and the run must stop.
         """
-        result = StepResult(memory=self._start_memory, deferred=tuple(deferred))
-        self._start_memory = {}
+        result, self._start_memory = StepResult(memory=self._start_memory, deferred=tuple(deferred)), {}
         began = time.perf_counter()
         for policy in [self._policy, *([self._reference.policy] if self._reference else [])]:
             policy.on_forward = on_responses
         scored, batch = self.roll_out(step, first_problem, result, on_phase, on_responses)
+        if self._guard is not None:
+            self._guard.begin_step(step, scored, batch, result.rollout_s)
         batch = self._log_probs(step, scored, batch, result, on_phase)
         self._update(step, batch, result, on_phase)
         self._train_drafter(step, result, on_phase)
+        if self._guard is not None and self._guard.goes_back:
+            return result
         result.metrics |= self.replicas.after_update(step + 1)
         on_updated(result)
         self.reshard(step + 1, result, on_phase)
@@ -256,6 +266,7 @@ class TrainingStep:
             result.metrics |= one.metrics
         problems, scored, batch, times = collected.problems, collected.scored, collected.batch, collected.times
         self._note_memory("rollout", result)
+        result.rollout_s = times.rollout
         ranks = all_gather_data((times.rollout, times.idle, times.reward), tuple[float, float, float])
         if self._samples is not None:
             result.samples = self._samples.rows(TRAIN, problems, scored, batch)
@@ -320,7 +331,8 @@ class TrainingStep:
             return self._scorer.score(step, scored, batch, rest, share, result.tasks, result.metrics, streamed)
 
     def _update(self, step: int, batch: RolloutBatch, result: StepResult, on_phase: OnPhase) -> None:
-        config = self._config
+        config, guard = self._config, self._guard
+        judge = guard.judge if guard is not None else None
         rows: list[dict[str, float]] = []
         with self._timed("update", result):
             order = np.random.default_rng((config.run.seed, step)).permutation(batch.num_samples)
@@ -332,7 +344,14 @@ class TrainingStep:
             # a rank's share of a mini-batch may contain samples that it has not scored
             batch = redistribute(batch, [part[i] for part, share in zip(parts, shares, strict=True) for i in share])
             for part in parts:
-                rows.append(self._policy.update(batch.select(part), self._loss, self._temperature))
+                rows.append(self._policy.update(batch.select(part), self._loss, self._temperature, judge))
+                if guard is not None:
+                    guard.settle()
+                    if guard.goes_back:
+                        break
+        if guard is not None:
+            rows, own = guard.end_step(rows)
+            result.metrics |= own
         for name in dict.fromkeys(name for row in rows for name in row if name != "tokens"):
             result.metrics[f"actor/{name}"] = float(np.mean([row[name] for row in rows if name in row]))
 

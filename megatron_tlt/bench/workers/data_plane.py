@@ -136,7 +136,7 @@ class _NoModel(Policy):
     def run_schedule(self, batches: Any, after_forward: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         return [after_forward(batch, None) for batch in batches]
 
-    def update(self, samples: Any, loss: Any, temperature: float = 1.0) -> dict[str, float]:
+    def update(self, samples: Any, loss: Any, temperature: float = 1.0, judge: Any = None) -> dict[str, float]:
         batches = self.micro_batches(samples)
         measure = "_sizes" if hasattr(self, "_sizes") else "_loss_scale"  # an earlier revision's name
         getattr(self, measure)(batches, loss)

@@ -1,4 +1,4 @@
-"""A requested stop: the signal, and the error that ends the run with its status."""
+"""How a run is asked to stop, and the error with which it then ends."""
 
 from __future__ import annotations
 

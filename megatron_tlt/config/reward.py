@@ -1,0 +1,22 @@
+"""The section ``rewards``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_tlt.config.section import PositiveInt, Section
+
+
+class RewardConfig(Section):
+    """The process pool that verifies responses during decoding.
+
+    With ``adaptive_timeout``, a problem that has a correct response gives others 1.5 times the seconds of the slowest
+    correct one, at least 2 s and at most ``timeout_s``; after that they are wrong. It is for verifiers that run
+    programs.
+    """
+
+    workers: PositiveInt = 1
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    adaptive_timeout: bool = False
