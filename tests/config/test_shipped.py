@@ -16,7 +16,7 @@ from megatron_tlt.config.shipped import INPUT_PATHS, LAUNCH, shipped
 from megatron_tlt.errors import ConfigError
 from tests.config.test_loader import write
 
-WRITTEN = {"run.dir", "model.recipe.cache_dir"}
+WRITTEN = {"run.dir", "model.recipe.cache_dir", "elastic.memory_dir"}
 
 
 def path_keys(section: type[BaseModel], prefix: str = "") -> set[str]:
