@@ -18,7 +18,7 @@ from typing import IO
 
 import psutil
 
-from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, read_first_error
+from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, has_reported, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
@@ -180,7 +180,10 @@ def _run_once(
             preexec_fn=end_with_parent,
         )
         code = child.run(process, lambda: read_first_error(Path(folder)) is not None)
-        return _Ended(code, first_death(read_failures(failures), code), read_first_error(Path(folder)))
+        death = first_death(read_failures(failures), code)
+        if death is not None and death.rank is not None and has_reported(Path(folder), death.rank):
+            death = None  # it was killed while it left with its error, such as by torch, whose other ranks had gone
+        return _Ended(code, death, read_first_error(Path(folder)))
 
 
 class _Restarts:

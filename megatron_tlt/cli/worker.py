@@ -64,11 +64,20 @@ def read_first_error(folder: Path) -> WorkerError | None:
 
     When one rank fails, the collectives of the others also fail: their errors are not the cause.
     """
+    return min(_errors(folder, "rank*.json"), key=lambda e: (bool(e.traceback), e.time), default=None)
+
+
+def has_reported(folder: Path, rank: int) -> bool:
+    """Whether this rank has reported an error meant for the user, other than that ranks are lost."""
+    return any(not error.traceback and not error.ranks_lost for error in _errors(folder, f"rank{rank}.json"))
+
+
+def _errors(folder: Path, pattern: str) -> list[WorkerError]:
     errors = []
-    for file in folder.glob("rank*.json"):
+    for file in folder.glob(pattern):
         with contextlib.suppress(OSError, ValueError, TypeError):
             errors.append(WorkerError(**json.loads(file.read_text(encoding="utf-8"))))
-    return min(errors, key=lambda e: (bool(e.traceback), e.time), default=None)
+    return errors
 
 
 def _log_to_own_file() -> None:

@@ -118,6 +118,13 @@ def test_a_node_that_loses_others_starts_again_and_meets_them(tmp_path: Path) ->
     assert (tmp_path / "starts0").read_text() == "2"
 
 
+def test_a_rank_that_aborts_after_it_has_reported_its_error_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    process = start(tmp_path, "aborts")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and error == "error: gradient norm nan\n"
+    assert (tmp_path / "starts0").read_text() == "1"
+
+
 def test_a_step_that_ends_so_twice_is_not_tried_again(tmp_path: Path) -> None:
     process = start(tmp_path, "dies-again")
     error = process.communicate(timeout=120)[1].splitlines()

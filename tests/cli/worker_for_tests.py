@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from megatron_tlt.cli import worker
 from megatron_tlt.cli.worker import run_worker
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError, RanksLost, TltError
+from megatron_tlt.errors import ConfigError, RanksLost, RunError, TltError
 
 
 class Stopped(TltError):
@@ -69,6 +70,12 @@ def main(config: TltConfig) -> None:
         starts.write_text("2" if starts.exists() else "1")
         if rank == "0" and starts.read_text() == "1":
             raise RanksLost("rank 0 lost its connection to rank 9")
+    elif config.run.name == "aborts":
+        starts = folder / f"starts{rank}"
+        starts.write_text("2" if starts.exists() else "1")
+        if rank == "0":
+            atexit.register(os.abort)  # as torch does where the connections of other ranks have gone
+        raise RunError("gradient norm nan")
     elif config.run.name == "bug":
         raise ZeroDivisionError("a bug")
     elif config.run.name in ("bad", "wait"):
