@@ -239,6 +239,8 @@ class Run:
                     self.drafting.write(self._folder / NEWEST_DRAFTER)
             record.finish(self._state, self.policy.layout)
         self._checkpoints.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
         self._watch.close()
         self.engine.shutdown()
 

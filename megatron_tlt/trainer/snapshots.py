@@ -235,7 +235,7 @@ class Snapshots:
         barrier()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread once the newest copy has arrived on the other node."""
         self._pool.shutdown()
 
 
