@@ -10,6 +10,8 @@ import pytest
 from tests.actor.conftest import rows_of
 from tests.actor.workers.guard import CASES
 
+pytestmark = pytest.mark.distributed
+
 WORKER = Path(__file__).parent / "workers" / "guard.py"
 
 

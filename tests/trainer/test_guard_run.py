@@ -15,6 +15,8 @@ from megatron_tlt.rollout.replay import read_recording
 from tests.helpers.launch import run_logged
 from tests.trainer.conftest import Runs
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 # the engine's log-probs are the old policy's, so that impossible ones make the ratio infinite
 SETTINGS = (
     "rollout.engine=tests.trainer.bad_engine.BadEngine",
