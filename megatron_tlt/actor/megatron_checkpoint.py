@@ -101,8 +101,7 @@ def state_to_load(policy: Policy, common: dict[str, Any], folder: Path) -> dict[
         saved, own = kinds if described is None else kinds[::-1]
         raise RunError(
             f"{folder}: its optimizer is one of {saved}, and actor.optimizer, actor.optimizer_sharding and "
-            f"actor.optimizer_split give one of {own}; allowed: the settings that it was saved with, or a new run with "
-            "model.path"
+            f"actor.optimizer_split give one of {own}; {whole_tensor_state.ALLOWED}"
         )
     if described is not None:
         # without tensors of its own a rank has nothing to ask for

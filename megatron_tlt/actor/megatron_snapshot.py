@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def _bytes(shard: ShardedObject) -> torch.Tensor | None:
     )
 
 
-def blocks_to_keep(policy: Policy, folder: Path) -> Iterator[tuple[Block, torch.Tensor]]:
+def blocks_to_keep(policy: Policy, folder: Path) -> list[tuple[Block, torch.Tensor]]:
     """All blocks of this rank, those that others have too; what is not a tensor goes into ``folder``.
 
     So a rank of the same layout needs no other rank's blocks. A collective over the world. The tensors are views of the
@@ -61,7 +60,7 @@ def blocks_to_keep(policy: Policy, folder: Path) -> Iterator[tuple[Block, torch.
             block = _block(shard)
             blocks.append((block, shard.data.view(block.sizes) if shard.prepend_axis_num else shard.data))
     torch.save(objects, folder / _OBJECTS)
-    return iter(blocks)
+    return blocks
 
 
 def _plain(file: Path) -> Any:

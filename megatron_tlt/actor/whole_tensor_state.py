@@ -19,7 +19,9 @@ from megatron_tlt.platform.device import current_device
 DESCRIPTION = "whole_tensors"
 """Name of the description in a checkpoint's common state."""
 
-_ALLOWED = "allowed: the settings that it was saved with, or a new run with model.path"
+ALLOWED = "allowed: the settings that it was saved with, or a new run with model.path"
+"""What errors of a checkpoint from another optimizer end with."""
+
 _GROUPS = ("several dimensions", "vectors")
 _PREFIX, _MASTER, _FURTHER = "optimizer.whole", "param", "further"
 _Described = dict[str, Any]
@@ -111,7 +113,7 @@ def state_to_load(
     if saved != own:
         raise RunError(
             f"{folder}: its optimizer is {' and '.join(saved)}; actor.optimizer and actor.optimizer_split give "
-            f"{' and '.join(own)}; {_ALLOWED}"
+            f"{' and '.join(own)}; {ALLOWED}"
         )
     wanted: dict[str, ShardedTensor] = {}
     for number, (part, found) in enumerate(zip(optimizer.parts, description, strict=True)):
@@ -119,7 +121,7 @@ def state_to_load(
             odd = sorted(found["tensors"].keys() ^ part.shapes.keys())[0]
             raise RunError(
                 f"{folder}: it and actor.optimizer_split (or actor.lora) differ in whether {part.choice.path} steps "
-                f"{odd}; {_ALLOWED}"
+                f"{odd}; {ALLOWED}"
             )
         places = [(f"{_PREFIX}.{name}", found["tensors"][name]) for name in part.masters]
         if part.masters:

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
+from megatron_tlt.bench.training_runs import kept_result
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     """A row per run; targets: a restart from memory in 0.9 of the time, and copies in 1 % of a step.
 
     Raises:
+        ConfigError: an existing result has other settings.
         RunError: a run failed.
     """
     began = time.monotonic()
@@ -57,10 +59,9 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     for repeat in range(arguments.repeats):
         for arm in ARMS:
             out = arguments.folder / f"{arm}-{repeat}.json"
-            if not out.is_file():
+            if not kept_result(out, [str(arguments.config), *arguments.set, *ARMS[arm]]):
                 if time.monotonic() - began > 60 * arguments.minutes:
                     continue
-                out.parent.mkdir(parents=True, exist_ok=True)
                 measured = _killed(arguments, arm, arguments.folder / f"{arm}-{repeat}")
                 atomic_write_text(out, json.dumps(measured))
             found[arm].append(json.loads(out.read_text(encoding="utf-8")))

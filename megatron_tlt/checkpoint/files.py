@@ -153,6 +153,13 @@ def _read_latest(root: Path) -> tuple[str | None, str | None]:
         return None, f"{root / LATEST}: unreadable ({type(error).__name__})"
 
 
+def latest_step(root: Path | str) -> int:
+    """The step in the name that ``latest`` holds, unverified; 0 if there is none."""
+    named = _read_latest(Path(root))[0] or ""
+    number = re.search(r"\d+$", named)
+    return int(number[0]) if number is not None else 0
+
+
 def _age_key(folder: Path) -> tuple[int, float, str]:
     numbers = re.findall(r"\d+", folder.name)
     try:

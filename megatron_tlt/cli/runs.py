@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.checkpoint.files import LATEST
+from megatron_tlt.checkpoint.files import latest_step
 from megatron_tlt.cli.launch import launch, under_torchrun
 from megatron_tlt.cli.worker import LOG_FOLDER
 from megatron_tlt.config.loader import RESOLVED, compare_resolved, dump_resolved
@@ -118,12 +118,10 @@ def is_finished(config: TltConfig) -> bool:
 
 def progress(folder: Path) -> tuple[int, int]:
     """Steps that the folder's run has done, and the step of its newest checkpoint; 0 if there is none."""
-    done = saved = 0
+    done = 0
     with contextlib.suppress(RunError):
         done = max((int(row["step"] or 0) for row in read_metrics(folder / METRICS_FILE)), default=0)
-    with contextlib.suppress(OSError, ValueError):
-        saved = int((folder / "checkpoints" / LATEST).read_text(encoding="utf-8").strip().rpartition("_")[2])
-    return done, saved
+    return done, latest_step(folder / "checkpoints")
 
 
 def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool, resumes: bool = False) -> int:

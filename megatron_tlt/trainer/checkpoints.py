@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.actor.megatron_checkpoint import POLL_S, begin_save, load_policy
 from megatron_tlt.actor.megatron_writer import BackgroundWrite
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.files import LATEST, clean_leftovers, find_latest_whole
+from megatron_tlt.checkpoint.files import clean_leftovers, find_latest_whole, latest_step
 from megatron_tlt.checkpoint.manifest import Sums, verify_manifest
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
 from megatron_tlt.checkpoint.publication import Publication
@@ -215,11 +215,7 @@ class Checkpoints:
 
     def newest_step(self) -> int:
         """The step of the checkpoint that ``latest`` names, unverified; 0 if there is none."""
-        named = 0
-        if rank() == 0:
-            with contextlib.suppress(OSError, ValueError):
-                named = int((self._root / LATEST).read_text(encoding="utf-8").strip().rpartition("_")[2])
-        return broadcast_data(named, int)
+        return broadcast_data(latest_step(self._root) if rank() == 0 else 0, int)
 
     def resume(self, policy: Policy, *, sweep: bool = False, snapshots: Snapshots | None = None) -> TrainerState:
         """Loads the newest intact checkpoint into ``policy``; returns the state of a new run if there is none.

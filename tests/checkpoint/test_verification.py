@@ -61,7 +61,7 @@ def test_damage_names_the_file(tmp_path: Path, harm: Callable[[Path], None] | No
     verification = BackgroundVerification()
     verification.start(folder)
     found = result(verification)
-    assert verification.poll() is None, "a result is told once"
+    assert verification.poll() is None, "a result is returned once"
     verification.close()
     assert [("actor/two.distcp" in line, said in line) for line in found] == ([] if said is None else [(True, True)])
 

@@ -13,7 +13,7 @@ from megatron_tlt.trainer.integrity import ReplicaCheck, difference
 
 
 class Comparison:
-    """Finds what it is told to."""
+    """Finds the differences that it is given."""
 
     def __init__(self, odd: dict[int, OddWeights]) -> None:
         self.odd, self.runs = odd, 0
