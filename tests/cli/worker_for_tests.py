@@ -75,6 +75,8 @@ def main(config: TltConfig) -> None:
         starts.write_text("2" if starts.exists() else "1")
         if rank == "0":
             atexit.register(os.abort)  # as torch does where the connections of other ranks have gone
+        while rank == "1" and not Path(os.environ[worker.ERROR_FOLDER], "rank0.json").exists():
+            time.sleep(0.05)  # or torchrun would end rank 0 before it reports its error
         raise RunError("gradient norm nan")
     elif config.run.name == "bug":
         raise ZeroDivisionError("a bug")
