@@ -31,6 +31,10 @@ class RanksLost(RunError):
     """Nothing is wrong here, but ranks of other nodes do not answer any more: a new start may find them again."""
 
 
+class NodesReturned(RunError):
+    """The run's state is kept, and nodes wait for a place: the launch starts all ranks again, with them."""
+
+
 class RunRefused(RunError):
     """All ranks refuse to go on, at the same point: a new start would come to the same, so there is none."""
 

@@ -15,8 +15,8 @@
 
 job="${SLURM_JOB_ID:?this is a job script: sbatch --nodes=N $0 ...}"
 start="${SLURM_RESTART_COUNT:-0}"
-container=()
-step="" status=0 told=no caught=no run_dir="" nodes=0
+container=() given=()
+step="" status=0 told=no caught=no run_dir="" nodes=0 least=None
 
 say() { printf '[job %s] %s\n' "$job" "$*"; }
 
@@ -81,15 +81,17 @@ stop() {
     scancel --signal=TERM "$job" 2>/dev/null
 }
 
-# Runs a command of tlt once on each of so many nodes and waits for it, signals or not. A node that fails ends it on all.
+# Runs a command of tlt once on each of so many nodes and waits for it, signals or not. A node that fails ends it on all,
+# but for a training that may go on with fewer devices: then the launchers of the nodes that are left agree on how.
 on_nodes() { # nodes, tlt command ...
-    local nodes="$1"
+    local nodes="$1" lost=(--kill-on-bad-exit=1)
     shift
     if [[ "$told" == yes ]]; then # while something else was done
         status=143
         return "$status"
     fi
-    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --input=none \
+    if [[ "$1" == train && "$least" != None ]]; then lost=(--no-kill --kill-on-bad-exit=0); fi
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "${lost[@]}" --cpu-bind=none --input=none \
         ${container[@]+"${container[@]}"} bash "$TLT_ROOT/slurm/node.sh" "$@" &
     step=$! caught=yes
     # A trapped signal ends `wait`, not the step.
@@ -106,13 +108,15 @@ here() { # tlt command ...
     if ((${#container[@]})); then on_nodes 1 "$@"; else bash "$TLT_ROOT/slurm/node.sh" "$@"; fi
 }
 
-# Reads the config, and leaves what this job is beside the run. Sets run_dir, nodes, finished.
+# Reads the config, and leaves what this job is beside the run. Sets run_dir, nodes, finished, least (the devices with
+# which it may go on).
 settle() { # CONFIG [key.path=value ...]
     local values
+    given=("$@")
     values="$(here config "$@" --keep "slurm/job-$job.$start.config.yaml" \
-        --get run.dir --get launcher.nnodes --get finished)" || exit 2
+        --get run.dir --get launcher.nnodes --get finished --get elastic.min_devices)" || exit 2
     # shellcheck disable=SC2034 # train.sbatch looks at finished
-    { read -r run_dir && read -r nodes && read -r finished; } < <(tail -n 3 <<<"$values")
+    { read -r run_dir && read -r nodes && read -r finished && read -r least; } < <(tail -n 4 <<<"$values")
     cp "$0" "$run_dir/slurm/job-$job.sbatch" # as Slurm runs it, whatever becomes of the file it was submitted from
     {
         printf '# %s: start %s\n' "$(date -u +%FT%TZ)" $((start + 1))
@@ -140,6 +144,11 @@ finish() { # status
     local state
     # srun's status tells nothing: where a node fails it ends the others by the same signal. The ranks leave a mark.
     if (($1 == 0)); then exit 0; fi
+    # a lost node's status is that of the whole step, though the others may have done the run to its end
+    if [[ "$told" == no && "$least" != None && "$(here config "${given[@]}" --get finished | tail -n 1)" == yes ]]; then
+        say "finished without the nodes that were lost"
+        exit 0
+    fi
     if [[ "$told" == no && ! -e "${TLT_LOG_DIR:-/nowhere}/stopped" ]]; then exit "$(($1 > 128 ? 1 : $1))"; fi
     state="$(squeue --noheader --jobs="$job" --format=%T 2>/dev/null)"
     if [[ "${TLT_REQUEUE:-}" == no ]]; then

@@ -59,11 +59,20 @@ def _explain(key: str) -> int:
     return 0
 
 
+def _is_key(key: str) -> bool:
+    try:
+        return bool(lookup(key))
+    except ConfigError:
+        return False
+
+
 def _value(config: TltConfig, key: str) -> str:
     if key == FINISHED:
         return "yes" if runs.is_finished(config) else "no"
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
+        if value is None and _is_key(key):  # of a section that is not there
+            break
         if not isinstance(value, dict) or part not in value:
             raise ConfigError(f"--get: no key {key!r} in the config; allowed: a key.path of it, or {FINISHED!r}")
         value = value[part]

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Protocol
 
 import psutil
 
@@ -33,9 +33,40 @@ from megatron_tlt.platform.processes import (
 
 Progress = Callable[[], tuple[int, int]]
 
+
+@dataclass(frozen=True)
+class LaunchStart:
+    """What one start of a launch's processes on this node needs.
+
+    Attributes:
+        args: the worker's arguments.
+        launcher: processes and threads.
+        nodes: this node among those that take part; None without others.
+        number: of this start, the same on all nodes; each start has its own rendezvous port.
+        environment: variables for the processes, in addition to those of every launch.
+    """
+
+    args: Sequence[str]
+    launcher: LauncherConfig
+    nodes: Nodes | None
+    number: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class LaunchNodes(Protocol):
+    """Decides before each start which nodes take part in it."""
+
+    def next(self, stopped: Callable[[], bool]) -> LaunchStart | None:
+        """The next start; None if this node has no part in the rest of the launch, or was told to stop."""
+
+    def is_obsolete(self) -> bool:
+        """Whether other nodes have left the newest start for the next one."""
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _launches = itertools.count()
 _MEETING_ENDS_S = 20
+_OBSOLETE_ENDS_S = 10
 _ASKED_AGAIN_S = 60  # longer than torchrun gives its workers
 
 
@@ -56,21 +87,25 @@ class _Child:
         self._asked_s: float | None = None  # when torchrun was last asked to end
         self.signal: int | None = None
 
-    def run(self, process: subprocess.Popen[bytes], failed: Callable[[], bool]) -> int:
+    def run(self, process: subprocess.Popen[bytes], failed: Callable[[], bool], obsolete: Callable[[], bool]) -> int:
         """Waits for a torchrun that was just started, and returns its status.
 
         If it ``failed`` and has no workers left, it may search for the first node for minutes: then this does not wait.
+        If it is ``obsolete``, it is ended after some seconds, in which its workers may notice why themselves.
         """
         self._process = process
         if self.signal is not None:  # the signal came before the process was started
             self._end_torchrun()
-        left = _MEETING_ENDS_S
+        left, current = _MEETING_ENDS_S, _OBSOLETE_ENDS_S
         while left:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(1)
             if self._asked_s is not None and time.monotonic() - self._asked_s > _ASKED_AGAIN_S:
                 self._end_torchrun()  # an interpreter can lose a signal while it starts
             left = left - 1 if not self._workers() and failed() else _MEETING_ENDS_S
+            current = current - 1 if obsolete() else _OBSOLETE_ENDS_S
+            if not current:
+                kill_with_children(process.pid)
         process.kill()
         process.wait()
         return 1
@@ -116,11 +151,15 @@ class _Child:
 
 @dataclass(frozen=True)
 class _Ended:
-    """How one torchrun ended: its status, the first rank killed by a signal, the error to show."""
+    """How one torchrun ended: its status, the first rank killed by a signal, the error to show.
+
+    ``obsolete``: other nodes had left it for the next start.
+    """
 
     code: int
     death: Death | None
     error: WorkerError | None
+    obsolete: bool = False
 
 
 def _needs_log(child: _Child, ended: _Ended) -> bool:
@@ -159,31 +198,31 @@ def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None)
 def _run_once(
     child: _Child,
     module: str,
-    args: Sequence[str],
-    launcher: LauncherConfig,
-    nodes: Nodes | None,
+    start: LaunchStart,
     stderr: IO[bytes] | None,
     memory: Path | None,
+    obsolete: Callable[[], bool],
 ) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
         failures = Path(folder, "failures.json")
-        told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1"}
+        told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1", **start.environment}
+        launcher, nodes = start.launcher, start.nodes
         if memory is not None:
             told[SNAPSHOTS] = str(memory)
-        meeting = {"meeting": nodes.torchrun_arguments(module, next(_launches))} if nodes else {}
+        meeting = {"meeting": nodes.torchrun_arguments(module, start.number)} if nodes else {}
         process = subprocess.Popen(
-            torchrun_command(module, args, launcher.nproc_per_node, **meeting),
+            torchrun_command(module, start.args, launcher.nproc_per_node, **meeting),
             env=launch_environment(launcher.threads_per_process, nodes) | told,
             stderr=stderr,
             # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from here.
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        code = child.run(process, lambda: read_first_error(Path(folder)) is not None)
+        code = child.run(process, lambda: read_first_error(Path(folder)) is not None, obsolete)
         death = first_death(read_failures(failures), code)
         if death is not None and death.rank is not None and has_reported(Path(folder), death.rank):
             death = None  # it was killed while it left with its error, such as by torch, whose other ranks had gone
-        return _Ended(code, death, read_first_error(Path(folder)))
+        return _Ended(code, death, read_first_error(Path(folder)), code != 0 and obsolete())
 
 
 class _Restarts:
@@ -198,10 +237,14 @@ class _Restarts:
         error = ended.error
         if error is not None and error.exit_status > 1:
             return False  # the request is invalid, or a stop was requested
-        if ended.death is None and (error is None or not error.ranks_lost):
+        lost = ended.death is not None or ended.obsolete or (error is not None and error.ranks_lost)
+        if error is not None and error.nodes_returned:
+            self._say(f"{error.message}; all ranks restart with them")
+            return True
+        if not lost:
             return False
         done, saved = self._progress()
-        cause = str(ended.death) if ended.death is not None or error is None else error.message
+        cause = str(ended.death) if ended.death else error.message if error else "ranks of other nodes were lost"
         what, again = f"{cause} in step {done + 1}", done == self._done
         self._done = done
         if not self._most:
@@ -234,6 +277,7 @@ def launch(
     keep_log: bool = True,
     progress: Progress | None = None,
     memory: Path | None = None,
+    elastic: LaunchNodes | None = None,
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
 
@@ -246,6 +290,7 @@ def launch(
         progress: returns the steps done and the newest checkpoint's step, for a worker that can resume. If given, all
             processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
         memory: folder in memory for the processes' snapshots, the same for all restarts.
+        elastic: decides who takes part in each start, with which arguments; by default all nodes, with ``args``.
 
     Returns:
         0, the failed worker's own exit status, or 128 + signal.
@@ -254,7 +299,7 @@ def launch(
         ConfigError: there are several nodes, and the environment does not define their rendezvous.
         RunError: the first node cannot be reached.
     """
-    nodes = Nodes.from_environment(launcher.nnodes) if launcher.nnodes > 1 else None
+    nodes = Nodes.from_environment(launcher.nnodes) if launcher.nnodes > 1 and elastic is None else None
     with contextlib.ExitStack() as stack:
         stderr: IO[bytes] | None = None
         if log is not None:
@@ -270,11 +315,15 @@ def launch(
         if progress is not None:
             restarts = _Restarts(launcher.max_restarts, progress, stderr, memory is not None)
         while True:
-            ended = _run_once(child, module, args, launcher, nodes, stderr, memory)
+            start: LaunchStart | None = LaunchStart(args, launcher, nodes, next(_launches))
+            if elastic is not None and (start := elastic.next(lambda: child.signal is not None)) is None:
+                return 0 if child.signal is None else 128 + child.signal
+            assert start is not None
+            ended = _run_once(child, module, start, stderr, memory, elastic.is_obsolete if elastic else lambda: False)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 if log is not None and not keep_log and not _needs_log(child, ended):
                     log.unlink()
-                return _status(child, ended, log, nodes)
+                return _status(child, ended, log, start.nodes)
             child.end_all()
             if child.signal is not None:  # a stop was requested between the two launches
                 return 128 + child.signal

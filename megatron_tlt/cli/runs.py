@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.checkpoint.files import latest_step
+from megatron_tlt.cli.elastic_launch import ElasticNodes
 from megatron_tlt.cli.launch import launch, under_torchrun
 from megatron_tlt.cli.worker import LOG_FOLDER
 from megatron_tlt.config.loader import RESOLVED, compare_resolved, dump_resolved
@@ -138,10 +139,14 @@ def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool
     log = None if show else file
     newest = functools.partial(progress, config.run.dir) if resumes else None
     with contextlib.ExitStack() as stack:
-        memory = None
+        memory = nodes = None
         if resumes and config.elastic is not None:
             memory = stack.enter_context(memory_folder(config.elastic.memory_dir, config.run.dir, node_index()))
-        return launch(module, [str(resolved), *more], config.launcher, log=log, progress=newest, memory=memory)
+            if config.elastic.min_devices is not None:
+                nodes = stack.enter_context(ElasticNodes(config, more).open())
+        return launch(
+            module, [str(resolved), *more], config.launcher, log=log, progress=newest, memory=memory, elastic=nodes
+        )
 
 
 def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:

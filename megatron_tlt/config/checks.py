@@ -300,6 +300,15 @@ def _router(config: TltConfig) -> Iterator[str]:
         )
 
 
+def _elastic(config: TltConfig) -> Iterator[str]:
+    least = config.elastic.min_devices if config.elastic is not None else None
+    if least is not None and least > config.launcher.world_size:
+        yield (
+            f"elastic.min_devices: found {least}; allowed: at most {config.launcher.world_size}, the processes of "
+            "launcher.nnodes x launcher.nproc_per_node"
+        )
+
+
 def check_fields_together(config: TltConfig) -> list[str]:
     """The violated rules between keys, one line each."""
     lines = []
@@ -327,6 +336,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         stream_violations,
         guard_violations,
         integrity_violations,
+        _elastic,
         _router,
         optimizer_violations,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
 from megatron_tlt.config.section import Section
 
 
@@ -14,6 +16,15 @@ class ElasticConfig(Section):
     On several nodes the next node has a second copy, for one that is replaced. If a copy is damaged or lost with both
     nodes, they restart from the newest checkpoint. ``memory_dir`` is a file system in memory; the copies take twice the
     bytes of weights and optimizer state of the node's ranks, on several nodes four times.
+
+    With ``min_devices`` the launch goes on without nodes that are lost, as long as so many devices are left, with the
+    fastest layout that fits them (``tlt plan --elastic``); batch, order of problems and tensor, context and expert
+    parallelism stay. After a loss, nodes wait ``wait_s`` seconds at most for each other. A launcher that is started
+    again on a lost node, with the same TLT_JOB, joins between two steps if that pays: a change of size takes
+    ``reconfigure_s`` seconds (null: as assumed in planning/constants.yaml).
     """
 
     memory_dir: Path = Path("/dev/shm")
+    min_devices: PositiveInt | None = None
+    wait_s: PositiveFloat = 60.0
+    reconfigure_s: NonNegativeFloat | None = None

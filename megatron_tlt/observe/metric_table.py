@@ -129,6 +129,7 @@ METRICS: dict[str, Metric] = {
     "time/checkpoint": M("s", "saving, as far as training waits", "timing_s/save_checkpoint", "perf/save_model_time"),
     "time/evaluate": M("s", "held-out evaluation", "timing_s/testing"),
     "time/snapshot": M("s", "copying the state to host memory (elastic)"),
+    "elastic/devices": M("", "ranks of the step (elastic.min_devices)"),
     "checkpoint/background_s": M("s", "writing the last checkpoint in the background"),
     "checkpoint/verified": M("", "1 if the newest checkpoint that was read again is intact, 0 if it is damaged"),
     "integrity/replicas_ms": M("ms", "comparison of the replicas' weights"),

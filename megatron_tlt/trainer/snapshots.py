@@ -58,6 +58,8 @@ class Snapshots:
         self._sent: Future[None] | None = None
         self._layout: dict[str, int] = {}
         self._failed = False
+        self.newest_step = 0
+        """Step of the newest snapshot that is published; 0 before the first."""
         self.copy_s = 0.0
         """Seconds that the newest ``begin`` took."""
 
@@ -125,7 +127,7 @@ class Snapshots:
         slot = self._slots[1 - self._next]
         described = {_STATE: asdict(state), _WORLD: world_size(), _LAYOUT: self._layout, _RANK: rank()}
         slot.complete(self._step, self._checksum.result(), described)
-        self._step = None
+        self.newest_step, self._step = self._step, None
         if self._group is not None:
             self._sent = self._pool.submit(self._send, slot.folder.parent, self._group)
 
@@ -162,7 +164,7 @@ class Snapshots:
             warn(f"the snapshot of step {step} cannot be used: {error}; the run restarts from its newest checkpoint")
             self.forget()
             return None
-        self._next = 1 - _SLOTS.index(slot)
+        self._next, self.newest_step = 1 - _SLOTS.index(slot), step
         log_once(f"resumed from the snapshot of step {step} in memory")
         return state
 

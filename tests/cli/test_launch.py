@@ -169,7 +169,7 @@ def test_a_torchrun_that_lost_the_signal_is_asked_again(monkeypatch: pytest.Monk
         assert process.stdout is not None and process.stdout.readline()
         child = launching._Child(scheduled=False)
         child.pass_on(signal.SIGINT)
-        assert child.run(process, failed=lambda: False) == -signal.SIGINT
+        assert child.run(process, failed=lambda: False, obsolete=lambda: False) == -signal.SIGINT
 
 
 def test_a_sigint_while_torchrun_is_imported_ends_it() -> None:

@@ -16,11 +16,20 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 TLT = """#!/usr/bin/env bash
 run="$RUN" command="$3"
 case "$command" in
-    config) mkdir -p "$run/slurm" && printf '%s\\n2\\nno\\n' "$run" ;;
+    config)
+        mkdir -p "$run/slurm"
+        if [[ -e "$run/done" ]]; then finished=yes; else finished=no; fi
+        if [[ "$*" == *elastic.min_devices* ]]; then
+            printf '%s\\n2\\n%s\\n%s\\n' "$run" "$finished" "${LEAST:-None}"
+        else
+            echo "$finished"
+        fi
+        ;;
     train)
         echo "node $TLT_NODE_RANK of job $TLT_JOB is $SLURMD_NODENAME, they meet at $TLT_RENDEZVOUS"
         if ((${SLURM_RESTART_COUNT:-0})); then exit 0; fi
         if [[ "$LOST" == "$TLT_NODE_RANK" ]]; then exit 1; fi
+        if [[ -n "${LEAST:-}" ]]; then sleep 3 && touch "$run/done" && exit 0; fi
         leave() {
             mkdir -p "$TLT_LOG_DIR"
             if ((TLT_NODE_RANK == 0)); then touch "$TLT_LOG_DIR/stopped"; fi
@@ -102,3 +111,11 @@ def test_a_node_that_is_lost_ends_the_job_on_all_and_it_is_not_started_again(
     assert state["JobState"] == "FAILED" and state["ExitCode"] == "1:0" and state["Restarts"] == "0", slurm.story(job)
     assert "n1: task 1: Exited with exit code 1" in slurm.output(job)
     assert time.monotonic() - began < 60 * slowness()
+
+
+def test_a_job_that_may_go_on_with_fewer_devices_outlives_a_node(slurm: Slurm, waiting: dict[str, str]) -> None:
+    job = submit(slurm, {**waiting, "LOST": "1", "LEAST": "1"})
+    state = slurm.wait(job, 60)
+    assert state["JobState"] == "COMPLETED" and state["Restarts"] == "0", slurm.story(job)
+    assert "finished without the nodes that were lost" in slurm.output(job)
+    assert Path(waiting["RUN"], "done").exists()

@@ -39,6 +39,34 @@ def interpret_triton(folder: str) -> None:
         return store(builder, pointers, values, mask, cache_policy)
 
     InterpreterBuilder.create_masked_store = store_where
+    _patch_the_language_once_a_kernel()
+
+
+def _patch_the_language_once_a_kernel() -> None:
+    """The interpreter replaces functions of the language again in each function that a kernel calls."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, modules = interpreter._patch_lang, (language, language.core)
+    replaced: set[str] = set()
+
+    def patch_once(function: Any) -> Any:
+        seen = {value.__name__ for value in function.__globals__.values() if any(value is m for m in modules)}
+        if seen <= replaced:
+            return interpreter._LangPatchScope()
+        scope = patch(function)
+        if not replaced:
+            restore = scope.restore
+
+            def restore_all() -> None:
+                replaced.clear()
+                restore()
+
+            scope.restore = restore_all
+        replaced.update(seen)
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 def replace_device_functions() -> None:

@@ -25,8 +25,8 @@ def test_greedy_responses_and_log_probs_in_float32(smollm2: Path, tmp_path: Path
     run_torchrun(WORKER, 1, [str(smollm2), str(tmp_path)], timeout_s=900)
     found = json.loads((tmp_path / "out.json").read_text())
     plain = found["greedy"].pop("off")
-    assert len(plain) == 50 and len({tuple(response) for response in plain}) > 25
-    assert len(found["greedy"]) == 5 and min(found["drafted"]) > 50
+    assert len(plain) == 24 and len({tuple(response) for response in plain}) > 12
+    assert len(found["greedy"]) == 5 and min(found["drafted"]) > 25
     for strategy, responses in found["greedy"].items():
         assert responses == plain, strategy
 

@@ -23,7 +23,7 @@ from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.requests import one_request_each
 from tests.helpers.samples import Sample, batch_of, log_probs_of_all
 
-PROMPTS, TOKENS, DRAFTS = 50, 12, 3
+PROMPTS, TOKENS, DRAFTS = 24, 12, 3
 CONFIG = Path(__file__).resolve().parents[3] / "launch" / "smollm2-135m-cpu.yaml"
 ROLLOUT = RolloutConfig(
     max_prompt_tokens=96,

@@ -58,7 +58,7 @@ def main() -> None:
         engine = VllmEngine(Path(model), rollout, speculation, 7)
     assert engine._llm.vllm_config.scheduler_config.async_scheduling
     reference = load_qwen2(Path(model))
-    requests = greedy_requests(12)
+    requests = greedy_requests(6)
     strategies = (OFF, Strategy(name, 3), Strategy(name, 1))
     expected: list[list[int]] = []
     for strategy in strategies:

@@ -44,7 +44,7 @@ def main() -> None:
     replace_device_functions()
     engine = VllmEngine(Path(model), ROLLOUT, speculation, 7, {"suffix": SuffixDrafter()})
     reference, found = load_qwen2(Path(model)), {}
-    requests = greedy_requests(12)
+    requests = greedy_requests(8)
     sure = Strategy(name, 3, least_percent=50)
     strategies = (OFF, Strategy(name, 3), Strategy(name, 1), Strategy(pair, 3), sure)
     expected: list[list[int]] = []

@@ -27,7 +27,7 @@ from tests.helpers.drafters import RandomChooser  # noqa: E402
 from tests.helpers.tiny_models import greedy, load_qwen2, logits_of  # noqa: E402
 from tests.rollout.workers.runner_v2_cases import ROLLOUT, TEMPERATURE, VOCAB, greedy_requests, stats  # noqa: E402
 
-SAMPLES = 700
+SAMPLES = 300
 SPECULATION = SpeculationConfig(num_speculative_tokens=3, ngram=NgramConfig(prompt_lookup_min=1, prompt_lookup_max=3))
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     assert type(engine._runner).__mro__[1].__module__ == "vllm.v1.worker.gpu.model_runner"
     assert isinstance(engine._switch, SwitchV2)
     reference, found = load_qwen2(Path(model)), {}
-    requests = greedy_requests(24)
+    requests = greedy_requests(12)
     strategies = (OFF, Strategy("ngram", 3), Strategy("suffix", 2), Strategy("ngram", 1))
     expected: list[list[int]] = []
     for strategy in strategies:

@@ -1,0 +1,197 @@
+"""A launch that goes on with the nodes that are left: who takes part in each start, and with which layout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_tlt.cli.launch import LaunchStart
+from megatron_tlt.cli.planned import fitting_spot, layout_chooser, load_text, machine_of, mean_response
+from megatron_tlt.config.loader import RESOLVED, dump_resolved, load_resolved
+from megatron_tlt.config.schema import LauncherConfig, TltConfig
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.models.recipe import recipe_folder
+from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.planning.elastic import ElasticChoice
+from megatron_tlt.planning.job import job_of
+from megatron_tlt.planning.machine import documented
+from megatron_tlt.planning.scale_table import PAYS, payback_probability, payback_seconds
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.membership import MEMBERSHIP, LaunchMember, LaunchRound, Membership
+from megatron_tlt.platform.nodes import Nodes
+
+_JOB = "TLT_JOB"
+_CONFIG = "config"
+
+
+class ElasticNodes:
+    """Gathers the nodes before each start of a run's ranks, and gives the ranks a config for those that came.
+
+    Args:
+        config: the run's, with ``elastic.min_devices``.
+        args: the worker's arguments after the config.
+    """
+
+    def __init__(self, config: TltConfig, args: Sequence[str] = ()) -> None:
+        assert config.elastic is not None and config.elastic.min_devices is not None
+        self._config, self._args, self._elastic = config, args, config.elastic
+        launcher = config.launcher
+        self._nodes = Nodes.from_environment(launcher.nnodes) if launcher.nnodes > 1 else None
+        if self._nodes is not None and not os.environ.get(_JOB):
+            raise ConfigError(
+                f"{_JOB}: not set, and elastic.min_devices is; allowed: a name of this launch, the same on all nodes "
+                "and different for each launch"
+            )
+        job = os.environ.get(_JOB) if self._nodes else None
+        self._folder = config.run.dir / "logs" / "members" / (job or f"process-{os.getpid()}")
+        index, address = (self._nodes.index, self._nodes.address) if self._nodes else (0, "127.0.0.1")
+        self._own = LaunchMember(index, address, _devices(launcher))
+        self._membership: Membership | None = None
+        self._stopped: Callable[[], bool] = lambda: False
+        self._round: LaunchRound | None = None
+        self._gathered = False
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[ElasticNodes]:
+        """Takes part in the launch; in the end nodes without a part are told if it ended here."""
+        self._membership = Membership(
+            self._folder,
+            self._own,
+            self._config.launcher.nnodes,
+            self._elastic.wait_s,
+            lambda: self._stopped(),
+        )
+        try:
+            yield self
+        finally:
+            in_part = self._round is not None and self._round.position(self._own.index) is not None
+            self._membership.end(launch=in_part)
+
+    def next(self, stopped: Callable[[], bool]) -> LaunchStart | None:
+        """Gathers the nodes; None if this node has no part in the rest of the launch, or was told to stop.
+
+        Raises:
+            RunError: too few devices are left, or no layout fits them.
+        """
+        assert self._membership is not None
+        self._stopped = stopped
+        found = self._round if self._gathered else self._membership.newest()
+        if found is not None and not self._gathered and not self._membership.wait_for_next(found, self._pays):
+            return None
+        while True:
+            found = self._membership.gather(0 if found is None else found.number + 1, self._choose)
+            if found is None:
+                return None
+            if found.problem:
+                raise RunError(found.problem)
+            before, self._round, self._gathered = self._round, found, True
+            if (position := found.position(self._own.index)) is not None:
+                return self._start(found, position, before)
+            if not self._membership.wait_for_next(found, self._pays):
+                return None
+
+    def is_obsolete(self) -> bool:
+        """Whether another node has entered the next round."""
+        assert self._membership is not None and self._round is not None
+        return self._membership.has_begun(self._round.number + 1)
+
+    def _start(self, found: LaunchRound, position: int, before: LaunchRound | None) -> LaunchStart:
+        path = self._config.run.dir / RESOLVED
+        text = found.settings[_CONFIG]
+        if self._own.index or found.number:  # the run's own file stays that of the whole launch
+            path = self._config.run.dir / "logs" / f"config.node{self._own.index}.round{found.number}.yaml"
+            atomic_write_text(path, text)
+        config = load_resolved(path)
+        members = [member.index for member in found.members]
+        earlier = range(self._config.launcher.nnodes) if before is None else [one.index for one in before.members]
+        if position == 0 and members != list(earlier):
+            self._say(members, config)
+        nodes = None
+        if self._nodes is not None:
+            host = found.members[0].address
+            nodes = Nodes(
+                len(found.members), position, host, self._nodes.port, f"{self._nodes.job}.{found.number}",
+                self._nodes.address, self._nodes.interface,
+            )  # fmt: skip
+        environment = {MEMBERSHIP: str(self._folder)}
+        return LaunchStart([str(path), *self._args], config.launcher, nodes, found.number + 1, environment)
+
+    def _say(self, members: Sequence[int], config: TltConfig) -> None:
+        devices = f"{config.launcher.world_size} of {self._config.launcher.world_size} devices"
+        nodes = f"node{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
+        layout = job_of(config).actor.layout
+        print(f"warning: the run goes on with {devices} ({nodes}): actor {layout}", file=sys.stderr, flush=True)
+
+    def _choose(self, came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
+        """The nodes that take part, and their config; raises ConfigError if too few devices are left."""
+        launcher, least = self._config.launcher, self._elastic.min_devices
+        devices = [member.devices for member in came]
+        if len(came) == launcher.nnodes and min(devices) == launcher.nproc_per_node:
+            return came, {_CONFIG: dump_resolved(self._config)}
+        choice = self._best(devices) if sum(devices) else None
+        if choice is None or choice.used < (least or 0):
+            names = ", ".join(f"{member.devices} on node {member.index}" for member in came)
+            raise ConfigError(
+                f"elastic.min_devices: found {choice.used if choice else 0} usable devices ({names}); allowed: at "
+                f"least {least}"
+            )
+        return [came[at] for at in choice.nodes_of(devices)], {_CONFIG: dump_resolved(self._fitted(choice))}
+
+    def _best(self, devices: Sequence[int]) -> ElasticChoice:
+        config = self._config
+        chooser = layout_chooser(config, machine_of(config, None), mean_response(None, config))
+        return chooser.best(devices)
+
+    def _fitted(self, choice: ElasticChoice) -> TltConfig:
+        """The run's config with the choice's layout; raises ConfigError if the two cannot be combined."""
+        values: dict[str, Any] = yaml.safe_load(dump_resolved(self._config))
+        chosen = choice.overrides()
+        values["launcher"] |= chosen["launcher"]
+        megatron = values["actor"]["megatron"] | chosen["actor"]["megatron"]
+        values["actor"]["megatron"] = {key: value for key, value in megatron.items() if value not in (None, False)}
+        if self._config.model.recipe is not None:  # its name depends on the layout that builds it
+            values["model"] |= {"path": str(recipe_folder(self._config)), "recipe": None}
+        spot = fitting_spot(self._config, choice.job.engines)
+        if "spot" in spot:
+            values["spot"] = values["spot"] | spot["spot"] | {"min_entries": None} if spot["spot"] else None
+        path = self._config.run.dir / "logs" / f"config.node{self._own.index}.fitted.yaml"
+        return load_text(path, yaml.safe_dump(values, sort_keys=False, width=1000), load_resolved)
+
+    def _pays(self) -> bool:
+        """Whether a place for this node makes up for the restart before the run ends and the next failure comes."""
+        assert self._membership is not None
+        found = self._membership.newest()
+        if found is None:
+            return False
+        with contextlib.suppress(ConfigError, RunError):
+            members = {member.index: member for member in found.members}
+            now = self._best([member.devices for member in members.values()])
+            grown = self._best([member.devices for member in (members | {self._own.index: self._own}).values()])
+            taken = documented()["recovery"]["snapshots_s"]["value"]
+            seconds = taken if self._elastic.reconfigure_s is None else self._elastic.reconfigure_s
+            speedup = now.total / grown.total
+            lasts = payback_probability(
+                grown.used, documented()["failures"]["device_mtbf_hours"]["value"], seconds, speedup
+            )
+            return lasts >= PAYS and payback_seconds(seconds, speedup) < self._seconds_left()
+        return False
+
+    def _seconds_left(self) -> float:
+        """Seconds that the run still takes at the speed of its newest steps."""
+        rows = [row for row in read_metrics(self._config.run.dir / METRICS_FILE) if row.get("time/total")]
+        if not rows:
+            return 0.0
+        done, seconds = rows[-1]["step"] or 0.0, rows[-1]["time/total"] or 0.0
+        return (self._config.trainer.steps - done) * seconds
+
+
+def _devices(launcher: LauncherConfig) -> int:
+    """The processes that this node can have: one per GPU that is there, at most as many as the config asks for."""
+    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return min(gpus, launcher.nproc_per_node) if gpus else launcher.nproc_per_node

@@ -1,0 +1,67 @@
+"""Two nodes of which one is lost and returns: the run goes on with the other, then with both."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.launch import MARK, free_port, slowness
+from tests.trainer.conftest import Runs
+from tests.trainer.test_run import rows, wait_for_rows
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow(60), pytest.mark.timeout(900)]
+
+STEPS = 40
+ELASTIC = (
+    "launcher.nnodes=2",
+    "launcher.nproc_per_node=1",
+    "launcher.collective_timeout_s=60",
+    "elastic.min_devices=1",
+    "elastic.reconfigure_s=0",
+    "trainer.save_every=0",
+    f"trainer.steps={STEPS}",
+)
+
+
+def kill_node(mark: str) -> None:
+    """Kills the launcher and the ranks of one node at once, as a power cut does."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                process.send_signal(signal.SIGKILL)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def test_a_lost_node_costs_no_step_and_returns_between_two(runs: Runs, tmp_path: Path) -> None:
+    run = runs.folder / "elastic"
+    given = {"TLT_RENDEZVOUS": f"127.0.0.1:{free_port()}", "TLT_JOB": "elastic"}
+    settings = (*ELASTIC, f"run.dir={run}", f"elastic.memory_dir={tmp_path}")
+
+    def start(index: int):
+        return runs.start(f"elastic-node{index}", *settings, env={**given, "TLT_NODE_RANK": str(index)})
+
+    nodes = [start(0), start(1)]
+    wait_for_rows(runs, "elastic", 3, nodes[0])
+    kill_node(runs.started["elastic-node1"])
+    deadline = time.monotonic() + 200 * slowness()
+    while not (run / "logs" / "members" / "elastic" / "round-00001" / "members.json").exists():
+        assert time.monotonic() < deadline and nodes[0].poll() is None, runs.log("elastic-node0")
+        time.sleep(0.1)
+    nodes[1] = start(1)  # node 0 goes on without it for as long as it takes to start
+    statuses = [process.wait(600 * slowness()) for process in nodes]
+    said = [runs.log(f"elastic-node{index}") for index in range(2)]
+    assert statuses == [0, 0], said
+    found = rows(run)
+    assert [row["step"] for row in found] == list(range(STEPS + 1)), "every step once"
+    sizes = [row["elastic/devices"] for row in found[1:]]
+    changes = [sizes[0], *(now for before, now in itertools.pairwise(sizes) if now != before)]
+    assert changes == [2.0, 1.0, 2.0], sizes
+    assert "the run goes on with 1 of 2 devices (node 0)" in said[0]
+    assert "node 1 joins after step" in said[0] and "the run goes on with 2 of 2 devices (nodes 0, 1)" in said[0]
+    assert list(tmp_path.iterdir()) == []
