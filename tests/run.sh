@@ -2,7 +2,9 @@
 # Sets up .venv with the tools for tests, then runs the linters, the formatter's check, the type checker and the tests.
 #
 #   bash tests/run.sh                           the contributor's tier of the tests: about 10 minutes on two cores
-#   bash tests/run.sh --all                     all tests, as in continuous integration
+#   bash tests/run.sh --all                     all tests
+#   bash tests/run.sh --all --within MINUTES    as in continuous integration: no test starts later than so many minutes
+#                                               after this script, and those left out are named at the end
 #   bash tests/run.sh [arguments of pytest ...] the tests that the arguments select
 #   bash tests/run.sh --setup-only              no check
 #
@@ -18,8 +20,19 @@ source "$root/tests/system_packages.sh"
 arguments=()
 setup_only=false
 tier=contributor
-for argument in "$@"; do
+within="" left_out=""
+while (($#)); do
+    argument="$1"
+    shift
     case "$argument" in
+        --within)
+            if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
+                printf 'error: --within: found %s; allowed: a number of minutes above 0\n' "${1:-nothing}" >&2
+                exit 2
+            fi
+            within="$1"
+            shift
+            ;;
         --setup-only) setup_only=true ;;
         --all) tier=all ;;
         *) arguments+=("$argument") ;;
@@ -44,6 +57,12 @@ cd "$root" || exit 2
 export OMP_NUM_THREADS=1 PATH="$root/.venv/bin:$PATH"
 failed=()
 checks_started=$SECONDS
+if [[ -n "$within" ]]; then
+    TLT_NO_TEST_AFTER=$(($(date +%s) + within * 60 - SECONDS))
+    TLT_LEFT_OUT="$(mktemp)"
+    export TLT_NO_TEST_AFTER TLT_LEFT_OUT
+    trap 'rm -f "$TLT_LEFT_OUT"' EXIT
+fi
 
 # Each check runs whatever the others said, so that one run shows everything there is to fix.
 check() { # name, command ...
@@ -72,8 +91,10 @@ case $tier in
         ran="Tests: those that the arguments select."
         ;;
     all)
-        check "pytest, one process each" python -m pytest "${two_at_a_time[@]}" -m "not distributed"
+        # last those whose kind faster tests cover, as --within leaves out the last ones
+        check "pytest, one process each" python -m pytest "${two_at_a_time[@]}" -m "not distributed and not slow"
         check "pytest, several processes each" python -m pytest "${two_at_a_time[@]}" -m distributed
+        check "pytest, slow" python -m pytest "${two_at_a_time[@]}" -m "slow and not distributed"
         ran="Tests: all."
         ;;
     contributor)
@@ -83,7 +104,11 @@ case $tier in
         ;;
 esac
 
-printf '%s Time: %d s after the set-up.\n' "$ran" $((SECONDS - checks_started))
+if [[ -n "$within" && -s "$TLT_LEFT_OUT" ]]; then
+    left_out=" $(wc -l <"$TLT_LEFT_OUT") of them did NOT run, as $within minutes were over; they stand above"
+    sort "$TLT_LEFT_OUT"
+fi
+printf '%s Time: %d s after the set-up.%s\n' "$ran" $((SECONDS - checks_started)) "$left_out"
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"
     exit 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -16,7 +17,8 @@ from tests.helpers.put_back import BUGS
 def test_a_bug_that_is_put_back_is_found(name: str) -> None:
     bug = BUGS[name]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--put-back", name, bug.tests]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    environment = {key: value for key, value in os.environ.items() if key != "TLT_NO_TEST_AFTER"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, f"{bug.tests} does not find it:\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
     assert bug.says in done.stdout, done.stdout[-3000:]
 
