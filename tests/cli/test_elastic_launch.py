@@ -1,0 +1,88 @@
+"""Which nodes take part in a start of a run that lost some, and with which config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_tlt.cli.elastic_launch import ElasticNodes
+from megatron_tlt.config.loader import load_config, load_resolved
+from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.shipped import LAUNCH
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.planning.job import job_of
+from megatron_tlt.platform.membership import LaunchMember
+
+
+def config_of(folder: Path, *overrides: str, name: str = "qwen2.5-32b-4n8g") -> TltConfig:
+    given = [f"run.dir={folder}", "elastic.min_devices=8", *overrides]
+    return load_config(LAUNCH / f"{name}.yaml", given, check_libraries=False)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RENDEZVOUS", "127.0.0.1:29400"), ("NODE_RANK", "0"), ("JOB", "7.0")):
+        monkeypatch.setenv(f"TLT_{name}", value)
+
+
+def members(*devices: int) -> list[LaunchMember]:
+    return [LaunchMember(index, f"10.0.0.{index}", count) for index, count in enumerate(devices) if count]
+
+
+def chosen(config: TltConfig, folder: Path, *devices: int) -> tuple[list[int], TltConfig]:
+    used, settings = ElasticNodes(config)._choose(members(*devices))
+    path = folder / "chosen.yaml"
+    path.write_text(settings["config"])
+    return [member.index for member in used], load_resolved(path)
+
+
+def test_with_all_devices_it_is_the_runs_own_config(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    used, found = chosen(config, tmp_path, 8, 8, 8, 8)
+    assert used == [0, 1, 2, 3] and found == config
+
+
+@pytest.mark.parametrize(("devices", "used"), [((0, 8, 8, 8), {1, 2, 3}), ((8, 0, 0, 8), {0, 3})])
+def test_with_fewer_the_layout_fits_and_batch_and_groups_stay(
+    devices: tuple[int, ...], used: set[int], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
+    took, found = chosen(config, tmp_path, *devices)
+    assert set(took) <= used and found.launcher.world_size == len(took) * found.launcher.nproc_per_node
+    before, now = job_of(config), job_of(found)
+    assert now.world < before.world
+    assert (now.prompts, now.responses, now.mini_batches) == (before.prompts, before.responses, before.mini_batches)
+    layout, own = now.actor.layout, before.actor.layout
+    assert (layout.tp, layout.cp, layout.ep, now.engine.tp) == (own.tp, own.cp, own.ep, before.engine.tp)
+    unchanged = {"launcher", "actor", "spot"}
+    a, b = config.model_dump(mode="json"), found.model_dump(mode="json")
+    assert {key for key in a if a[key] != b[key]} <= unchanged
+    a["actor"].pop("megatron"), b["actor"].pop("megatron")
+    assert a["actor"] == b["actor"]
+
+
+def test_too_few_devices_are_refused_with_what_was_found(tmp_path: Path) -> None:
+    elastic = ElasticNodes(config_of(tmp_path, "elastic.min_devices=24"))
+    with pytest.raises(
+        ConfigError, match=r"min_devices: found \d+ usable devices \(8 on node 1, 8 on node 2\); allowed: at least 24"
+    ):
+        elastic._choose(members(0, 8, 8))
+
+
+def test_a_launch_needs_a_name_and_no_more_devices_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"elastic.min_devices: found 33; allowed: at most 32"):
+        config_of(tmp_path, "elastic.min_devices=33")
+    config = config_of(tmp_path)
+    monkeypatch.delenv("TLT_JOB")
+    with pytest.raises(ConfigError, match=r"TLT_JOB: not set, and elastic.min_devices is"):
+        ElasticNodes(config)
+
+
+def test_a_place_pays_if_enough_of_the_run_is_left(tmp_path: Path) -> None:
+    """Half the devices before, all after: a change of 60 s pays in a long run, not shortly before its end."""
+    config = config_of(tmp_path, "elastic.reconfigure_s=60", "trainer.steps=100")
+    elastic = ElasticNodes(config)
+    (tmp_path / "metrics.jsonl").write_text(yaml.safe_dump({"step": 1, "time/total": 50.0}, default_flow_style=True))
+    assert elastic._seconds_left() == 99 * 50.0
