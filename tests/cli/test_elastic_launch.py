@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_tlt.cli.elastic_launch import ElasticNodes
 from megatron_tlt.config.loader import load_config, load_resolved
@@ -84,5 +84,5 @@ def test_a_place_pays_if_enough_of_the_run_is_left(tmp_path: Path) -> None:
     """Half the devices before, all after: a change of 60 s pays in a long run, not shortly before its end."""
     config = config_of(tmp_path, "elastic.reconfigure_s=60", "trainer.steps=100")
     elastic = ElasticNodes(config)
-    (tmp_path / "metrics.jsonl").write_text(yaml.safe_dump({"step": 1, "time/total": 50.0}, default_flow_style=True))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/total": 50.0}) + "\n")
     assert elastic._seconds_left() == 99 * 50.0
