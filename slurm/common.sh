@@ -90,7 +90,7 @@ on_nodes() { # nodes, tlt command ...
         status=143
         return "$status"
     fi
-    if [[ "$1" == train && "$least" != None ]]; then lost=(--no-kill --kill-on-bad-exit=0); fi
+    if [[ "$1" == train && "$least" != None ]]; then lost=(--no-kill --kill-on-bad-exit=0 --wait=0); fi
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "${lost[@]}" --cpu-bind=none --input=none \
         ${container[@]+"${container[@]}"} bash "$TLT_ROOT/slurm/node.sh" "$@" &
     step=$! caught=yes

@@ -14,7 +14,7 @@ import yaml
 from megatron_tlt.cli.launch import LaunchStart
 from megatron_tlt.cli.planned import fitting_spot, layout_chooser, load_text, machine_of, mean_response
 from megatron_tlt.config.loader import RESOLVED, dump_resolved, load_resolved
-from megatron_tlt.config.schema import LauncherConfig, TltConfig
+from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import recipe_folder
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
@@ -25,9 +25,13 @@ from megatron_tlt.planning.scale_table import PAYS, payback_probability, payback
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.membership import MEMBERSHIP, LaunchMember, LaunchRound, Membership
 from megatron_tlt.platform.nodes import Nodes
+from megatron_tlt.platform.owner import Owner
 
 _JOB = "TLT_JOB"
 _CONFIG = "config"
+_FIRST_WAIT_S = 300.0  # as torchrun waits for nodes
+_PORTS = 6
+"""Rendezvous ports that rounds take in turn after the first; job scripts leave 8 to each job."""
 
 
 class ElasticNodes:
@@ -36,11 +40,14 @@ class ElasticNodes:
     Args:
         config: the run's, with ``elastic.min_devices``.
         args: the worker's arguments after the config.
+        finished: whether the run has done all of its steps.
     """
 
-    def __init__(self, config: TltConfig, args: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: TltConfig, args: Sequence[str] = (), finished: Callable[[], bool] = lambda: False
+    ) -> None:
         assert config.elastic is not None and config.elastic.min_devices is not None
-        self._config, self._args, self._elastic = config, args, config.elastic
+        self._config, self._args, self._elastic, self._finished = config, args, config.elastic, finished
         launcher = config.launcher
         self._nodes = Nodes.from_environment(launcher.nnodes) if launcher.nnodes > 1 else None
         if self._nodes is not None and not os.environ.get(_JOB):
@@ -49,29 +56,29 @@ class ElasticNodes:
                 "and different for each launch"
             )
         job = os.environ.get(_JOB) if self._nodes else None
-        self._folder = config.run.dir / "logs" / "members" / (job or f"process-{os.getpid()}")
+        self._folder = config.run.dir / "logs" / "members" / (job or Owner.current().text)
         index, address = (self._nodes.index, self._nodes.address) if self._nodes else (0, "127.0.0.1")
-        self._own = LaunchMember(index, address, _devices(launcher))
+        self._own = LaunchMember(index, address, _devices(config))
         self._membership: Membership | None = None
         self._stopped: Callable[[], bool] = lambda: False
         self._round: LaunchRound | None = None
-        self._gathered = False
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ElasticNodes]:
-        """Takes part in the launch; in the end nodes without a part are told if it ended here."""
+        """Takes part in the launch. Nodes without a part are told if it ends, not if this node alone fails."""
         self._membership = Membership(
             self._folder,
             self._own,
             self._config.launcher.nnodes,
             self._elastic.wait_s,
             lambda: self._stopped(),
+            max(self._elastic.wait_s, _FIRST_WAIT_S),
         )
         try:
             yield self
         finally:
-            in_part = self._round is not None and self._round.position(self._own.index) is not None
-            self._membership.end(launch=in_part)
+            problem = self._round is not None and bool(self._round.problem)
+            self._membership.end(launch=problem or self._stopped() or self._finished())
 
     def next(self, stopped: Callable[[], bool]) -> LaunchStart | None:
         """Gathers the nodes; None if this node has no part in the rest of the launch, or was told to stop.
@@ -81,16 +88,19 @@ class ElasticNodes:
         """
         assert self._membership is not None
         self._stopped = stopped
-        found = self._round if self._gathered else self._membership.newest()
-        if found is not None and not self._gathered and not self._membership.wait_for_next(found, self._pays):
-            return None
+        found = self._round or self._membership.newest()
+        if self._round is None and found is not None:
+            if self._membership.has_ended():
+                raise RunError(f"{self._folder}: this launch has ended; allowed: another {_JOB}")
+            if not self._membership.wait_for_next(found, self._pays):
+                return None
         while True:
             found = self._membership.gather(0 if found is None else found.number + 1, self._choose)
             if found is None:
                 return None
+            before, self._round = self._round, found
             if found.problem:
                 raise RunError(found.problem)
-            before, self._round, self._gathered = self._round, found, True
             if (position := found.position(self._own.index)) is not None:
                 return self._start(found, position, before)
             if not self._membership.wait_for_next(found, self._pays):
@@ -104,7 +114,8 @@ class ElasticNodes:
     def _start(self, found: LaunchRound, position: int, before: LaunchRound | None) -> LaunchStart:
         path = self._config.run.dir / RESOLVED
         text = found.settings[_CONFIG]
-        if self._own.index or found.number:  # the run's own file stays that of the whole launch
+        # the run's own file stays that of the whole launch
+        if self._own.index or text != dump_resolved(self._config):
             path = self._config.run.dir / "logs" / f"config.node{self._own.index}.round{found.number}.yaml"
             atomic_write_text(path, text)
         config = load_resolved(path)
@@ -119,14 +130,21 @@ class ElasticNodes:
                 len(found.members), position, host, self._nodes.port, f"{self._nodes.job}.{found.number}",
                 self._nodes.address, self._nodes.interface,
             )  # fmt: skip
+        number = 1 + found.number % _PORTS
+        changed = before is not None and before.members != found.members
         environment = {MEMBERSHIP: str(self._folder)}
-        return LaunchStart([str(path), *self._args], config.launcher, nodes, found.number + 1, environment)
+        return LaunchStart([str(path), *self._args], config.launcher, nodes, number, environment, changed)
 
     def _say(self, members: Sequence[int], config: TltConfig) -> None:
         devices = f"{config.launcher.world_size} of {self._config.launcher.world_size} devices"
         nodes = f"node{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
         layout = job_of(config).actor.layout
-        print(f"warning: the run goes on with {devices} ({nodes}): actor {layout}", file=sys.stderr, flush=True)
+        dropped = [name for name in ("spot", "stream") if getattr(self._config, name) and not getattr(config, name)]
+        if self._config.integrity.replicas_every and not config.integrity.replicas_every:
+            dropped.append("integrity.replicas_every")
+        without = f", without {', '.join(dropped)}, which the layout cannot have" if dropped else ""
+        line = f"warning: the run goes on with {devices} ({nodes}): actor {layout}{without}"
+        print(line, file=sys.stderr, flush=True)
 
     def _choose(self, came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
         """The nodes that take part, and their config; raises ConfigError if too few devices are left."""
@@ -153,8 +171,16 @@ class ElasticNodes:
         values: dict[str, Any] = yaml.safe_load(dump_resolved(self._config))
         chosen = choice.overrides()
         values["launcher"] |= chosen["launcher"]
-        megatron = values["actor"]["megatron"] | chosen["actor"]["megatron"]
-        values["actor"]["megatron"] = {key: value for key, value in megatron.items() if value not in (None, False)}
+        for key, value in chosen["actor"]["megatron"].items():
+            if value is None or value is False:
+                values["actor"]["megatron"].pop(key, None)
+            else:
+                values["actor"]["megatron"][key] = value
+        layout = choice.layout
+        if layout.dp < 2:
+            values["stream"] = None
+        if layout.dp * layout.cp < 2:
+            values["integrity"]["replicas_every"] = 0
         if self._config.model.recipe is not None:  # its name depends on the layout that builds it
             values["model"] |= {"path": str(recipe_folder(self._config)), "recipe": None}
         spot = fitting_spot(self._config, choice.job.engines)
@@ -173,6 +199,7 @@ class ElasticNodes:
             members = {member.index: member for member in found.members}
             now = self._best([member.devices for member in members.values()])
             grown = self._best([member.devices for member in (members | {self._own.index: self._own}).values()])
+            self._fitted(grown)  # or the launch would end the ranks for a config that nobody can use
             taken = documented()["recovery"]["snapshots_s"]["value"]
             seconds = taken if self._elastic.reconfigure_s is None else self._elastic.reconfigure_s
             speedup = now.total / grown.total
@@ -191,7 +218,10 @@ class ElasticNodes:
         return (self._config.trainer.steps - done) * seconds
 
 
-def _devices(launcher: LauncherConfig) -> int:
+def _devices(config: TltConfig) -> int:
     """The processes that this node can have: one per GPU that is there, at most as many as the config asks for."""
+    launcher = config.launcher
+    if config.actor.transformer_impl == "local":  # on the CPU
+        return launcher.nproc_per_node
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     return min(gpus, launcher.nproc_per_node) if gpus else launcher.nproc_per_node

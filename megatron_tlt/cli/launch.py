@@ -44,6 +44,7 @@ class LaunchStart:
         nodes: this node among those that take part; None without others.
         number: of this start, the same on all nodes; each start has its own rendezvous port.
         environment: variables for the processes, in addition to those of every launch.
+        changed: whether other nodes take part than in the start before.
     """
 
     args: Sequence[str]
@@ -51,6 +52,7 @@ class LaunchStart:
     nodes: Nodes | None
     number: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    changed: bool = False
 
 
 class LaunchNodes(Protocol):
@@ -228,23 +230,36 @@ def _run_once(
 class _Restarts:
     """Decides whether a launch restarts after a killed rank, and reports the reason."""
 
-    def __init__(self, most: int, progress: Progress, log: IO[bytes] | None, has_snapshots: bool) -> None:
+    def __init__(
+        self, most: int, progress: Progress, log: IO[bytes] | None, has_snapshots: bool, is_elastic: bool
+    ) -> None:
         self._most, self._progress, self._log, self._has_snapshots = most, progress, log, has_snapshots
+        self._is_elastic = is_elastic
         self._count = 0
         self._done: int | None = None  # steps done at the last death
+
+    def note_change(self) -> None:
+        """Other nodes take part from here on, so a step that failed before may succeed."""
+        self._done = None
 
     def allow(self, ended: _Ended) -> bool:
         error = ended.error
         if error is not None and error.exit_status > 1:
             return False  # the request is invalid, or a stop was requested
+        # nodes that did not meet leave no error; an obsolete start was ended by its launcher
         lost = ended.death is not None or ended.obsolete or (error is not None and error.ranks_lost)
+        lost |= self._is_elastic and error is None and ended.code != 0
         if error is not None and error.nodes_returned:
             self._say(f"{error.message}; all ranks restart with them")
             return True
         if not lost:
             return False
         done, saved = self._progress()
-        cause = str(ended.death) if ended.death else error.message if error else "ranks of other nodes were lost"
+        cause = "ranks of other nodes were lost"
+        if ended.death is not None and not (ended.obsolete and ended.death.rank is None):
+            cause = str(ended.death)
+        elif error is not None:
+            cause = error.message
         what, again = f"{cause} in step {done + 1}", done == self._done
         self._done = done
         if not self._most:
@@ -313,12 +328,14 @@ def launch(
             stack.callback(signal.signal, signum, signal.signal(signum, child.pass_on))
         restarts = None
         if progress is not None:
-            restarts = _Restarts(launcher.max_restarts, progress, stderr, memory is not None)
+            restarts = _Restarts(launcher.max_restarts, progress, stderr, memory is not None, elastic is not None)
         while True:
             start: LaunchStart | None = LaunchStart(args, launcher, nodes, next(_launches))
             if elastic is not None and (start := elastic.next(lambda: child.signal is not None)) is None:
                 return 0 if child.signal is None else 128 + child.signal
             assert start is not None
+            if restarts is not None and start.changed:
+                restarts.note_change()
             ended = _run_once(child, module, start, stderr, memory, elastic.is_obsolete if elastic else lambda: False)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 if log is not None and not keep_log and not _needs_log(child, ended):

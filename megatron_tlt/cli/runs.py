@@ -143,7 +143,7 @@ def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool
         if resumes and config.elastic is not None:
             memory = stack.enter_context(memory_folder(config.elastic.memory_dir, config.run.dir, node_index()))
             if config.elastic.min_devices is not None:
-                nodes = stack.enter_context(ElasticNodes(config, more).open())
+                nodes = stack.enter_context(ElasticNodes(config, more, lambda: is_finished(config)).open())
         return launch(
             module, [str(resolved), *more], config.launcher, log=log, progress=newest, memory=memory, elastic=nodes
         )

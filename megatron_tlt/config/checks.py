@@ -307,6 +307,8 @@ def _elastic(config: TltConfig) -> Iterator[str]:
             f"elastic.min_devices: found {least}; allowed: at most {config.launcher.world_size}, the processes of "
             "launcher.nnodes x launcher.nproc_per_node"
         )
+    if least is not None and not config.launcher.max_restarts:
+        yield "launcher.max_restarts: found 0; elastic.min_devices needs restarts; allowed: at least 1"
 
 
 def check_fields_together(config: TltConfig) -> list[str]:

@@ -17,8 +17,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.errors import ConfigError, RanksLost, RunError
 from megatron_tlt.platform.lost_ranks import start_pulse
+from megatron_tlt.platform.membership import MEMBERSHIP
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,9 @@ def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
         dist.init_process_group(current_device().backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
+        # another start may meet other nodes
+        kind = RanksLost if os.environ.get(MEMBERSHIP) else RunError
+        raise kind(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
     start_pulse(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 

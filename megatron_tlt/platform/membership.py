@@ -61,10 +61,11 @@ class LaunchRound:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a launcher says while it is alive: a count, and whether it waits for a place that would pay."""
+    """What a launcher says while it is alive: a count, whether it has a part in a round, or waits for one that pays."""
 
     count: int
     wants_place: bool
+    takes_part: bool = False
 
 
 class BeatWatch:
@@ -115,14 +116,22 @@ class Membership:
         own: this node.
         count: number of nodes that the config asks for.
         wait_s: longest wait for nodes that have not come.
+        first_wait_s: the same in the first round, when nodes start; by default ``wait_s``.
         stopped: whether this launcher was told to stop.
     """
 
     def __init__(
-        self, folder: Path, own: LaunchMember, count: int, wait_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        folder: Path,
+        own: LaunchMember,
+        count: int,
+        wait_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        first_wait_s: float | None = None,
     ) -> None:
-        self._folder, self._own, self._count, self._wait_s, self._stopped = folder, own, count, wait_s, stopped
-        self._wants_place = False
+        self._folder, self._own, self._count, self._stopped = folder, own, count, stopped
+        self._wait_s, self._first_wait_s = wait_s, wait_s if first_wait_s is None else first_wait_s
+        self._wants_place = self._takes_part = False
         self._ends = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._watch = BeatWatch(folder)
@@ -132,7 +141,7 @@ class Membership:
     def _count_up(self) -> None:
         count = 0
         while True:
-            beat = Beat(count := count + 1, self._wants_place)
+            beat = Beat(count := count + 1, self._wants_place, self._takes_part)
             file = self._folder / f"alive-{self._own.index}.json"
             with contextlib.suppress(RunError):  # other nodes see the count stand still, as they must
                 atomic_write_bytes(file, msgspec.json.encode(beat), durable=False)
@@ -143,6 +152,10 @@ class Membership:
         """The newest round that was published; None before the first."""
         rounds = sorted(self._folder.glob(f"round-*/{_PUBLISHED}"))
         return _read(rounds[-1], LaunchRound) if rounds else None
+
+    def has_ended(self) -> bool:
+        """Whether the launch has ended, so its folder cannot be used again."""
+        return (self._folder / _ENDED).exists()
 
     def has_begun(self, number: int) -> bool:
         """Whether some node has entered round ``number``, so the rounds before it cannot succeed any more."""
@@ -159,13 +172,14 @@ class Membership:
         """
         place = self._round(number)
         atomic_write_bytes(place / f"node-{self._own.index:05d}.json", msgspec.json.encode(self._own), durable=False)
-        began = time.monotonic()
+        began, wait_s = time.monotonic(), self._wait_s if number else self._first_wait_s
         while not self._stopped():
             found = _read(place / _PUBLISHED, LaunchRound)
             if found is not None:
+                self._takes_part = found.position(self._own.index) is not None
                 return found
             came = [one for file in sorted(place.glob("node-*.json")) if (one := _read(file, LaunchMember))]
-            if self._is_complete(came, number) or time.monotonic() - began > self._wait_s:
+            if self._is_complete(came, number) or time.monotonic() - began > wait_s:
                 self._publish(place / _PUBLISHED, _chosen(number, came, choose))
             else:
                 time.sleep(_POLL_S)
@@ -197,16 +211,16 @@ class Membership:
         Raises:
             RunError: no member of the round is alive, so the name of the launch was used before, or all are lost.
         """
-        asked = -_SILENT_S
+        asked, self._takes_part = -_SILENT_S, False
         watch, began = BeatWatch(self._folder), time.monotonic()
         try:
-            while not self._stopped() and not (self._folder / _ENDED).exists():
+            while not self._stopped() and not self.has_ended():
                 if self.has_begun(after.number + 1):
                     return True
                 now, alive = time.monotonic(), watch.look()
                 if now - asked >= _SILENT_S:
                     self._wants_place, asked = pays(), now
-                if now - began > 2 * _SILENT_S and not any(member.index in alive for member in after.members):
+                if now - began > 2 * _SILENT_S and not any(beat.takes_part for beat in alive.values()):
                     raise RunError(
                         f"{self._folder}: no node of round {after.number} of this launch is alive; start the launch "
                         "again, with another TLT_JOB"

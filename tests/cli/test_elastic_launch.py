@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.cli.elastic_launch import ElasticNodes
-from megatron_tlt.config.loader import load_config, load_resolved
+from megatron_tlt.cli.launch import LaunchStart
+from megatron_tlt.config.loader import dump_resolved, load_config, load_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import LAUNCH
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.planning.job import job_of
-from megatron_tlt.platform.membership import LaunchMember
+from megatron_tlt.platform.membership import LaunchMember, LaunchRound
 
 
 def config_of(folder: Path, *overrides: str, name: str = "qwen2.5-32b-4n8g") -> TltConfig:
@@ -86,3 +87,50 @@ def test_a_place_pays_if_enough_of_the_run_is_left(tmp_path: Path) -> None:
     elastic = ElasticNodes(config)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/total": 50.0}) + "\n")
     assert elastic._seconds_left() == 99 * 50.0
+
+
+def started(elastic: ElasticNodes, number: int, *devices: int) -> tuple[TltConfig, LaunchStart]:
+    used, settings = elastic._choose(members(*devices))
+    start = elastic._start(LaunchRound(number, tuple(used), settings), 0, None)
+    return load_resolved(start.args[0]), start
+
+
+def test_a_start_without_some_nodes_has_their_number_in_its_config_in_the_first_round_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, "integrity.replicas_every=10")
+    (tmp_path / "config.resolved.yaml").write_text(dump_resolved(config))
+    found, start = started(ElasticNodes(config), 0, 8, 8)
+    assert start.nodes is not None and start.nodes.count == found.launcher.nnodes == 2
+    assert start.launcher == found.launcher and start.args[0] != str(tmp_path / "config.resolved.yaml")
+    said = capsys.readouterr().err
+    assert "16 of 32 devices (nodes 0, 1)" in said
+    assert (found.integrity.replicas_every == 0) == ("without integrity.replicas_every" in said)
+    whole, start = started(ElasticNodes(config), 7, 8, 8, 8, 8)
+    assert whole == config and start.number == 2, "ports are taken in turn"
+
+
+def test_what_the_config_says_of_megatron_stays_but_for_the_layout(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "actor.megatron.bias_activation_fusion=false")
+    _, found = chosen(config, tmp_path, 8, 8)
+    assert found.actor.megatron["bias_activation_fusion"] is False
+
+
+def test_a_launch_that_has_ended_is_not_entered_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "launcher.nnodes=1", "launcher.max_restarts=1", name="qwen2.5-7b-1n8g")
+    (tmp_path / "config.resolved.yaml").write_text(dump_resolved(config))
+    folder = tmp_path / "members"
+    for again in (False, True):
+        elastic = ElasticNodes(config, finished=lambda: True)
+        elastic._folder = folder
+        with elastic.open():
+            if again:
+                with pytest.raises(RunError, match="this launch has ended; allowed: another TLT_JOB"):
+                    elastic.next(lambda: False)
+            else:
+                assert elastic.next(lambda: False) is not None
+
+
+def test_it_needs_restarts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launcher.max_restarts: found 0; elastic.min_devices needs restarts"):
+        config_of(tmp_path, "launcher.max_restarts=0")
