@@ -20,10 +20,10 @@ def test_a_size_that_was_not_measured_is_on_the_line_through_those_that_were() -
 def test_a_step_without_a_model_is_measured_on_every_rank() -> None:
     parser = argparse.ArgumentParser()
     data_plane.add_arguments(parser)
-    given = ["--processes", "2", "--responses", "16", "--measured-after", "4", "8", "--tokens", "64"]
+    given = ["--processes", "2", "--responses", "32", "--measured-after", "8", "16", "--tokens", "64"]
     result = data_plane.run(parser.parse_args(given))
-    assert [(row["responses"], row["release"]) for row in result.rows] == [(4, "after"), (8, "after"), (16, "after")]
-    assert result.rows[-1]["measured"] == "extrapolated from 4, 8" and result.targets == {}
+    assert [(row["responses"], row["release"]) for row in result.rows] == [(8, "after"), (16, "after"), (32, "after")]
+    assert result.rows[-1]["measured"] == "extrapolated from 8, 16" and result.targets == {}
     # through two small measurements a line may lead anywhere
     measured = [row for row in result.rows if row["measured"] == str(row["responses"])]
     assert len(measured) == 2
