@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,7 +13,7 @@ import yaml
 from megatron_tlt.cli.launch import LaunchStart
 from megatron_tlt.cli.planned import fitting_spot, layout_chooser, load_text, machine_of, mean_response
 from megatron_tlt.config.loader import RESOLVED, dump_resolved, load_resolved
-from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.schema import TltConfig, visible_gpus
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import recipe_folder
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
@@ -65,7 +64,7 @@ class ElasticNodes:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ElasticNodes]:
-        """Takes part in the launch. Nodes without a part are told if it ends, not if this node alone fails."""
+        """Enters the launch, and marks it as ended for waiting nodes unless this node alone fails."""
         self._membership = Membership(
             self._folder,
             self._own,
@@ -223,5 +222,4 @@ def _devices(config: TltConfig) -> int:
     launcher = config.launcher
     if config.actor.transformer_impl == "local":  # on the CPU
         return launcher.nproc_per_node
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return min(gpus, launcher.nproc_per_node) if gpus else launcher.nproc_per_node
+    return min(visible_gpus() or launcher.nproc_per_node, launcher.nproc_per_node)

@@ -40,14 +40,17 @@ class RunConfig(Section):
     deterministic: bool = False
 
 
-def _processes(value: Any) -> Any:
-    if value != "auto":
-        return value
+def visible_gpus() -> int:
+    """Number of this machine's NVIDIA GPUs that CUDA would show; needs neither torch nor a driver call."""
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:  # CUDA, too, stops at the first entry that is no device
         gpus = min(gpus, len(list(takewhile(lambda name: name[:1] not in ("", "-"), visible.split(",")))))
-    return gpus or 2
+    return gpus
+
+
+def _processes(value: Any) -> Any:
+    return value if value != "auto" else visible_gpus() or 2
 
 
 Phase = Literal["start", "rollout", "log-probs", "update", "drafter", "reshard", "evaluate", "checkpoint", "export"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers.launch import MARK, free_port, slowness
+from tests.helpers.launch import free_port, slowness
 from tests.trainer.conftest import Runs
 from tests.trainer.test_run import rows, wait_for_rows
 
@@ -28,16 +26,6 @@ ELASTIC = (
 )
 
 
-def kill_node(mark: str) -> None:
-    """Kills the launcher and the ranks of one node at once, as a power cut does."""
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                process.send_signal(signal.SIGKILL)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-
-
 def test_a_lost_node_costs_no_step_and_returns_between_two(runs: Runs, tmp_path: Path) -> None:
     run = runs.folder / "elastic"
     given = {"TLT_RENDEZVOUS": f"127.0.0.1:{free_port()}", "TLT_JOB": "elastic"}
@@ -48,7 +36,7 @@ def test_a_lost_node_costs_no_step_and_returns_between_two(runs: Runs, tmp_path:
 
     nodes = [start(0), start(1)]
     wait_for_rows(runs, "elastic", 3, nodes[0])
-    kill_node(runs.started["elastic-node1"])
+    runs.kill("elastic-node1")  # launcher and rank at once, as a power cut does
     deadline = time.monotonic() + 200 * slowness()
     while not (run / "logs" / "members" / "elastic" / "round-00001" / "members.json").exists():
         assert time.monotonic() < deadline and nodes[0].poll() is None, runs.log("elastic-node0")
