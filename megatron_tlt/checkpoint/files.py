@@ -11,14 +11,12 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tlt.checkpoint.manifest import MANIFEST, Sums, files_below, sha256_sums, verify_manifest
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import (
-    Temporary,
     atomic_write_text,
     disk_full_error,
     free_bytes,
@@ -167,36 +165,3 @@ def _age_key(folder: Path) -> tuple[int, float, str]:
     except OSError:
         written = 0.0
     return (int(numbers[-1]) if numbers else -1, written, folder.name)
-
-
-def clean_leftovers(root: Path | str, name: str | None = None) -> list[Path]:
-    """Removes partial files that dead processes left directly in ``root``; returns the removed paths.
-
-    Restores a folder that was being replaced if its successor was not completed. Files of a live process are kept.
-    Files of a process on another host are kept too, with a warning, until they have not changed for a day
-    (``ABANDONED_AFTER_S``). Only writers call this. With ``name``, only temporaries of that file or folder are removed.
-    """
-    root = Path(root)
-    removed: list[Path] = []
-    if not root.is_dir():
-        return removed
-    for path in sorted(root.iterdir()):
-        found = Temporary.at(path)
-        if found is None or name not in (None, found.name):
-            continue
-        if not found.is_abandoned():
-            if found.owner is None or found.owner.is_alive() is None:
-                age = time.time() - found.last_change
-                logger.warning("%s: kept: a process on another host may be writing it (%.0f s old)", path, age)
-            continue
-        home = root / found.name
-        if found.kind == "old" and not home.exists():
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                os.rename(path, home)
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        removed.append(path)
-    return removed

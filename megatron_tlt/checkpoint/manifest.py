@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import atomic_write_text, sync_file, sync_folder, write_errors
 
@@ -126,6 +127,8 @@ def rewriting(folder: Path) -> Iterator[Path]:
     staged, old = folder / _STAGED, dict[str, ManifestEntry]()
     with write_errors(folder / MANIFEST):
         _finish_rewriting(folder)
+        for name in (PENDING, MANIFEST):
+            clean_leftovers(folder, name)
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
     try:
@@ -142,10 +145,10 @@ def rewriting(folder: Path) -> Iterator[Path]:
         unknown = others.keys() - old.keys() - new.keys() - {MANIFEST}
         listed = [others[name] for name in sorted(unknown) if not name.startswith(f"{_STAGED}/")]
         added = _entries(folder, listed, sha256_sums)
+        _write(folder / PENDING, kept | added | new)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    _write(folder / PENDING, kept | added | new)
     with write_errors(folder / MANIFEST):
         _finish_rewriting(folder)
 

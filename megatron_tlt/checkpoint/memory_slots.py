@@ -20,10 +20,16 @@ from typing import Any
 import torch
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.files import atomic_write_text, write_errors
 
 INDEX, DATA = "index.json", "blocks.bin"
 _ALIGNED = 64
+_OWN_SUM = "index_crc32"
+
+
+def _own_sum(index: dict[str, Any]) -> int:
+    """CRC-32 of an index without its own sum: a step or place that changed must not pass for a true one."""
+    return zlib.crc32(json.dumps(index).encode())
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,11 @@ class MemorySlot:
         """Copies tensors into the slot, which is incomplete from now on until :meth:`complete`.
 
         Raises:
-            RunError: there is not enough memory.
+            RunError: there is not enough memory, or the folder cannot be written to.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / INDEX).unlink(missing_ok=True)
+        with write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / INDEX).unlink(missing_ok=True)
         self._blocks, tensors, end = [], [], 0
         for block, tensor in named:
             self._blocks.append(Block(block.key, block.offsets, block.sizes, block.dtype, end))
@@ -112,6 +119,7 @@ class MemorySlot:
             "described": described,
             "blocks": [asdict(block) for block in self._blocks],
         }
+        index[_OWN_SUM] = _own_sum(index)
         atomic_write_text(self.folder / INDEX, json.dumps(index))
 
     @property
@@ -134,6 +142,8 @@ class SlotReader:
         self.folder = folder
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            if index.pop(_OWN_SUM) != _own_sum(index):
+                raise ValueError(f"{INDEX} is damaged")
             self.step, self._used, self._crc32 = int(index["step"]), int(index["bytes"]), int(index["crc32"])
             self.described: dict[str, Any] = index["described"]
             self.blocks = [

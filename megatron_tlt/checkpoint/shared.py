@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_tlt.checkpoint import manifest
-from megatron_tlt.checkpoint.files import atomic_folder, clean_leftovers
+from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import FileSum, Sums, write_manifest
 from megatron_tlt.data.packing import balance
 from megatron_tlt.errors import RunError

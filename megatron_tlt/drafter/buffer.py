@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_tlt.checkpoint.files import clean_leftovers
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.config.drafter import DrafterBufferConfig
 from megatron_tlt.drafter.entry import (
     DamagedEntry,

@@ -25,10 +25,6 @@ from megatron_tlt.platform.files import atomic_write_bytes, temporary_sibling
 
 MEMBERSHIP = "TLT_MEMBERSHIP"
 """Environment variable that names the folder to the ranks of a launch."""
-_BEAT_S = 1.0
-_POLL_S = 0.2
-_SILENT_S = 15.0
-"""A node whose count stands still for so many seconds is lost; a network file system may show it seconds late."""
 T = TypeVar("T")
 _PUBLISHED, _ENDED = "members.json", "ended.json"
 
@@ -40,6 +36,18 @@ class LaunchMember:
     index: int
     address: str
     devices: int
+
+
+@dataclass(frozen=True)
+class LaunchTimes:
+    """Seconds between two counts, between two looks at files, and until a count that stands still means a lost node.
+
+    A network file system may show a count seconds late.
+    """
+
+    beat_s: float = 1.0
+    poll_s: float = 0.2
+    silent_s: float = 15.0
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,13 @@ class BeatWatch:
     Args:
         folder: of the launch.
         clock: seconds, from any start.
+        times: of the launch.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._clock = folder, clock
+    def __init__(
+        self, folder: Path, clock: Callable[[], float] = time.monotonic, times: LaunchTimes = LaunchTimes()
+    ) -> None:
+        self._folder, self._clock, self._silent_s = folder, clock, times.silent_s
         self._began = clock()
         self._seen: dict[int, tuple[int, float]] = {}
         self._changed: set[int] = set()
@@ -85,7 +96,7 @@ class BeatWatch:
     def look(self) -> dict[int, Beat]:
         """Reads all counts; returns the newest of every node that may be alive.
 
-        A node may be alive until its count has stood still for 15 s since the first look at it.
+        A node may be alive until its count has stood still for ``silent_s`` since the first look at it.
         """
         alive, now = {}, self._clock()
         for file in self._folder.glob("alive-*.json"):
@@ -99,7 +110,7 @@ class BeatWatch:
             elif beat.count != count:
                 self._seen[node], since = (beat.count, now), now
                 self._changed.add(node)
-            if now - since < _SILENT_S:
+            if now - since < self._silent_s:
                 alive[node] = beat
         return alive
 
@@ -117,6 +128,7 @@ class Membership:
         count: number of nodes that the config asks for.
         wait_s: longest wait for nodes that have not come.
         first_wait_s: the same in the first round, when nodes start; by default ``wait_s``.
+        times: the same for all nodes.
         stopped: whether this launcher was told to stop.
     """
 
@@ -128,13 +140,15 @@ class Membership:
         wait_s: float,
         stopped: Callable[[], bool] = lambda: False,
         first_wait_s: float | None = None,
+        times: LaunchTimes = LaunchTimes(),
     ) -> None:
+        self._times = times
         self._folder, self._own, self._count, self._stopped = folder, own, count, stopped
         self._wait_s, self._first_wait_s = wait_s, wait_s if first_wait_s is None else first_wait_s
         self._wants_place = self._takes_part = False
         self._ends = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
-        self._watch = BeatWatch(folder)
+        self._watch = BeatWatch(folder, times=times)
         self._thread = threading.Thread(target=self._count_up, name="membership", daemon=True)
         self._thread.start()
 
@@ -145,7 +159,7 @@ class Membership:
             file = self._folder / f"alive-{self._own.index}.json"
             with contextlib.suppress(RunError):  # other nodes see the count stand still, as they must
                 atomic_write_bytes(file, msgspec.json.encode(beat), durable=False)
-            if self._ends.wait(_BEAT_S):
+            if self._ends.wait(self._times.beat_s):
                 return
 
     def newest(self) -> LaunchRound | None:
@@ -182,7 +196,7 @@ class Membership:
             if self._is_complete(came, number) or time.monotonic() - began > wait_s:
                 self._publish(place / _PUBLISHED, _chosen(number, came, choose))
             else:
-                time.sleep(_POLL_S)
+                time.sleep(self._times.poll_s)
         return None
 
     def _is_complete(self, came: Sequence[LaunchMember], number: int) -> bool:
@@ -206,26 +220,27 @@ class Membership:
         """Waits without a part in round ``after`` until the next one begins; False if the launch ends before.
 
         Args:
-            pays: whether a place for this node pays; asked again every 15 s.
+            pays: whether a place for this node pays; asked again every ``silent_s``.
 
         Raises:
             RunError: no member of the round is alive, so the name of the launch was used before, or all are lost.
         """
-        asked, self._takes_part = -_SILENT_S, False
-        watch, began = BeatWatch(self._folder), time.monotonic()
+        silent_s = self._times.silent_s
+        asked, self._takes_part = -silent_s, False
+        watch, began = BeatWatch(self._folder, times=self._times), time.monotonic()
         try:
             while not self._stopped() and not self.has_ended():
                 if self.has_begun(after.number + 1):
                     return True
                 now, alive = time.monotonic(), watch.look()
-                if now - asked >= _SILENT_S:
+                if now - asked >= silent_s:
                     self._wants_place, asked = pays(), now
-                if now - began > 2 * _SILENT_S and not any(beat.takes_part for beat in alive.values()):
+                if now - began > 2 * silent_s and not any(beat.takes_part for beat in alive.values()):
                     raise RunError(
                         f"{self._folder}: no node of round {after.number} of this launch is alive; start the launch "
                         "again, with another TLT_JOB"
                     )
-                time.sleep(_POLL_S)
+                time.sleep(self._times.poll_s)
             return False
         finally:
             self._wants_place = False

@@ -35,11 +35,14 @@ def serve(load: Callable[[str], Verifier], preload: list[str], timeout_s: float)
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
+    jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())  # a verifier, or a program that it starts, must not read jobs
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     for name in preload:
         load(name)
     _write(answers, {"ready": True})
-    for line in sys.stdin.buffer:
+    for line in jobs:
         # The default action of SIGALRM ends the process even during C code.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(timeout_s) + _ORPHAN_GRACE_S)

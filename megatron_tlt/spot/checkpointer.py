@@ -34,10 +34,10 @@ from typing import Any
 
 from megatron_tlt.checkpoint.files import (
     atomic_folder,
-    clean_leftovers,
     find_latest_whole,
     set_latest,
 )
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_payload
 from megatron_tlt.checkpoint.publication import remove_older

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.actor.megatron_checkpoint import POLL_S, begin_save, load_policy
 from megatron_tlt.actor.megatron_writer import BackgroundWrite
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.files import clean_leftovers, find_latest_whole, latest_step
+from megatron_tlt.checkpoint.files import find_latest_whole, latest_step
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import Sums, verify_manifest
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
 from megatron_tlt.checkpoint.publication import Publication

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.checkpoint.files import clean_leftovers
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.data.rollout_batch import TOKENS, RolloutBatch
 from megatron_tlt.observe.jsonl import dumps
 from megatron_tlt.platform.collectives import broadcast_data, failing_together

@@ -13,7 +13,7 @@ import torch
 from megatron_tlt.actor.megatron_optimizer import chosen_optimizers
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
-from megatron_tlt.checkpoint.files import clean_leftovers
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import write_manifest
 from megatron_tlt.config.optimizer import LrScheduleConfig
 from megatron_tlt.config.schema import TltConfig

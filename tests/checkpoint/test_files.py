@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from megatron_tlt.checkpoint.files import (
     atomic_folder,
-    clean_leftovers,
     find_latest_whole,
     set_latest,
 )
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import FileSum, sha256_sums, verify_manifest, write_manifest
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import atomic_write_bytes, atomic_write_text

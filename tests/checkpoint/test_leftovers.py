@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.checkpoint.files import atomic_folder, clean_leftovers
+from megatron_tlt.checkpoint.files import atomic_folder
+from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.platform.files import temporary_sibling
 from megatron_tlt.platform.owner import Owner
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_tlt.checkpoint import manifest
 from megatron_tlt.checkpoint.files import atomic_folder, find_latest_whole
 from megatron_tlt.checkpoint.manifest import (
     MANIFEST,
+    PENDING,
     NewerFormatError,
     read_manifest,
     rewriting,
@@ -22,6 +24,7 @@ from megatron_tlt.checkpoint.manifest import (
 )
 from megatron_tlt.checkpoint.weights import verify_weights
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.owner import Owner
 
 # As the release of format 1 wrote it, by hand: later releases read it as well.
 FORMAT_1 = """{
@@ -148,6 +151,26 @@ def test_a_rewrite_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> Non
     assert verify_manifest(folder) == [f"{folder / 'notes.txt'}: SHA-256 differs from the manifest's"], (
         "a file that is not rewritten keeps its sum"
     )
+
+
+def test_a_rewrite_on_a_full_disk_leaves_nothing_behind(tiny_disk: Path) -> None:
+    folder = drafter_of(tiny_disk / "drafter")
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text() + " " * 100_000)  # its successor needs more room
+    before = sorted(folder.iterdir())
+    with pytest.raises(RunError, match="disk full"), rewriting(folder) as staged:
+        (staged / "training.safetensors").write_bytes(bytes(40_000))
+        for number in range(1000):
+            (staged / f"{number:05d}-{'x' * 200}").touch()  # the manifest names them
+    assert sorted(folder.iterdir()) == before and verify_manifest(folder) == []
+
+
+def test_a_rewrite_removes_what_a_dead_writer_left(tmp_path: Path) -> None:
+    folder = drafter_of(tmp_path / "drafter")
+    dead = replace(Owner.current(), pid=(1 << 22) - 1)
+    left = folder / f".{PENDING}.tmp-{dead.text}-0"
+    left.touch()
+    rewrite(folder)
+    assert not left.exists()
 
 
 class Killed(BaseException):

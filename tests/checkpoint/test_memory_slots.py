@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.checkpoint.memory_slots import DATA, Block, BlockSource, MemorySlot, SlotReader
+from megatron_tlt.checkpoint.memory_slots import DATA, INDEX, Block, BlockSource, MemorySlot, SlotReader
 from megatron_tlt.checkpoint.snapshot_places import buddies, needed_copies, whole_steps
 from megatron_tlt.errors import RunError
 
@@ -45,6 +45,25 @@ def test_any_part_comes_back_from_any_cuts(rows: int, columns: int, data: st.Dat
         target = torch.empty(data.draw(st.integers(1, rows - top)), data.draw(st.integers(1, columns - left)))
         BlockSource(readers).fill(target, "w", (top, left))
         assert torch.equal(target, whole[top : top + target.shape[0], left : left + target.shape[1]].float())
+
+
+def test_any_bit_that_changes_in_an_index_makes_the_slot_incomplete(tmp_path: Path) -> None:
+    slot, values = MemorySlot(tmp_path), torch.ones(4, 2)
+    slot.fill([block("w", values, slice(0, 4), slice(0, 2))])
+    slot.complete(7, slot.checksum(), {"state": 1})
+    whole = (tmp_path / INDEX).read_bytes()
+    for at in range(0, 8 * len(whole), 3):
+        changed = bytearray(whole)
+        changed[at // 8] ^= 1 << at % 8
+        (tmp_path / INDEX).write_bytes(changed)
+        with pytest.raises(RunError, match="not a complete snapshot"):
+            SlotReader(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="file/slot"):
+        MemorySlot(tmp_path / "file" / "slot").fill([])
 
 
 def test_a_slot_is_incomplete_while_it_is_written_over(tmp_path: Path) -> None:

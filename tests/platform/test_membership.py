@@ -12,15 +12,17 @@ import msgspec
 import pytest
 
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.platform import membership
-from megatron_tlt.platform.membership import Beat, BeatWatch, LaunchMember, LaunchRound, Membership, waiting_nodes
+from megatron_tlt.platform.membership import (
+    Beat,
+    BeatWatch,
+    LaunchMember,
+    LaunchRound,
+    LaunchTimes,
+    Membership,
+    waiting_nodes,
+)
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_BEAT_S", 0.05)
-    monkeypatch.setattr(membership, "_POLL_S", 0.01)
-    monkeypatch.setattr(membership, "_SILENT_S", 1.0)
+TIMES = LaunchTimes(beat_s=0.05, poll_s=0.01, silent_s=1.0)
 
 
 def member(index: int) -> LaunchMember:
@@ -32,7 +34,7 @@ def everybody(came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dic
 
 
 def node(folder: Path, index: int, count: int, wait_s: float = 60.0) -> Membership:
-    return Membership(folder, member(index), count, wait_s)
+    return Membership(folder, member(index), count, wait_s, times=TIMES)
 
 
 def together(*calls: Callable[[], LaunchRound | None]) -> list[LaunchRound | None]:
@@ -101,7 +103,7 @@ def test_a_node_that_returns_is_noticed_and_joins_the_next_round(tmp_path: Path)
     first = node(tmp_path, 0, 2, wait_s=0.2)
     found = first.gather(0, everybody)
     assert found is not None and len(found.members) == 1
-    watch = BeatWatch(tmp_path)
+    watch = BeatWatch(tmp_path, times=TIMES)
     second = node(tmp_path, 1, 2)
     assert second.newest() == found
     with ThreadPoolExecutor(2) as pool:
@@ -139,7 +141,7 @@ def test_waiting_ends_with_the_launch_or_when_nobody_is_left(tmp_path: Path) -> 
 
 def test_a_launcher_that_is_told_to_stop_waits_no_longer(tmp_path: Path) -> None:
     stopped = threading.Event()
-    own = Membership(tmp_path, member(0), 2, 60.0, stopped.is_set)
+    own = Membership(tmp_path, member(0), 2, 60.0, stopped.is_set, times=TIMES)
     stopped.set()
     assert own.gather(0, everybody) is None
     own.end(launch=True)
@@ -147,7 +149,7 @@ def test_a_launcher_that_is_told_to_stop_waits_no_longer(tmp_path: Path) -> None
 
 def test_a_count_that_stands_still_is_a_lost_node_whatever_the_nodes_clocks(tmp_path: Path) -> None:
     now = [0.0]
-    watch = BeatWatch(tmp_path, lambda: now[0])
+    watch = BeatWatch(tmp_path, lambda: now[0], TIMES)
 
     def write(index: int, count: int, *, wants_place: bool = False) -> None:
         (tmp_path / f"alive-{index}.json").write_bytes(msgspec.json.encode(Beat(count, wants_place)))
