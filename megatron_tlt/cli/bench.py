@@ -20,6 +20,7 @@ _NAMES = (
     "elastic",
     "export-drafter",
     "families",
+    "faults",
     "gap",
     "graph-pool",
     "hetero",

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from megatron_tlt.bench.fault_parts import wild
 from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards import VERIFIERS, RewardPool
@@ -178,3 +179,13 @@ def test_a_worker_needs_no_torch() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_a_verifier_that_reads_or_closes_its_standard_input_takes_nobody_elses_job() -> None:
+    problem = Problem(uid="p", source="s", prompt="", answer="", verifier=wild.PATH)
+    with RewardPool(workers=1, timeout_s=20.0, verifiers=[wild.PATH]) as pool:
+        for key, response in enumerate(["good", "read", "good", "close", "good"]):
+            pool.submit(key, problem, response)
+        found = pool.collect()
+        assert {key for key, reward in found.items() if reward.correct} == {0, 2, 4}
+        assert pool.counts.deaths == pool.counts.timeouts == 0

@@ -1,0 +1,305 @@
+"""Faults of whole runs: each run has several, is started again as Slurm would, and must end with the bits of none.
+
+Every run, the undisturbed one too, has a verifier that fails for some responses and a loss that is NaN in some steps.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_tlt.bench.fault_parts import wild, wild_loss
+from megatron_tlt.bench.fault_parts.storage import delete, flip, truncate
+from megatron_tlt.bench.fault_parts.trial import Broken, check
+from megatron_tlt.config.loader import load_config
+from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.observe.jsonl import read_jsonl
+from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.observe.samples import SAMPLES_FILE
+
+_RUN_LIMIT_S = 1800.0
+_PHASE_LIMIT_S = 45.0
+_STARTS_PER_FAULT = 2
+_POLL_S = 0.05
+SETTINGS = (
+    "evaluation.every=0",
+    "observe.progress=false",
+    "observe.tensorboard=false",
+    "trainer.save_every=1",
+    "trainer.keep_checkpoints=3",
+    "launcher.max_restarts=100",
+    "guard={on_nonfinite: skip, most_in_a_row: 50}",
+    f"algorithm.loss={wild_loss.PATH}",
+    "rewards={workers: 1, timeout_s: 20}",
+)
+"""Of every run of the campaign."""
+
+
+def settings_of(config: Path, overrides: Sequence[str]) -> list[str]:
+    """All overrides of a run: the tasks' own verifier stands behind the one that fails at times.
+
+    Raises:
+        ConfigError: the config is invalid, or has a task with another verifier.
+    """
+    tasks = []
+    for task in load_config(config, [*overrides, *SETTINGS]).tasks:
+        if task.verifier != "reasoning_gym":
+            raise ConfigError(f"tasks: found the verifier {task.verifier!r}; the campaign allows: reasoning_gym")
+        given = task.model_dump(mode="json", exclude_unset=True)
+        tasks.append(given | {"verifier": f"{wild.__name__}.score_or_fail"})
+    return [*overrides, *SETTINGS, f"tasks={json.dumps(tasks)}"]
+
+
+@dataclass(frozen=True)
+class RunFault:
+    """A fault of a run: what was done, after how many recorded steps, and how many steps were lost to it."""
+
+    fault: str
+    after_step: int
+    lost_steps: int
+    starts: int
+    seconds: float
+
+
+class FaultyRun:
+    """One run of the campaign.
+
+    Args:
+        config: launch config.
+        overrides: of the config.
+        folder: of the run; its snapshots are beside it.
+        steps: of the run.
+    """
+
+    def __init__(self, config: Path, overrides: Sequence[str], folder: Path, steps: int) -> None:
+        self.folder, self.steps = folder, steps
+        self._memory = folder.with_name(f"{folder.name}-memory")
+        limits = ", ".join(
+            f"{phase}: {_PHASE_LIMIT_S:g}" for phase in ("rollout", "log-probs", "update", "reshard", "checkpoint")
+        )
+        own = [
+            f"run.dir={folder}",
+            f"trainer.steps={steps}",
+            f"elastic.memory_dir={self._memory}",
+            f"launcher.phase_timeouts_s={{{limits}}}",
+        ]
+        settings = settings_of(config, overrides)
+        self._command = [
+            sys.executable,
+            "-m",
+            "megatron_tlt",
+            "train",
+            str(config),
+            *settings,
+            *own,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    def start(self) -> None:
+        self._memory.mkdir(parents=True, exist_ok=True)
+        self._starts += 1
+        with self.folder.with_suffix(".log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def recorded(self) -> int:
+        """Number of steps in the run's metrics."""
+        file = self.folder / METRICS_FILE
+        return max((int(row["step"] or 0) for row in read_metrics(file)), default=0) if file.is_file() else 0
+
+    def until(self, step: int) -> int:
+        """Until so many steps are recorded; a run that ended with an error is started again, as Slurm would.
+
+        Returns the smallest number that was recorded meanwhile: a run that resumes drops the rows of later steps.
+
+        Raises:
+            Broken: the run does not go on.
+        """
+        end, starts, least = time.monotonic() + _RUN_LIMIT_S, self._starts, step
+        while (recorded := self.recorded()) < step:
+            least = min(least, recorded)
+            check(time.monotonic() < end, f"step {step} is not reached within {_RUN_LIMIT_S:g} s")
+            self._keep_going(starts)
+            time.sleep(_POLL_S)
+        return least
+
+    def _keep_going(self, starts: int) -> None:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            check(self._process.returncode, "the run ended early without an error")
+            check(self._starts < starts + _STARTS_PER_FAULT, f"the run ended {_STARTS_PER_FAULT} times after a fault")
+            self.start()
+
+    def finish(self) -> None:
+        """Waits for the end of the run, with status 0; starts it again as :meth:`until` does."""
+        end, starts = time.monotonic() + _RUN_LIMIT_S, self._starts
+        assert self._process is not None
+        while self._process.poll() != 0:
+            check(time.monotonic() < end, f"the run does not end within {_RUN_LIMIT_S:g} s")
+            self._keep_going(starts)
+            time.sleep(_POLL_S)
+
+    def do(self, fault: str, rng: random.Random, after_step: int) -> RunFault:
+        """One fault at a random moment of the step after ``after_step``; returns when the run has gone on."""
+        self.until(after_step)
+        rows = [row["time/total"] or 0.0 for row in read_metrics(self.folder / METRICS_FILE) if row["step"]]
+        time.sleep(rng.uniform(0.0, 1.2 * statistics.median(rows[-3:])))
+        starts, began, done = self._starts, time.perf_counter(), self.recorded()
+        FAULTS[fault](self, rng)
+        least = self.until(min(done + 1, self.steps))
+        return RunFault(fault, done, max(0, done - least), self._starts - starts, time.perf_counter() - began)
+
+    def compare(self, undisturbed: Path) -> None:
+        """Raises Broken unless the run did the same as ``undisturbed``: every step and response once, and all bits."""
+        found, wanted = (
+            [row for row in read_metrics(folder / METRICS_FILE) if row["step"]] for folder in (self.folder, undisturbed)
+        )
+        check([row["step"] for row in found] == list(range(1, self.steps + 1)), "a step is missing, or there twice")
+        for name in ("actor/loss", "actor/grad_norm", "reward/mean", "guard/skipped"):
+            check([row[name] for row in found] == [row[name] for row in wanted], f"{name} differs")
+        check(*_same_samples(self.folder, undisturbed))
+        weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (self.folder, undisturbed)]
+        check(weights[0] == weights[1], "the weights at the end differ")
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and all that it started."""
+        assert self._process is not None
+        try:
+            launcher = psutil.Process(self._process.pid)
+            return [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def rank(self, rng: random.Random) -> psutil.Process:
+        """The process of a random rank; waits for one while ranks start again."""
+        end = time.monotonic() + _RUN_LIMIT_S
+        while time.monotonic() < end:
+            ranks: dict[str, psutil.Process] = {}
+            for process in self.processes():
+                try:
+                    ranks.setdefault(process.environ().get("LOCAL_RANK", ""), process)
+                except psutil.Error:
+                    continue
+            ranks.pop("", None)
+            if ranks:
+                return ranks[rng.choice(sorted(ranks))]
+            time.sleep(_POLL_S)
+        raise Broken("no rank is there")
+
+    def power_cut(self) -> None:
+        """All processes end at once, and with them what is in memory."""
+        assert self._process is not None
+        # stopped first, so that none sees another one end
+        found = self.processes()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in found:
+                try:
+                    process.send_signal(number)
+                except psutil.NoSuchProcess:
+                    continue
+        self._process.wait()
+        shutil.rmtree(self._memory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends the run's processes."""
+        if self._process is not None and self._process.poll() is None:
+            self.power_cut()
+        shutil.rmtree(self._memory, ignore_errors=True)
+
+
+def _same_samples(found: Path, wanted: Path) -> tuple[bool, str]:
+    rows = [read_jsonl(folder / SAMPLES_FILE) for folder in (found, wanted)]
+    keys = [tuple(row[key] for key in ("step", "origin", "problem", "sample")) for row in rows[0]]
+    if len(set(keys)) != len(keys):
+        return False, "a response was used twice"
+    return rows[0] == rows[1], "the responses differ"
+
+
+def _kill(run: FaultyRun, rng: random.Random) -> None:
+    run.rank(rng).send_signal(signal.SIGKILL)
+
+
+def _stop(run: FaultyRun, rng: random.Random) -> None:
+    run.rank(rng).send_signal(signal.SIGSTOP)
+
+
+def _hold(run: FaultyRun, rng: random.Random) -> None:
+    process = run.rank(rng)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(rng.uniform(0.1, 5.0))
+    process.send_signal(signal.SIGCONT)
+
+
+def _without_memory(run: FaultyRun, rng: random.Random) -> None:
+    process = run.rank(rng)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (process.memory_info().vms, resource.RLIM_INFINITY))
+
+
+def _hold_verifier(run: FaultyRun, rng: random.Random) -> None:
+    for process in run.processes():
+        try:
+            if any(part.endswith("rewards.worker") for part in process.cmdline()):
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(rng.uniform(0.1, 2.0))
+                process.send_signal(signal.SIGCONT)
+                return
+        except psutil.Error:
+            continue
+
+
+def _power_cut(run: FaultyRun, rng: random.Random) -> None:
+    run.power_cut()
+
+
+def _damage(change: Callable[[Path, random.Random], None]) -> Callable[[FaultyRun, random.Random], None]:
+    def act(run: FaultyRun, rng: random.Random) -> None:
+        run.power_cut()
+        found = sorted((run.folder / "checkpoints").glob("step_*"))
+        files = sorted(path for path in found[-1].rglob("*") if path.is_file() and path.stat().st_size)
+        change(rng.choice(files), rng)
+
+    return act
+
+
+FAULTS: dict[str, Callable[[FaultyRun, random.Random], None]] = {
+    "rank: SIGKILL": _kill,
+    "rank: SIGSTOP": _stop,
+    "rank: held for seconds": _hold,
+    "rank: out of memory": _without_memory,
+    "verifier: held for seconds": _hold_verifier,
+    "power cut": _power_cut,
+    "power cut, truncated checkpoint": _damage(truncate),
+    "power cut, flipped bit": _damage(flip),
+    "power cut, deleted file": _damage(delete),
+}
+"""What may happen to a run, by name."""
+MOST_LOST = {name: 2 if "," in name else 1 for name in FAULTS}
+"""Recorded steps that may be done again: what damages the newest checkpoint as well is two faults."""
+
+
+def undisturbed(config: Path, overrides: Sequence[str], folder: Path, steps: int) -> None:
+    """Trains the run without faults unless it is there; raises RunError if it fails."""
+    if (folder / "hf" / "model.safetensors").is_file():
+        return
+    run = FaultyRun(config, overrides, folder, steps)
+    run.start()
+    try:
+        run.finish()
+    except Broken as error:
+        raise RunError(f"{folder}: the run without faults failed: {error}") from error
+    finally:
+        run.close()
