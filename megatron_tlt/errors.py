@@ -31,8 +31,8 @@ class RanksLost(RunError):
     """Nothing is wrong here, but ranks of other nodes do not answer any more: a new start may find them again."""
 
 
-class NodesReturned(RunError):
-    """The run's state is kept, and nodes wait for a place: the launch starts all ranks again, with them."""
+class NodesChange(RunError):
+    """The run's state is kept, and nodes join or are left out: the launch starts all ranks again, on other nodes."""
 
 
 class RunRefused(RunError):

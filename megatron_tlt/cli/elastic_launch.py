@@ -22,7 +22,7 @@ from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.machine import documented
 from megatron_tlt.planning.scale_table import PAYS, payback_probability, payback_seconds
 from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.platform.membership import MEMBERSHIP, LaunchMember, LaunchRound, Membership
+from megatron_tlt.platform.membership import MEMBERSHIP, LaunchMember, LaunchRound, Membership, left_out_nodes
 from megatron_tlt.platform.nodes import Nodes
 from megatron_tlt.platform.owner import Owner
 
@@ -147,6 +147,13 @@ class ElasticNodes:
 
     def _choose(self, came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
         """The nodes that take part, and their config; raises ConfigError if too few devices are left."""
+        left_out = left_out_nodes(self._folder)
+        if left_out and (kept := [member for member in came if member.index not in left_out]):
+            with contextlib.suppress(ConfigError):  # the others do not suffice
+                return self._choose_from(kept)
+        return self._choose_from(came)
+
+    def _choose_from(self, came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
         launcher, least = self._config.launcher, self._elastic.min_devices
         devices = [member.devices for member in came]
         if len(came) == launcher.nnodes and min(devices) == launcher.nproc_per_node:
@@ -192,7 +199,7 @@ class ElasticNodes:
         """Whether a place for this node makes up for the restart before the run ends and the next failure comes."""
         assert self._membership is not None
         found = self._membership.newest()
-        if found is None:
+        if found is None or self._own.index in left_out_nodes(self._folder):
             return False
         with contextlib.suppress(ConfigError, RunError):
             members = {member.index: member for member in found.members}

@@ -249,8 +249,8 @@ class _Restarts:
         # nodes that did not meet leave no error; an obsolete start was ended by its launcher
         lost = ended.death is not None or ended.obsolete or (error is not None and error.ranks_lost)
         lost |= self._is_elastic and error is None and ended.code != 0
-        if error is not None and error.nodes_returned:
-            self._say(f"{error.message}; all ranks restart with them")
+        if error is not None and error.nodes_change:
+            self._say(f"{error.message}; all ranks restart")
             return True
         if not lost:
             return False

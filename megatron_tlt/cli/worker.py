@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_tlt.config.loader import load_resolved
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError, NodesReturned, RanksLost, RunRefused, TltError
+from megatron_tlt.errors import ConfigError, NodesChange, RanksLost, RunRefused, TltError
 from megatron_tlt.platform import lost_ranks
 from megatron_tlt.platform.processes import die_with_parent
 
@@ -32,7 +32,7 @@ NOTHING_SAVED = "stopped by {} before there was anything to save"
 class WorkerError:
     """Why one rank failed; ``traceback`` is empty for an error meant for the user.
 
-    ``ranks_lost``: this rank did not fail, but ranks of other nodes no longer answer. ``nodes_returned``: nor did any
+    ``ranks_lost``: this rank did not fail, but ranks of other nodes no longer answer. ``nodes_change``: nor did any
     other, and nodes wait for a place.
     """
 
@@ -42,7 +42,7 @@ class WorkerError:
     traceback: str
     time: float
     ranks_lost: bool = False
-    nodes_returned: bool = False
+    nodes_change: bool = False
 
 
 def write_error(error: BaseException, exit_status: int) -> None:
@@ -54,7 +54,7 @@ def write_error(error: BaseException, exit_status: int) -> None:
     rank = int(os.environ.get("RANK", "0"))
     trace = "" if expected else "".join(traceback.format_exception(error))
     message = str(error) if expected else f"{type(error).__name__}: {error}"
-    lost, returned = isinstance(error, RanksLost), isinstance(error, NodesReturned)
+    lost, returned = isinstance(error, RanksLost), isinstance(error, NodesChange)
     record = WorkerError(rank, message, exit_status, trace, time.time(), lost, returned)
     with contextlib.suppress(OSError):
         temporary = Path(folder, f".rank{rank}.json.tmp")
@@ -117,7 +117,7 @@ def run_guarded(main: Callable[[], None]) -> int:
         if error.exit_status > 128:
             _mark_stopped()
         print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, RunRefused | NodesReturned):  # no rank waits for another one
+        if isinstance(error, RunRefused | NodesChange):  # no rank waits for another one
             _leave()
         return error.exit_status
     except KeyboardInterrupt:

@@ -26,7 +26,8 @@ class GuardConfig(Section):
     ``keep_batches`` responses of bad steps are kept in the run's folder ``guard``, for ``tlt replay``.
 
     A rank that takes ``straggler_factor`` times the median time per token, for ``straggler_steps`` steps in a row, is
-    reported.
+    reported. With ``on_straggler: leave_out`` the launch then goes on without its node until it ends, if
+    ``elastic.min_devices`` are left.
     """
 
     on_nonfinite: Literal["stop", "skip", "go_back"] = "stop"
@@ -37,6 +38,7 @@ class GuardConfig(Section):
     keep_batches: PositiveInt = 5
     straggler_factor: Factor | None = None
     straggler_steps: PositiveInt = 5
+    on_straggler: Literal["warn", "leave_out"] = "warn"
 
     @property
     def going_back(self) -> list[str]:
@@ -46,9 +48,17 @@ class GuardConfig(Section):
 
 def guard_violations(config: TltConfig) -> Iterator[str]:
     """One line for each key that going back contradicts."""
-    guard = config.guard
+    guard, elastic = config.guard, config.elastic
     if guard is None:
         return
+    if guard.on_straggler == "leave_out":
+        if guard.straggler_factor is None:
+            yield "guard.on_straggler: found leave_out without guard.straggler_factor; allowed: warn, or a factor"
+        if elastic is None or elastic.min_devices is None:
+            yield (
+                "guard.on_straggler: found leave_out without elastic.min_devices, so the launch cannot go on without "
+                "a node; allowed: warn, or a number of devices"
+            )
     for key in guard.going_back:
         where = f"guard.{key}: found go_back"
         if not config.trainer.save_every:

@@ -26,7 +26,7 @@ from megatron_tlt.platform.files import atomic_write_bytes, temporary_sibling
 MEMBERSHIP = "TLT_MEMBERSHIP"
 """Environment variable that names the folder to the ranks of a launch."""
 T = TypeVar("T")
-_PUBLISHED, _ENDED = "members.json", "ended.json"
+_PUBLISHED, _ENDED, _LEFT_OUT = "members.json", "ended.json", "left-out-"
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,7 @@ class Membership:
 
     def newest(self) -> LaunchRound | None:
         """The newest round that was published; None before the first."""
-        rounds = sorted(self._folder.glob(f"round-*/{_PUBLISHED}"))
-        return _read(rounds[-1], LaunchRound) if rounds else None
+        return newest_round(self._folder)
 
     def has_ended(self) -> bool:
         """Whether the launch has ended, so its folder cannot be used again."""
@@ -254,6 +253,23 @@ class Membership:
 
     def _round(self, number: int) -> Path:
         return self._folder / f"round-{number:05d}"
+
+
+def newest_round(folder: Path) -> LaunchRound | None:
+    """The newest round of a launch that was published; None before the first."""
+    rounds = sorted(folder.glob(f"round-*/{_PUBLISHED}"))
+    return _read(rounds[-1], LaunchRound) if rounds else None
+
+
+def leave_out(folder: Path, nodes: Iterable[int]) -> None:
+    """Takes from these nodes of a launch their part in all later rounds."""
+    for node in nodes:
+        atomic_write_bytes(folder / f"{_LEFT_OUT}{node}", b"", durable=False)
+
+
+def left_out_nodes(folder: Path) -> set[int]:
+    """The nodes of a launch that have no part in later rounds if the others suffice."""
+    return {int(file.name.removeprefix(_LEFT_OUT)) for file in folder.glob(f"{_LEFT_OUT}*")}
 
 
 def waiting_nodes(watch: BeatWatch) -> list[int]:

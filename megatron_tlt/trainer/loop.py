@@ -16,7 +16,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter.folder import NEWEST_DRAFTER
 from megatron_tlt.environments.pool import EnvironmentPool
-from megatron_tlt.errors import NodesReturned
+from megatron_tlt.errors import NodesChange
 from megatron_tlt.models.hf_folder import side_files_of
 from megatron_tlt.models.recipe import model_folder
 from megatron_tlt.observe.progress import Progress
@@ -44,6 +44,7 @@ from megatron_tlt.trainer.drafter_manager import DrafterManager
 from megatron_tlt.trainer.evaluator import Evaluator
 from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
 from megatron_tlt.trainer.export import save_adapter_folder, save_hf_folder
+from megatron_tlt.trainer.node_changes import NodeChanges
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.requests import prompt_limit, training_sampling
@@ -54,7 +55,6 @@ from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.step import StepResult, TrainingStep
 from megatron_tlt.trainer.stopping import Interrupted, StopFlag
 from megatron_tlt.trainer.synchronization import policy_sync
-from megatron_tlt.trainer.waiting_nodes import WaitingNodes
 
 
 class Run:
@@ -171,7 +171,7 @@ class Run:
             *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
         ]
         self._snapshots = Snapshots.of_launch(parts) if config.elastic is not None and not read_only else None
-        self._waiting = WaitingNodes.of_launch() if not read_only else None
+        self._nodes = NodeChanges.of_launch(config.elastic) if not read_only else None
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",
             config.trainer.keep_checkpoints,
@@ -282,8 +282,9 @@ class Run:
         while self._state.step < config.trainer.steps:
             if self._snapshots is not None:
                 self._snapshots.commit(self._state)
-            if self._waiting is not None and (nodes := self._waiting.look()):
-                self._make_place(nodes)
+            unwanted = self._guard.unwanted_ranks if self._guard is not None else []
+            if self._nodes is not None and (change := self._nodes.look(unwanted)):
+                self._change_nodes(change, keep=bool(unwanted))
             step = self._state.step
             self.timeline.begin_step(step + 1)
             drawn = self._state.problems_drawn
@@ -313,15 +314,15 @@ class Run:
         warn(f"guard: back at the checkpoint of step {step}; the run goes on with problem {result.next_problem}")
         self.step.reshard(step, StepResult(), progress.start)
 
-    def _make_place(self, nodes: Sequence[int]) -> None:
-        """Ends all ranks with the state kept, so that the launch starts them again with ``nodes``."""
+    def _change_nodes(self, change: str, *, keep: bool) -> None:
+        """Ends all ranks with the state kept, in a checkpoint too with ``keep``: the launch starts them elsewhere."""
         assert self._snapshots is not None
         self.step.switch_to_actor()
-        if self._snapshots.newest_step != self._state.step:
+        if keep or self._snapshots.newest_step != self._state.step:
             self._save()
         self._checkpoints.finish()
         self._snapshots.close()
-        raise NodesReturned(f"node {', '.join(map(str, nodes))} joins after step {self._state.step}")
+        raise NodesChange(f"{change} after step {self._state.step}")
 
     def _updated(self, result: StepResult) -> None:
         """Counts a finished update, and saves a checkpoint if one is due."""
@@ -342,7 +343,7 @@ class Run:
             if every and self._state.step % every == 0:
                 self._save()
         result.metrics |= self._checkpoints.metrics
-        if self._waiting is not None:
+        if self._nodes is not None:
             result.metrics["elastic/devices"] = float(world_size())
         if self._snapshots is not None:
             with self._phase("snapshot", result):

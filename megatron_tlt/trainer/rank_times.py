@@ -30,6 +30,11 @@ class RankTimes:
         self._check = StragglerCheck(settings.straggler_factor, settings.straggler_steps, hosts)
         self._rollout: float | None = None
 
+    @property
+    def slow_ranks(self) -> list[int]:
+        """Ranks that are slow now, the same on all ranks."""
+        return self._check.slow_ranks
+
     def end_rollout(self, seconds: float, batch: RolloutBatch) -> None:
         """After a rollout in which this rank's engine decoded for so long.
 

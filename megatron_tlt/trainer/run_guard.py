@@ -99,6 +99,13 @@ class RunGuard:
         """Whether the run must go back before any other update."""
         return bool(self._verdicts) and self._verdicts[-1].decision == "go_back"
 
+    @property
+    def unwanted_ranks(self) -> list[int]:
+        """Slow ranks whose nodes are to be left out, the same on all ranks."""
+        if self._times is None or self._settings.on_straggler != "leave_out":
+            return []
+        return self._times.slow_ranks
+
     def end_step(self, rows: Sequence[dict[str, float]]) -> tuple[list[dict[str, float]], dict[str, float]]:
         """The metrics of those updates that were applied (of all, if none was), and the guard's own; a collective."""
         self._responses = None

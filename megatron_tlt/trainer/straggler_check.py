@@ -28,6 +28,11 @@ class StragglerCheck(StepsCheck):
         self.ratio = 1.0
         """The largest ratio of a rank's time to the median in the last step, of all phases."""
 
+    @property
+    def slow_ranks(self) -> list[int]:
+        """Ranks that were reported in some phase and are still slow there, ascending."""
+        return sorted({int(name.split()[-1]) for name in self._warned})
+
     def add_times(self, times: Times) -> list[str]:
         """Adds a step; returns the new warnings. A rank that was not measured in a phase keeps its count there."""
         messages, unknown = {}, set()

@@ -14,7 +14,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import LAUNCH
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.planning.job import job_of
-from megatron_tlt.platform.membership import LaunchMember, LaunchRound
+from megatron_tlt.platform.membership import LaunchMember, LaunchRound, leave_out
 
 
 def config_of(folder: Path, *overrides: str, name: str = "qwen2.5-32b-4n8g") -> TltConfig:
@@ -70,6 +70,17 @@ def test_too_few_devices_are_refused_with_what_was_found(tmp_path: Path) -> None
         ConfigError, match=r"min_devices: found \d+ usable devices \(8 on node 1, 8 on node 2\); allowed: at least 24"
     ):
         elastic._choose(members(0, 8, 8))
+
+
+def test_a_node_that_is_left_out_has_a_part_only_if_the_others_do_not_suffice(tmp_path: Path) -> None:
+    elastic = ElasticNodes(config_of(tmp_path, "elastic.min_devices=16"))
+    folder = tmp_path / "logs" / "members" / "7.0"
+    folder.mkdir(parents=True)
+    leave_out(folder, [1])
+    used, _ = elastic._choose(members(8, 8, 8, 8))
+    assert {member.index for member in used} <= {0, 2, 3}
+    used, _ = elastic._choose(members(8, 8, 0, 0))
+    assert [member.index for member in used] == [0, 1]
 
 
 def test_a_launch_needs_a_name_and_no_more_devices_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,11 @@ BACK = "guard={on_nonfinite: go_back}"
         (["guard={on_spike: skip}"], "guard.on_spike: found skip without guard.spike_factor"),
         (["guard={spike_factor: 1.0}"], "guard.spike_factor"),
         (["guard={straggler_factor: 0.5}"], "guard.straggler_factor"),
-        (["guard={on_straggler: leave_out}"], "guard.on_straggler"),
+        (["guard={on_straggler: leave_out}"], "guard.on_straggler: found leave_out without guard.straggler_factor"),
+        (
+            ["guard={on_straggler: leave_out, straggler_factor: 2.0}"],
+            "guard.on_straggler: found leave_out without elastic.min_devices",
+        ),
     ],
 )
 def test_what_has_no_effect_or_does_not_fit_is_refused(tmp_path: Path, overrides: list[str], expected: str) -> None:

@@ -1,14 +1,18 @@
-"""Two nodes of which one is lost and returns: the run goes on with the other, then with both."""
+"""Two nodes, of which one is lost and returns, or is slow: the run goes on with the other."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import free_port, slowness
+from tests.helpers.launch import free_port, slowness, worker_of
 from tests.trainer.conftest import Runs
 from tests.trainer.test_run import rows, wait_for_rows
 
@@ -24,6 +28,44 @@ ELASTIC = (
     "trainer.save_every=0",
     f"trainer.steps={STEPS}",
 )
+
+
+def slow_down(mark: str, rank: int, ends: threading.Event) -> None:
+    """Lets a rank run for a sixth of the time, until it is gone."""
+    process = worker_of(mark, rank)
+    with contextlib.suppress(ProcessLookupError):
+        while not ends.is_set():
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.1)
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.02)
+
+
+def test_a_slow_node_is_left_out_until_the_launch_ends(runs: Runs, tmp_path: Path) -> None:
+    run, steps = runs.folder / "slow-node", 14
+    given = {"TLT_RENDEZVOUS": f"127.0.0.1:{free_port()}", "TLT_JOB": "slow"}
+    settings = (*ELASTIC, f"run.dir={run}", f"elastic.memory_dir={tmp_path}", f"trainer.steps={steps}")
+    settings += ("guard={straggler_factor: 3.0, straggler_steps: 2, on_straggler: leave_out}",)
+    nodes = [
+        runs.start(f"slow-node-{index}", *settings, env={**given, "TLT_NODE_RANK": str(index)}) for index in range(2)
+    ]
+    wait_for_rows(runs, "slow-node", 2, nodes[0])
+    ends = threading.Event()
+    slows = threading.Thread(target=slow_down, args=(runs.started["slow-node-1"], 1, ends))
+    slows.start()
+    try:
+        statuses = [process.wait(600 * slowness()) for process in nodes]
+    finally:
+        ends.set()
+        slows.join()
+    said = [runs.log(f"slow-node-{index}") for index in range(2)]
+    assert statuses == [0, 0], said
+    found = rows(run)
+    assert [row["step"] for row in found] == list(range(steps + 1)), "every step once"
+    sizes = [row["elastic/devices"] for row in found[1:]]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {1.0, 2.0}, sizes
+    assert "node 1 is left out, because it is slow, after step" in said[0]
+    assert "the run goes on with 1 of 2 devices (node 0)" in said[0]
 
 
 def test_a_lost_node_costs_no_step_and_returns_between_two(runs: Runs, tmp_path: Path) -> None:

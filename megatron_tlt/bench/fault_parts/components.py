@@ -27,7 +27,7 @@ PASSED, BROKEN, HUNG, NOT_POSSIBLE = "passed", "broken", "hung", "not possible"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """What came of one fault: ``result`` is "passed", "broken", "hung" or "not possible", with the reason."""
 
     part: str
@@ -63,7 +63,7 @@ class Trials:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
-    def run(self, part: str, fault: str, seed: str) -> Outcome:
+    def run(self, part: str, fault: str, seed: str) -> FaultOutcome:
         """One trial; a hang ends at the deadline.
 
         Raises:
@@ -79,7 +79,7 @@ class Trials:
             line := self._process.stdout.readline()
         ):
             raise RunError(f"no outcome of {part} under {fault}, seed {seed}; its output is in the log")
-        return Outcome(part, fault, seed, *json.loads(line))
+        return FaultOutcome(part, fault, seed, *json.loads(line))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from megatron_tlt.bench.fault_parts.stores import STORES, MemorySnapshots, Rows, Store
+from megatron_tlt.bench.fault_parts.stores import STORES, MemoryStore, RowStore, Store
 from megatron_tlt.bench.fault_parts.trial import Broken, NotPossible, Part, Trial, check, wait_until
 from megatron_tlt.errors import RunError
 
@@ -77,7 +77,7 @@ def _goes_on(make: MakeStore, folder: Path, found: int | None) -> None:
     _write(make, folder, after, 2)
     check(make(folder).read() == after + 1, f"found {make(folder).read()} after version {after + 1} was written")
     # a snapshot's folder is removed as a whole when its launch ends
-    hidden = [entry.name for entry in folder.rglob(".*")] if make is not MemorySnapshots else []
+    hidden = [entry.name for entry in folder.rglob(".*")] if make is not MemoryStore else []
     check(not hidden, f"left behind: {hidden}")
 
 
@@ -142,15 +142,15 @@ def _damaged(damage: Callable[[Path, random.Random], None], make: MakeStore, rng
         found = store.read()
     except RunError:
         found = None
-    if isinstance(store, Rows):
+    if isinstance(store, RowStore):
         check((found or 0) <= count, f"found row {found} of {count} {said}")
     elif store.copies > 1:
         check(found in (count - 1, count), f"found {found} of versions up to {count} {said}")
     else:
         check(found in (None, count), f"found {found} of version {count} {said}")
     # what was damaged is written over in time
-    _write(make, folder, count + 1 if not isinstance(store, Rows) else (found or 0) + 1, 2)
-    last = count + 2 if not isinstance(store, Rows) else (found or 0) + 2
+    _write(make, folder, count + 1 if not isinstance(store, RowStore) else (found or 0) + 1, 2)
+    last = count + 2 if not isinstance(store, RowStore) else (found or 0) + 2
     check(make(folder).read() == last, f"found {make(folder).read()} after version {last} was written, {said}")
 
 
@@ -190,7 +190,7 @@ def _full(make: MakeStore, rng: random.Random, folder: Path) -> None:
         store, written = make(own), 0
         try:
             for version in range(1, 400):
-                if make is not Rows and version > 3:
+                if make is not RowStore and version > 3:
                     with suppress(OSError), others.open("ab") as file:  # what other users of the disk write
                         file.write(bytes(one // 4))
                 store.write(version)
@@ -198,7 +198,7 @@ def _full(make: MakeStore, rng: random.Random, folder: Path) -> None:
         except RunError:
             pass
         else:  # slots in memory keep what they have
-            check(make is MemorySnapshots, "the disk was not full")
+            check(make is MemoryStore, "the disk was not full")
         check(store.read() == (written or None), f"found {store.read()} after {written} was written")
         others.unlink(missing_ok=True)
         _remount(disk, f"size={64 * one + (8 << 20)}")
@@ -255,6 +255,6 @@ def storage_parts() -> dict[str, Part]:
     """Every store with the faults that it is to survive."""
     parts: dict[str, Part] = {}
     for store in STORES:
-        faults = [fault for fault in _FAULTS if (store is not Rows or fault != "flipped bit")]
+        faults = [fault for fault in _FAULTS if (store is not RowStore or fault != "flipped bit")]
         parts[store.name] = {fault: trial(fault, store) for fault in faults}
     return parts

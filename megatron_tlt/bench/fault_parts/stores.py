@@ -70,7 +70,7 @@ def _check_tensors(found: dict[str, torch.Tensor], version: int) -> None:
     check(all((each == version).all() for each in found.values()), f"version {version} is torn")
 
 
-class Checkpoints:
+class CheckpointStore:
     """Checkpoints of a run: published folders with a manifest, two of which are kept."""
 
     name, copies = "checkpoint", 2
@@ -112,7 +112,7 @@ class Checkpoints:
         return [*inside, self._folder / LATEST]
 
 
-class DrafterCheckpoints:
+class DrafterStore:
     """Checkpoints of the drafter that a session's leader writes in a thread."""
 
     name, copies = "drafter checkpoint", 2
@@ -142,7 +142,7 @@ class DrafterCheckpoints:
         return [*(path for path in folder.iterdir() if path.is_file()), self._folder / LATEST]
 
 
-class MemorySnapshots:
+class MemoryStore:
     """A rank's two slots in memory, written in turn."""
 
     name, copies = "snapshot in memory", 2
@@ -176,7 +176,7 @@ class MemorySnapshots:
         return sorted(path for path in self._slots[version % 2].folder.iterdir() if not path.name.startswith("."))
 
 
-class Weights:
+class WeightStore:
     """A folder of weights in Hugging Face format whose files are replaced while it may be read."""
 
     name, copies = "weights", 1
@@ -204,7 +204,7 @@ class Weights:
         return sorted(path for path in self._folder.iterdir() if path.is_file())
 
 
-class Rows:
+class RowStore:
     """The rows of a run's metrics; they have no checksums, so a flipped bit is not looked for."""
 
     name, copies = "metrics", 1
@@ -230,10 +230,10 @@ class Rows:
         return [self._path]
 
 
-STORES: tuple[type[Checkpoints | DrafterCheckpoints | MemorySnapshots | Weights | Rows], ...] = (
-    Checkpoints,
-    DrafterCheckpoints,
-    MemorySnapshots,
-    Weights,
-    Rows,
+STORES: tuple[type[CheckpointStore | DrafterStore | MemoryStore | WeightStore | RowStore], ...] = (
+    CheckpointStore,
+    DrafterStore,
+    MemoryStore,
+    WeightStore,
+    RowStore,
 )
