@@ -45,6 +45,17 @@ def initialize_parallel_state(megatron: dict[str, Any], seed: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
+def parallel_sizes() -> dict[str, int]:
+    """The sizes of the parallel dimensions of this process's layout."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
+
+
 def _model_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     family = FAMILIES[hf_config.model_type]
     fields: dict[str, Any] = {

@@ -172,6 +172,7 @@ def take_step(
     loss: Callable[[], torch.Tensor],
     mean_loss: Callable[[], torch.Tensor],
     judge: Judge | None = None,
+    own_norm: Callable[[], float] | None = None,
 ) -> tuple[float, bool]:
     """One step of either optimizer; a collective over the world.
 
@@ -180,6 +181,7 @@ def take_step(
         loss: computes the number that the optimizer's step takes, a collective too; called if it takes one.
         mean_loss: computes the loss of the batch for ``judge``, a collective too.
         judge: see ``Judge``; None takes the step if the gradient is finite.
+        own_norm: computes the norm in place of Megatron's optimizer.
 
     Returns:
         The norm of the gradient before clipping, and whether the step was taken. If not, weights and optimizer are as
@@ -189,7 +191,7 @@ def take_step(
         RunError: without ``judge``, if the gradient is not finite; nothing was changed.
     """
     whole = optimizer if isinstance(optimizer, WholeTensorOptimizer) else None
-    norm = whole.prepare_gradients() if whole is not None else _prepared_norm(optimizer)
+    norm = whole.prepare_gradients() if whole is not None else _prepared_norm(optimizer, own_norm)
     if judge is None and not math.isfinite(norm):
         raise RunError(f"gradient norm {norm}; it must be finite; the last checkpoint is unaffected")
     if judge is not None and not judge(norm, float(mean_loss())):
@@ -202,12 +204,12 @@ def take_step(
 
 
 @torch.no_grad()
-def _prepared_norm(optimizer: Any) -> float:
+def _prepared_norm(optimizer: Any, own_norm: Callable[[], float] | None) -> float:
     """The first half of the ``step`` of Megatron's ``ChainedOptimizer``, which changes no parameter and no state.
 
     With ``loss_scale`` Megatron stops at infinite gradients before it computes a norm: NaN.
     """
-    return math.nan if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+    return math.nan if optimizer.prepare_grads() else float((own_norm or optimizer.get_grad_norm)())
 
 
 @torch.no_grad()

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, form_micro_batches, plan_shares
-from megatron_tlt.actor.context import gather_context
-from megatron_tlt.actor.gradient_part import GradientPart
+from megatron_tlt.actor.gradient_part import GradientPart, ShardParts
+from megatron_tlt.actor.gradient_tree import own_shards
 from megatron_tlt.actor.hidden_states import Holder, StateExchange
-from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
+from megatron_tlt.actor.megatron_config import parallel_sizes
 from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, export_merged
 from megatron_tlt.actor.megatron_model import build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload, gradient_buffers
@@ -24,8 +24,9 @@ from megatron_tlt.actor.megatron_optimizer import ChosenOptimizers, Judge, build
 from megatron_tlt.actor.megatron_pass_clock import PassClock
 from megatron_tlt.actor.megatron_routing import RouterReplays
 from megatron_tlt.actor.megatron_schedule import AfterForward, run_passes
+from megatron_tlt.actor.megatron_strict import StrictGradients
 from megatron_tlt.actor.megatron_weights import export_weights, held_spans
-from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores, on_this_context_rank
+from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_scores, logit_scores
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.optimizer import LrScheduleConfig
 from megatron_tlt.config.schema import ActorConfig
@@ -47,6 +48,8 @@ class Policy:
         lr_schedule: that of ``actor.lr_schedule`` if None.
         trainable: False builds a frozen reference without gradients or optimizer.
         verify: compare the weights with the folder's manifest first.
+        logical_shards: division of each batch, of which data-parallel ranks have equal parts: scores and updates have
+            the same bits for every pipeline and power-of-two data-parallel size. None divides it among the ranks.
 
     Raises:
         ConfigError: invalid model, layout or optimizer.
@@ -62,6 +65,7 @@ class Policy:
         lr_schedule: LrScheduleConfig | None = None,
         trainable: bool = True,
         verify: bool = True,
+        logical_shards: int | None = None,
     ) -> None:
         self._actor = actor
         self._device = current_device().torch_device
@@ -77,6 +81,8 @@ class Policy:
             self.optimizer, self.scheduler = build_optimizer(
                 self.model, actor, chosen, total_steps=total_steps, lr_schedule=schedule
             )
+        self._logical_shards = logical_shards
+        self._strict = StrictGradients(self.model, logical_shards) if trainable and logical_shards else None
         self._routing = RouterReplays(self.model.chunks, self.model.config)
         self._part: GradientPart | None = None  # what the next update's gradient has already
         self._holders: dict[tuple[int, ...], list[Holder]] = {}
@@ -95,13 +101,7 @@ class Policy:
     @property
     def layout(self) -> dict[str, int]:
         """The sizes of the parallel dimensions."""
-        return {
-            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-            "context": parallel_state.get_context_parallel_world_size(),
-            "expert": parallel_state.get_expert_model_parallel_world_size(),
-            "data": parallel_state.get_data_parallel_world_size(),
-        }
+        return parallel_sizes()
 
     @property
     def replica(self) -> int:
@@ -123,8 +123,12 @@ class Policy:
 
     def _groups(self, lengths: Sequence[int], alone: bool = False) -> list[list[int]]:
         """This data-parallel rank's micro-batches, as indices into ``lengths``; with ``alone`` it takes all samples."""
-        ranks = 1 if alone else parallel_state.get_data_parallel_world_size()
-        return plan_shares(lengths, self._batch_shape, ranks)[0 if alone else self.replica]
+        return [group for groups in self._groups_by_shard(lengths, alone) for group in groups]
+
+    def _groups_by_shard(self, lengths: Sequence[int], alone: bool = False) -> list[list[list[int]]]:
+        ranks, rank = (1, 0) if alone else (parallel_state.get_data_parallel_world_size(), self.replica)
+        own = range(rank, rank + 1) if self._logical_shards is None else own_shards(self._logical_shards, ranks, rank)
+        return plan_shares(lengths, self._batch_shape, self._logical_shards or ranks)[own.start : own.stop]
 
     def share(self, lengths: Sequence[int]) -> list[int]:
         """The samples of a batch that this rank computes on, ascending; equal on all ranks of a data-parallel rank.
@@ -143,22 +147,8 @@ class Policy:
     def _scores(
         self, logits_RTV: torch.Tensor, batch: MicroBatch, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, (B, W) each."""
-        share = logits_RTV.shape[-1]
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        labels = on_this_context_rank(batch).labels_RT
-        log_probs, entropy = vocab_parallel_scores(
-            logits_RTV.reshape(-1, share),
-            labels.reshape(-1),
-            temperature=temperature,
-            chunk_tokens=self._actor.log_prob_chunk_tokens,
-            vocab_start=rank * share,
-            vocab_size=self.model.hf_config.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
-        group = parallel_state.get_context_parallel_group()
-        whole = [gather_context(v.view_as(labels), batch.cu_seqlens, group) for v in (log_probs, entropy)]
-        return batch.by_sample(whole[0]), batch.by_sample(whole[1])
+        vocab, chunk = self.model.hf_config.vocab_size, self._actor.log_prob_chunk_tokens
+        return logit_scores(logits_RTV, batch, temperature, vocab_size=vocab, chunk_tokens=chunk)
 
     def run_schedule(self, batches: MicroBatches, after_forward: AfterForward, *, forward_only: bool) -> list[Any]:
         """Runs micro-batches through Megatron's schedule; returns the results of ``after_forward`` on the last stage.
@@ -332,6 +322,22 @@ class Policy:
         Raises:
             RunError: without ``judge``, the gradient is not finite; or a metric is not one number.
         """
+        backward = self._backward if self._strict is None else self._backward_by_shard
+        part, denominator = backward(samples, loss, temperature)
+        self.agreement = self._routing.end()
+        lr = self.optimizer.param_groups[0]["lr"]
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        mean = value = partial(part.loss_of_all_ranks, denominator, counts=first)
+        if self._actor.optimizer_loss != "policy":
+            value = partial(torch.sub, 1.0, samples.rewards_N.mean().float().to(self._device))
+        norm = (self._strict.norm,) if self._strict is not None else ()
+        grad_norm, applied = take_step(self.optimizer, value, mean, judge, *norm)
+        self.scheduler.step(1 if applied else 0)
+        found = part.means_of_all_ranks(counts=first) | {"grad_norm": grad_norm, "lr": float(lr)}
+        return found if self.agreement is None else {**found, "router_agreement": self.agreement}
+
+    def _backward(self, samples: RolloutBatch, loss: Loss, temperature: float) -> tuple[GradientPart, torch.Tensor]:
+        """Leaves the gradient of the update in the optimizer's buffers; also the denominator of the loss."""
         batches = self.micro_batches(samples)
         part, self._part = self._part or GradientPart(self._device), None
         earlier = int(part.sizes[0])
@@ -346,16 +352,21 @@ class Policy:
         else:
             self._zero_gradients()
         self.run_schedule(batches, self._loss_of(loss, temperature, part, scale, earlier), forward_only=False)
-        self.agreement = self._routing.end()
-        lr = self.optimizer.param_groups[0]["lr"]
-        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        mean = value = partial(part.loss_of_all_ranks, denominator, counts=first)
-        if self._actor.optimizer_loss != "policy":
-            value = partial(torch.sub, 1.0, samples.rewards_N.mean().float().to(self._device))
-        grad_norm, applied = take_step(self.optimizer, value, mean, judge)
-        self.scheduler.step(1 if applied else 0)
-        found = part.means_of_all_ranks(counts=first) | {"grad_norm": grad_norm, "lr": float(lr)}
-        return found if self.agreement is None else {**found, "router_agreement": self.agreement}
+        return part, denominator
+
+    def _backward_by_shard(
+        self, samples: RolloutBatch, loss: Loss, temperature: float
+    ) -> tuple[ShardParts, torch.Tensor]:
+        """As :meth:`_backward`, one logical shard after another; Megatron reduces and divides nothing."""
+        assert self._strict is not None
+
+        def run(batches: MicroBatches, part: GradientPart, scale: torch.Tensor) -> None:
+            self._zero_gradients()
+            self.run_schedule(batches, self._loss_of(loss, temperature, part, scale), forward_only=False)
+
+        groups, shape = self._groups_by_shard(samples.lengths), self._batch_shape
+        shards = [form_micro_batches(samples, own, shape, self._device) for own in groups]
+        return self._strict.backward(shards, partial(self._sizes, loss=loss), run)
 
     def held_spans(self) -> list[tuple[Span, torch.Tensor]]:
         """This rank's spans of every Hugging Face tensor, with views of the data; a collective. Without adapters."""

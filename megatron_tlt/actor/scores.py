@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_tlt.actor.batches import MicroBatch
+from megatron_tlt.actor.context import gather_context
+from megatron_tlt.actor.log_probs import vocab_parallel_scores
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.device import current_device
 
@@ -36,6 +38,27 @@ def on_this_context_rank(batch: MicroBatch) -> MicroBatch:
     return batch.on_context_rank(
         parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     )
+
+
+def logit_scores(
+    logits_RTV: torch.Tensor, batch: MicroBatch, temperature: float, *, vocab_size: int, chunk_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of a micro-batch, (B, W) each, from this rank's share of its logits."""
+    share = logits_RTV.shape[-1]
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    labels = on_this_context_rank(batch).labels_RT
+    log_probs, entropy = vocab_parallel_scores(
+        logits_RTV.reshape(-1, share),
+        labels.reshape(-1),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        vocab_start=rank * share,
+        vocab_size=vocab_size,
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    group = parallel_state.get_context_parallel_group()
+    whole = [gather_context(v.view_as(labels), batch.cu_seqlens, group) for v in (log_probs, entropy)]
+    return batch.by_sample(whole[0]), batch.by_sample(whole[1])
 
 
 def assemble_scores(batch: RolloutBatch, samples: Iterable[int], collected: Iterable[ScoredTokens]) -> PolicyScores:

@@ -87,6 +87,14 @@ def gradient_of(parameter: Any) -> torch.Tensor:
     return found
 
 
+def sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's squares, a float64 number that depends on its values and shape alone."""
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    for piece in gradient.flatten().split(_NORM_NUMEL):  # float64 copies, one at a time
+        total += piece.double().square().sum()
+    return total
+
+
 def _held(model: MegatronModel, lora: LoraConfig | None) -> Iterator[_Held]:
     if lora is not None:
         for factor in (factor for chunk in model.chunks if hasattr(chunk, ADAPTERS) for factor in chunk.lora.factors):
@@ -270,8 +278,7 @@ class WholeTensorOptimizer:
         squares = torch.zeros(len(self.shapes), dtype=torch.float64, device=current_device().torch_device)
         for at, name in enumerate(self.shapes):
             if name in self.gradients:
-                for piece in self.gradients[name].flatten().split(_NORM_NUMEL):  # float64 copies, one at a time
-                    squares[at] += piece.double().square().sum()
+                squares[at] += sum_of_squares(self.gradients[name])
         dist.all_reduce(squares)
         return math.sqrt(math.fsum(squares.tolist()))
 

@@ -14,6 +14,7 @@ from megatron_tlt.cli.launch import LaunchStart
 from megatron_tlt.cli.planned import fitting_spot, layout_chooser, load_text, machine_of, mean_response
 from megatron_tlt.config.loader import RESOLVED, dump_resolved, load_resolved
 from megatron_tlt.config.schema import TltConfig, visible_gpus
+from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import recipe_folder
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
@@ -168,8 +169,9 @@ class ElasticNodes:
         return [came[at] for at in choice.nodes_of(devices)], {_CONFIG: dump_resolved(self._fitted(choice))}
 
     def _best(self, devices: Sequence[int]) -> ElasticChoice:
-        config = self._config
-        chooser = layout_chooser(config, machine_of(config, None), mean_response(None, config))
+        config, shards = self._config, logical_shards(self._config)
+        mean, strict = mean_response(None, config), shards is not None
+        chooser = layout_chooser(config, machine_of(config, None), mean, strict=strict, logical_shards=shards)
         return chooser.best(devices)
 
     def _fitted(self, choice: ElasticChoice) -> TltConfig:
@@ -183,6 +185,7 @@ class ElasticNodes:
             else:
                 values["actor"]["megatron"][key] = value
         layout = choice.layout
+        values["elastic"]["logical_shards"] = logical_shards(self._config)  # those of the whole launch
         if layout.dp < 2:
             values["stream"] = None
         if layout.dp * layout.cp < 2:

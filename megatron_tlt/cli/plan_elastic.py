@@ -12,6 +12,7 @@ from megatron_tlt.cli import runs
 from megatron_tlt.cli.plan_tables import table_of
 from megatron_tlt.cli.planned import layout_chooser, machine_of, mean_response
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.machine import documented
 from megatron_tlt.planning.scale_table import PAYS, ScaleRow, SizeChange, scale_table, size_changes, summarize_scale
@@ -36,9 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="seconds that a change of size takes (default: assumed ones, from disk, from snapshots and in process)",
     )
-    group.add_argument("--strict", action="store_true", help="only sizes whose gradients can be summed in one tree")
     group.add_argument(
-        "--logical-shards", metavar="V", type=int, help="leaves of that tree (default: the config's data parallelism)"
+        "--strict",
+        action="store_true",
+        help="only sizes whose gradients can be summed in one tree (default: elastic.strict)",
+    )
+    group.add_argument(
+        "--logical-shards",
+        metavar="V",
+        type=int,
+        help="leaves of that tree (default: elastic.logical_shards, or the config's data parallelism)",
     )
 
 
@@ -48,11 +56,14 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
         value = getattr(arguments, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{name.replace('_', '-')}: found {value:g}; allowed: above 0")
-    if arguments.logical_shards is not None and not arguments.strict:
+    own = logical_shards(config)
+    strict = arguments.strict or own is not None
+    if arguments.logical_shards is not None and not strict:
         raise ConfigError("--logical-shards: found without --strict; allowed: with it")
     machine, launcher = machine_of(config, arguments.devices), config.launcher
     mean = mean_response(arguments.mean_response, config)
-    chooser = layout_chooser(config, machine, mean, strict=arguments.strict, logical_shards=arguments.logical_shards)
+    shards = own if arguments.logical_shards is None else arguments.logical_shards
+    chooser = layout_chooser(config, machine, mean, strict=strict, logical_shards=shards)
     nodes = launcher.nnodes
     rows = scale_table(chooser, [*range(1, nodes + 1), 2 * nodes], launcher.nproc_per_node, nodes)
     mtbf = arguments.mtbf_hours_per_device or float(documented()["failures"]["device_mtbf_hours"]["value"])

@@ -28,6 +28,7 @@ from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.stream import stream_violations
+from megatron_tlt.config.strict import strict_violations
 from megatron_tlt.config.tail import tail_violations
 from megatron_tlt.errors import ConfigError
 
@@ -323,6 +324,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         _model(config, model, where),
         _recipe(config, model),
         _buffer(config, model),
+        strict_violations(config, model, where),
     )
     kinds = (
         _micro_batches,

@@ -22,9 +22,16 @@ class ElasticConfig(Section):
     parallelism stay. After a loss, nodes wait ``wait_s`` seconds at most for each other. A launcher that is started
     again on a lost node, with the same TLT_JOB, joins between two steps if that pays: a change of size takes
     ``reconfigure_s`` seconds (null: as assumed in planning/constants.yaml).
+
+    With ``strict`` equal responses lead to weights with equal bits under every number of pipeline stages and every
+    power-of-two data-parallel size: each batch is divided into ``logical_shards`` parts (null: the config's
+    data-parallel size), whose gradients are summed in one tree by deterministic kernels. Layouts that cannot be strict
+    are not chosen.
     """
 
     memory_dir: Path = Path("/dev/shm")
     min_devices: PositiveInt | None = None
     wait_s: PositiveFloat = 60.0
     reconfigure_s: NonNegativeFloat | None = None
+    strict: bool = False
+    logical_shards: PositiveInt | None = None

@@ -167,7 +167,8 @@ def _stage(job: Job, number: int, layers: int, one: LayerActivations) -> StageMe
     return StageMemory(
         held=own,
         weights=own.total * (1.0 if actor.trained == 1.0 else 1.0 + actor.trained) * actor.itemsize,
-        gradients=own.total * actor.trained * actor.gradient_bytes,
+        # sums of logical shards wait for their neighbour (actor.gradient_tree)
+        gradients=own.total * actor.trained * actor.gradient_bytes * actor.shards_of_rank.bit_length(),
         optimizer=optimizer,
         activations=_in_flight(job, number) * (_kept(actor, layers, one) + ends)
         + _transient(actor, layers, one)

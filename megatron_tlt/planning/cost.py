@@ -139,12 +139,14 @@ def _scatters(machine: Machine) -> int:
 def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *, forward_only: bool) -> float:
     """Seconds for ``sequences`` to pass through the model, over all data-parallel ranks together.
 
-    The slowest stage limits the pipeline; interleaving divides the bubble (2104.04473, section 2.2).
+    The slowest stage limits the pipeline; interleaving divides the bubble (2104.04473, section 2.2). In training, each
+    logical shard has one.
     """
     model, actor, layout = job.model, job.actor, job.actor.layout
     tokens = sequences / layout.dp * work.tokens
     room = max(1.0, actor.max_tokens * constants()["workload"]["packing"] // work.tokens) * work.tokens
-    count = max(1, round(tokens / room + 0.499))
+    flushes = 1 if forward_only else actor.shards_of_rank
+    count = max(flushes, round(tokens / room + 0.499))
     each = tokens / count
     one = layer_time(job, machine, each, work.attended)
     # collectives run again backward for the gradients, and once more if the layer is recomputed
@@ -173,7 +175,7 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
         # all ranks' work over the cores; while one rank waits, another computes
         busy = count * (sum(stages) / layout.pp + hop * (layout.vpp or 1))
         return busy * machine.sharing(job.world)
-    return (count + (layout.pp - 1) / (layout.vpp or 1)) * (max(stages) + hop * (layout.vpp or 1))
+    return (count + flushes * (layout.pp - 1) / (layout.vpp or 1)) * (max(stages) + hop * (layout.vpp or 1))
 
 
 def _accumulation(job: Job, machine: Machine, stage: StageMemory) -> float:

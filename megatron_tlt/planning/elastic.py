@@ -120,8 +120,8 @@ def best_layout(
         devices: devices left on each node, or a number of devices in full nodes.
         mean_response: tokens of a response on average.
         strict: only data-parallel sizes that are a power of two up to ``logical_shards``, so that gradients can be
-            summed in one tree over the logical shards whatever the size; with tied embeddings the pipeline neither
-            begins nor ends to be one.
+            summed in one tree over the logical shards whatever the size; no interleaved pipeline, whose micro-batches
+            depend on its stages; with tied embeddings the pipeline neither begins nor ends to be one.
         logical_shards: a power of two, at least the config's data parallelism; by default equal to that.
 
     Raises:
@@ -156,8 +156,9 @@ class LayoutChooser:
         strict: bool = False,
         logical_shards: int | None = None,
     ) -> None:
-        self._job, self._machine, self._plan, self._mean = job, machine, plan, mean_response
+        self._machine, self._plan, self._mean = machine, plan, mean_response
         self._shards = _checked_shards(job, logical_shards) if strict else None
+        self._job = replace(job, actor=replace(job.actor, logical_shards=self._shards))
         self._lengths = ResponseLengths.of(job, mean_response)
         self._work = Workload.of(job, self._lengths)
         self._actor = cache(self._actor_seconds)
@@ -224,7 +225,8 @@ class LayoutChooser:
                 continue
             if self._shards is not None and self._refused(pp, groups // pp):
                 continue
-            yield from dict.fromkeys(_divided(replace(own, world=shape.world, pp=pp), own, model.shape))
+            ways = dict.fromkeys(_divided(replace(own, world=shape.world, pp=pp), own, model.shape))
+            yield from (one for one in ways if self._shards is None or one.vpp is None)
 
     def _refused(self, pp: int, dp: int) -> bool:
         """Whether ``strict`` refuses the sizes."""
@@ -335,7 +337,10 @@ class LayoutChooser:
             "rank"
         )
         if self._shards is not None:
-            lines.append(f"strict: allowed: data parallelism that is a power of two, at most {self._shards}")
+            lines.append(
+                f"strict: allowed: data parallelism that is a power of two, at most {self._shards}, and no interleaved "
+                "pipeline"
+            )
             if job.model.tied:
                 lines.append(f"{_TIED} {'1' if own.pp == 1 else '2 or more'}, as in the config")
         return "\n".join(lines)

@@ -8,6 +8,7 @@ from megatron_tlt.config.drafter_kinds import kind_of
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.lora_weights import PROJECTIONS
 from megatron_tlt.planning.model_size import ModelSize
@@ -59,10 +60,17 @@ class ActorJob:
     """Weights of the largest Hugging Face tensor that is trained."""
     largest_stepped: int = 0
     """As above, of those that ``actor.optimizer`` steps, without those of a split."""
+    logical_shards: int | None = None
+    """Parts of a batch whose gradients are summed in one tree (``elastic.strict``)."""
 
     @property
     def itemsize(self) -> int:
         return 2 if self.bf16 else 4
+
+    @property
+    def shards_of_rank(self) -> int:
+        """Parts of a data-parallel rank's batch that pass through the pipeline by themselves."""
+        return 1 if self.logical_shards is None else max(1, self.logical_shards // self.layout.dp)
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,7 @@ def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
         trained=1.0 if actor.lora is None else adapter_weights(model, actor.lora) / model.parameters,
         largest_tensor=in_layers if actor.lora is not None else max(in_layers, width * embedding),
         largest_stepped=in_layers if of_layers else max(in_layers, width * embedding),
+        logical_shards=logical_shards(config),
     )
 
 

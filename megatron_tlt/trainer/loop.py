@@ -13,6 +13,7 @@ from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.checkpoint.parts import CheckpointPart
 from megatron_tlt.config.schema import TltConfig
+from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.data.tokenizer import load_tokenizer
 from megatron_tlt.drafter.folder import NEWEST_DRAFTER
 from megatron_tlt.environments.pool import EnvironmentPool
@@ -86,7 +87,8 @@ class Run:
         self._watch.begin("start")
         if not read_only:
             check_coordinator_host(config)
-        seed_everything(config.run.seed, config.run.deterministic)
+        strict = logical_shards(config) is not None
+        seed_everything(config.run.seed, config.run.deterministic or strict)
         self._folder = Path(config.run.dir)
         self.timeline = Timeline(rank(), None if read_only else self._folder)
         source = model_folder(config)
@@ -95,8 +97,9 @@ class Run:
         if not config.model.verify:
             warn(f"model.verify is false: the weights in {source} are not verified")
         self.policy = Policy(
-            source, config.actor, config.run.seed, total_steps=config.trainer.updates, verify=config.model.verify
-        )
+            source, config.actor, config.run.seed,
+            total_steps=config.trainer.updates, verify=config.model.verify, logical_shards=logical_shards(config),
+        )  # fmt: skip
         self._reference = self._build_reference(source)
         self.drafting = (
             DrafterManager(config, self._side_files, self._folder, self.policy, read_only=read_only)
@@ -198,7 +201,10 @@ class Run:
             return None
         teacher = settings.reference
         verify = teacher is not None and config.model.verify  # the policy's own weights are verified already
-        policy = Policy(teacher or initial, config.actor, config.run.seed, trainable=False, verify=verify)
+        policy = Policy(
+            teacher or initial, config.actor, config.run.seed,
+            trainable=False, verify=verify, logical_shards=logical_shards(config),
+        )  # fmt: skip
         return ReferencePolicy(policy, settings, self._folder / "reference", self._folder / "checkpoints")
 
     def train(self) -> None:

@@ -64,6 +64,18 @@ def test_with_fewer_the_layout_fits_and_batch_and_groups_stay(
     assert a["actor"] == b["actor"]
 
 
+def test_a_strict_launch_keeps_its_logical_shards_and_chooses_layouts_that_keep_the_bits(tmp_path: Path) -> None:
+    off = ("actor.ddp.overlap_grad_reduce=false", "actor.ddp.overlap_param_gather=false")
+    config = config_of(tmp_path, "elastic.strict=true", *off)
+    whole = job_of(config).actor
+    assert whole.logical_shards == whole.layout.dp
+    for devices in ((8, 8, 8), (8, 8)):
+        _, found = chosen(config, tmp_path, *devices)
+        actor = job_of(found).actor
+        assert actor.layout.dp in (1, 2, 4) and actor.layout.dp <= whole.layout.dp
+        assert actor.logical_shards == whole.logical_shards and actor.layout.vpp is None
+
+
 def test_too_few_devices_are_refused_with_what_was_found(tmp_path: Path) -> None:
     elastic = ElasticNodes(config_of(tmp_path, "elastic.min_devices=24"))
     with pytest.raises(

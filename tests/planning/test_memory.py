@@ -85,6 +85,13 @@ def test_adapters_are_counted_as_their_tensors(family: str, targets: tuple[Any, 
     )
 
 
+def test_a_rank_keeps_a_sum_of_gradients_for_each_level_of_its_part_of_the_tree() -> None:
+    (own,) = stage_memory(job(layout=Layout(2)))
+    for shards, sums in ((None, 0), (2, 0), (4, 1), (8, 2)):
+        (stage,) = stage_memory(job(layout=Layout(2), logical_shards=shards))
+        assert stage.gradients == (1 + sums) * own.gradients and stage.optimizer == own.optimizer
+
+
 def test_frozen_weights_have_neither_gradients_nor_states() -> None:
     (whole,), (few,) = stage_memory(job(trained=1.0)), stage_memory(job(trained=0.01))
     assert few.gradients == pytest.approx(0.01 * whole.gradients)

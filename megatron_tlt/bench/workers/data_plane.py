@@ -120,6 +120,7 @@ class _NoModel(Policy):
         self.model: Any = SimpleNamespace(config=config, chunks=[None], ddp_chunks=[], attention_share=0.0)
         self.optimizer = None
         self._routing = RouterReplays([], config)
+        self._logical_shards = None
         self.memory: Any = SimpleNamespace(reload=lambda: None, offload=lambda: None)
 
     def micro_batches(self, samples: Any, alone: bool = False) -> Any:
