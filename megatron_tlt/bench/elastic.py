@@ -1,6 +1,6 @@
 """From the kill of a rank to the next update: restarts from memory against restarts from checkpoints; resumable.
 
-Also the time that copies into memory take of each step.
+Also the time that copies into memory take of each step, and the bits of training under many layouts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from megatron_tlt.bench.elastic_layouts import measure_layouts, rows_of, worst
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.training_runs import kept_result
 from megatron_tlt.errors import RunError
@@ -34,6 +35,8 @@ ARMS: dict[str, list[str]] = {
 KILLED_AFTER = 2
 """The step after which a rank is killed, while the next one decodes."""
 _STEPS = 4
+_PER_BATCH = 2
+"""Updates on each batch of the training under many layouts."""
 _INTO_STEP_S = 1.0
 _POLL_S = 0.02
 _TIMEOUT_S = 1800.0
@@ -43,12 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=Path("launch/quickstart-deterministic.yaml"))
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats (%(default)s)")
+    parser.add_argument("--updates", type=int, default=50, help="updates under each layout (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/elastic"), help="folder of the runs")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no later run; run again for the rest")
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per run; targets: a restart from memory in 0.9 of the time, and copies in 1 % of a step.
+    """A row per run and layout; targets: a restart from memory in 0.9 of the time, copies in 1 % of a step, equal bits.
 
     Raises:
         ConfigError: an existing result has other settings.
@@ -65,7 +69,13 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
                 measured = _killed(arguments, arm, arguments.folder / f"{arm}-{repeat}")
                 atomic_write_text(out, json.dumps(measured))
             found[arm].append(json.loads(out.read_text(encoding="utf-8")))
-    return judge(found, arguments.repeats)
+    layouts = None
+    out = arguments.folder / "layouts.json"
+    if kept_result(out, [str(arguments.updates)]) or time.monotonic() - began < 60 * arguments.minutes:
+        if not out.is_file():
+            atomic_write_text(out, json.dumps(measure_layouts(arguments.updates // _PER_BATCH, _PER_BATCH, _TIMEOUT_S)))
+        layouts = json.loads(out.read_text(encoding="utf-8"))
+    return judge(found, arguments.repeats, layouts)
 
 
 def _killed(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
@@ -117,7 +127,9 @@ def _last_rank(launcher: int) -> int:
     return ranks[max(ranks)]
 
 
-def judge(found: Mapping[str, Sequence[Mapping[str, Any]]], repeats: int) -> BenchmarkResult:
+def judge(
+    found: Mapping[str, Sequence[Mapping[str, Any]]], repeats: int, layouts: Mapping[str, Any] | None = None
+) -> BenchmarkResult:
     """Rows of what has run; targets when all have."""
     result = BenchmarkResult(environment=describe_environment(), name="elastic")
     for arm, rows in found.items():
@@ -132,6 +144,12 @@ def judge(found: Mapping[str, Sequence[Mapping[str, Any]]], repeats: int) -> Ben
                     "copy (ms)": None if copies is None else 1e3 * copies,
                 }
             )
+    bits = "tensors with other bits, at most, under any layout"
+    if layouts is None:
+        result.incomplete(bits)
+    else:
+        result.rows += rows_of(layouts)
+        result.target(bits, worst(rows_of(layouts)), "==", 0)
     complete = all(len(rows) == repeats for rows in found.values())
     seconds, copied = "kill to next update, memory over checkpoint", "copies into memory, share of a step"
     if not complete or repeats < 2:

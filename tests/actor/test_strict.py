@@ -8,47 +8,37 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.bench.elastic_layouts import LOGICAL_SHARDS, SIZES, layout, name_of
 from megatron_tlt.bench.tiny_models import write_tiny_model
 from tests.helpers.launch import run_torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 WORKER = Path(__file__).parent / "workers" / "strict.py"
-SHARDS = 4
-SHORT = {"pp": "pipeline_model_parallel_size", "tp": "tensor_model_parallel_size", "sp": "sequence_parallel"}
-SHORT |= {end: f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")} | {"bf16": "bf16"}
 Layouts = dict[int, dict[str, dict[str, Any]]]
 Rows = dict[str, dict[str, Any]]
+TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-def layout(shards: int | None = SHARDS, **options: int | bool) -> dict[str, Any]:
-    return {"megatron": {SHORT[name]: value for name, value in options.items()}, "logical_shards": shards}
+def sizes(*wanted: str, strict: bool = True, **options: Any) -> dict[str, dict[str, Any]]:
+    """Layouts of ``bench.elastic_layouts`` by their names."""
+    names = {name_of(stages, replicas): stages for stages, replicas in SIZES}
+    shards, prefix = (LOGICAL_SHARDS, "") if strict else (None, "plain ")
+    return {f"{prefix}{name}": layout(shards, names[name], **options) for name in wanted}
 
 
-STAGES: dict[int, dict[str, int]] = {
-    1: {},
-    2: {"pp": 2, "first": 3},
-    3: {"pp": 3, "first": 2, "last": 1},
-    4: {"pp": 4, "first": 2},
-}
-"""Five layers on so many stages."""
-SIZES: Layouts = {
-    1: {"pp1 dp1": layout(), "plain pp1 dp1": layout(None)},
-    2: {"pp1 dp2": layout(), "pp2 dp1": layout(**STAGES[2])},
-    3: {"pp3 dp1": layout(**STAGES[3]), "plain pp3 dp1": layout(None, **STAGES[3])},
-    4: {
-        "pp1 dp4": layout(),
-        "pp2 dp2": layout(**STAGES[2]),
-        "pp4 dp1": layout(**STAGES[4]),
-        "plain pp1 dp4": layout(None),
-    },
+ALL: Layouts = {
+    1: sizes("pp1 dp1") | sizes("pp1 dp1", strict=False),
+    2: sizes("pp1 dp2", "pp2 dp1"),
+    3: sizes("pp3 dp1") | sizes("pp3 dp1", strict=False),
+    4: sizes("pp1 dp4", "pp2 dp2", "pp4 dp1") | sizes("pp1 dp4", strict=False),
 }
 TENSOR: Layouts = {
-    2: {"pp1 dp1": layout(tp=2, sp=True), "plain pp1 dp1": layout(None, tp=2, sp=True)},
-    4: {"pp1 dp2": layout(tp=2, sp=True), "pp2 dp1": layout(**STAGES[2], tp=2, sp=True)},
+    2: sizes("pp1 dp1", **TENSOR_PARALLEL) | sizes("pp1 dp1", strict=False, **TENSOR_PARALLEL),
+    4: sizes("pp1 dp2", "pp2 dp1", **TENSOR_PARALLEL),
 }
 HALF: Layouts = {
-    1: {"pp1 dp1": layout(bf16=True), "plain pp1 dp1": layout(None, bf16=True)},
-    4: {"pp1 dp4": layout(bf16=True), "pp2 dp2": layout(**STAGES[2], bf16=True)},
+    1: sizes("pp1 dp1", bf16=True) | sizes("pp1 dp1", strict=False, bf16=True),
+    4: sizes("pp1 dp4", "pp2 dp2", bf16=True),
 }
 
 
@@ -77,7 +67,7 @@ def check_equal_bits(rows: Rows, updates: int) -> None:
 
 @pytest.mark.slow
 def test_every_size_leads_to_the_same_bits(tmp_path: Path) -> None:
-    rows = trained(SIZES, tmp_path, batches=5, mini_batches=2)
+    rows = trained(ALL, tmp_path, batches=5, mini_batches=2)
     check_equal_bits(rows, updates=10)
     # the test can fail: Megatron's own sums and norm depend on both sizes
     plain = {name: row for name, row in rows.items() if name.startswith("plain")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_tlt.bench import elastic
+from megatron_tlt.bench.elastic_layouts import SIZES, name_of
 from megatron_tlt.config.loader import load_config
 from tests.helpers.launch import REPOSITORY
 
@@ -26,8 +27,22 @@ def test_a_restart_and_the_copies_are_judged() -> None:
         "memory": [trial(30.0, 0.02), trial(34.0, 0.04)],
     }
     result = elastic.judge(found, repeats=2)
-    assert [target["met"] for target in result.targets.values()] == [True, True]
+    assert [target["met"] for target in result.targets.values()] == [False, True, True], "no layouts were measured"
     assert result.rows[-1]["ratio"] == 32 / 42 and result.rows[0]["copy (ms)"] is None
     assert result.rows[2]["copy (ms)"] == 20.0 and result.rows[2]["kill to next update (s)"] == 30.0
     found["memory"].pop()
     assert {target["op"] for target in elastic.judge(found, repeats=2).targets.values()} == {"incomplete"}
+
+
+def test_one_tensor_with_other_bits_is_enough() -> None:
+    def row(value: str) -> dict[str, Any]:
+        return {"hashes": {"a": "1", "b": value}, "updates": [{}] * 4, "seconds": [9.0, 1.0, 2.0]}
+
+    nothing: dict[str, list[dict[str, Any]]] = {"checkpoint": [], "memory": []}
+    layouts = {name_of(*size, strict=strict): row("2") for size in SIZES for strict in (True, False)}
+    layouts[name_of(2, 2, strict=False)] = row("3")
+    same = elastic.judge(nothing, 2, layouts)
+    assert same.targets["tensors with other bits, at most, under any layout"]["met"]
+    assert [each["other bits, plain"] for each in same.rows] == [0] * (len(SIZES) - 1) + [1]
+    layouts[name_of(4, 1)] = row("3")
+    assert not elastic.judge(nothing, 2, layouts).targets["tensors with other bits, at most, under any layout"]["met"]
