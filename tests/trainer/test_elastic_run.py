@@ -30,9 +30,16 @@ ELASTIC = (
 )
 
 
-def slow_down(mark: str, rank: int, ends: threading.Event) -> None:
-    """Lets a rank run for a sixth of the time, until it is gone."""
-    process = worker_of(mark, rank)
+def only_worker_of(mark: str) -> int:
+    """The process of a launcher's only rank, whose number torchrun chooses."""
+    for rank in range(2):
+        with contextlib.suppress(LookupError):
+            return worker_of(mark, rank)
+    raise LookupError(f"no rank of {mark}")
+
+
+def slow_down(process: int, ends: threading.Event) -> None:
+    """Lets a process run for a sixth of the time, until it is gone."""
     with contextlib.suppress(ProcessLookupError):
         while not ends.is_set():
             os.kill(process, signal.SIGSTOP)
@@ -51,7 +58,7 @@ def test_a_slow_node_is_left_out_until_the_launch_ends(runs: Runs, tmp_path: Pat
     ]
     wait_for_rows(runs, "slow-node", 2, nodes[0])
     ends = threading.Event()
-    slows = threading.Thread(target=slow_down, args=(runs.started["slow-node-1"], 1, ends))
+    slows = threading.Thread(target=slow_down, args=(only_worker_of(runs.started["slow-node-1"]), ends))
     slows.start()
     try:
         statuses = [process.wait(600 * slowness()) for process in nodes]
