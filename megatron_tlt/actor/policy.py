@@ -29,8 +29,10 @@ from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_score
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.optimizer import LrScheduleConfig
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.config.speeds import slowest_of
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 from megatron_tlt.reshard.views import ViewCache
@@ -47,6 +49,7 @@ class Policy:
         lr_schedule: that of ``actor.lr_schedule`` if None.
         trainable: False builds a frozen reference without gradients or optimizer.
         verify: compare the weights with the folder's manifest first.
+        speeds: relative ones of all ranks, by which shares are divided; None: evenly.
 
     Raises:
         ConfigError: invalid model, layout or optimizer.
@@ -62,6 +65,7 @@ class Policy:
         lr_schedule: LrScheduleConfig | None = None,
         trainable: bool = True,
         verify: bool = True,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self._actor = actor
         self._device = current_device().torch_device
@@ -70,6 +74,8 @@ class Policy:
         self.model = build_model(
             model_folder, actor, seed, trainable=trainable, verify=verify, distributed_optimizer=sharded
         )
+        self.speeds = None if speeds is None else slowest_of(all_gather_data(self.replica, int), speeds)
+        """Of the data-parallel ranks: the slowest rank's of each."""
         self.optimizer: Any = None
         self.scheduler: Any = None
         if trainable:
@@ -124,12 +130,13 @@ class Policy:
     def _groups(self, lengths: Sequence[int], alone: bool = False) -> list[list[int]]:
         """This data-parallel rank's micro-batches, as indices into ``lengths``; with ``alone`` it takes all samples."""
         ranks = 1 if alone else parallel_state.get_data_parallel_world_size()
-        return plan_shares(lengths, self._batch_shape, ranks)[0 if alone else self.replica]
+        speeds = None if alone else self.speeds
+        return plan_shares(lengths, self._batch_shape, ranks, speeds)[0 if alone else self.replica]
 
     def share(self, lengths: Sequence[int]) -> list[int]:
         """The samples of a batch that this rank computes on, ascending; equal on all ranks of a data-parallel rank.
 
-        ``lengths`` are the numbers of tokens of all samples, prompt and response. Depends on nothing but the layout.
+        ``lengths`` are the numbers of tokens of all samples, prompt and response. Depends on layout and speeds alone.
 
         Raises:
             ConfigError: a sample is longer than a micro-batch may be.
