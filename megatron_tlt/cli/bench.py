@@ -34,6 +34,7 @@ _NAMES = (
     "rollout",
     "router",
     "schedules",
+    "shares",
     "simulate",
     "speculation",
     "spot",
