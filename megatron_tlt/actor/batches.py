@@ -177,15 +177,19 @@ class BatchShape:
     context_parallel_size: int = 1
 
 
-def plan_shares(lengths: Sequence[int], shape: BatchShape, ranks: int) -> list[list[list[int]]]:
+def plan_shares(
+    lengths: Sequence[int], shape: BatchShape, ranks: int, speeds: Sequence[float] | None = None
+) -> list[list[list[int]]]:
     """The micro-batches of each data-parallel rank, as lists of indices into ``lengths``: at least one, maybe empty.
+
+    ``speeds``: of each of the ranks, relative to each other; None: equal.
 
     Raises:
         ConfigError: a sequence is longer than ``shape.max_tokens``.
     """
     costs = [sequence_cost(length, shape.attention_share) for length in lengths]
     shares = []
-    for share in balance(costs, ranks):
+    for share in balance(costs, ranks, speeds):
         own, own_costs = [lengths[i] for i in share], [costs[i] for i in share]
         plan = (
             plan_packs(own, own_costs, shape.max_tokens) if shape.packed else plan_micro_batches(own, shape.max_tokens)

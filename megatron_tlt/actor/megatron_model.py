@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
+from megatron_tlt.actor.batches import BatchShape
 from megatron_tlt.actor.megatron_config import initialize_parallel_state, scale_rotary, transformer_config
 from megatron_tlt.actor.megatron_layers import block_spec
 from megatron_tlt.actor.megatron_lora import add_adapters, check_lora
@@ -140,3 +141,17 @@ def build_model(
         for chunk in chunks:
             chunk.requires_grad_(False)
     return MegatronModel(hf_config, config, weights, chunks, ddp_chunks)
+
+
+def batch_shape(model: MegatronModel, actor: ActorConfig) -> BatchShape:
+    """How the model takes micro-batches."""
+    config = model.config
+    return BatchShape(
+        max_tokens=actor.max_tokens_per_micro_batch,
+        packed=actor.packing,
+        attention_share=model.attention_share,
+        count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
+        equal_counts=config.expert_model_parallel_size > 1,
+        sequence_parallel_size=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        context_parallel_size=config.context_parallel_size,
+    )

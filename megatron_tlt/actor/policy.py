@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_tlt.actor.batches import BatchShape, MicroBatch, MicroBatches, form_micro_batches, plan_shares
+from megatron_tlt.actor.batches import MicroBatch, MicroBatches, form_micro_batches, plan_shares
 from megatron_tlt.actor.gradient_part import GradientPart, ShardParts
 from megatron_tlt.actor.gradient_tree import own_shards
 from megatron_tlt.actor.hidden_states import Holder, StateExchange
 from megatron_tlt.actor.megatron_aux_layers import holders, record_hidden_states
 from megatron_tlt.actor.megatron_config import parallel_sizes
 from megatron_tlt.actor.megatron_lora import adapter_spans, export_adapters, export_merged
-from megatron_tlt.actor.megatron_model import build_model
+from megatron_tlt.actor.megatron_model import batch_shape, build_model
 from megatron_tlt.actor.megatron_offload import PhaseOffload, gradient_buffers
 from megatron_tlt.actor.megatron_optimizer import ChosenOptimizers, Judge, build_optimizer, chosen_optimizers, take_step
 from megatron_tlt.actor.megatron_pass_clock import PassClock
@@ -30,8 +30,10 @@ from megatron_tlt.actor.scores import PolicyScores, ScoredTokens, assemble_score
 from megatron_tlt.algorithms.losses import Loss
 from megatron_tlt.config.optimizer import LrScheduleConfig
 from megatron_tlt.config.schema import ActorConfig
+from megatron_tlt.config.speeds import slowest_of
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
 from megatron_tlt.reshard.spans import Span
 from megatron_tlt.reshard.views import ViewCache
@@ -50,6 +52,7 @@ class Policy:
         verify: compare the weights with the folder's manifest first.
         logical_shards: division of each batch, of which data-parallel ranks have equal parts: scores and updates have
             the same bits for every pipeline and power-of-two data-parallel size. None divides it among the ranks.
+        speeds: relative ones of all ranks, by which shares are divided; None: evenly.
 
     Raises:
         ConfigError: invalid model, layout or optimizer.
@@ -66,6 +69,7 @@ class Policy:
         trainable: bool = True,
         verify: bool = True,
         logical_shards: int | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self._actor = actor
         self._device = current_device().torch_device
@@ -74,6 +78,8 @@ class Policy:
         self.model = build_model(
             model_folder, actor, seed, trainable=trainable, verify=verify, distributed_optimizer=sharded
         )
+        self.speeds = None if speeds is None else slowest_of(all_gather_data(self.replica, int), speeds)
+        """Of the data-parallel ranks: the slowest rank's of each."""
         self.optimizer: Any = None
         self.scheduler: Any = None
         if trainable:
@@ -82,6 +88,7 @@ class Policy:
                 self.model, actor, chosen, total_steps=total_steps, lr_schedule=schedule
             )
         self._logical_shards = logical_shards
+        self._batch_shape = batch_shape(self.model, actor)
         self._strict = StrictGradients(self.model, logical_shards) if trainable and logical_shards else None
         self._routing = RouterReplays(self.model.chunks, self.model.config)
         self._part: GradientPart | None = None  # what the next update's gradient has already
@@ -108,19 +115,6 @@ class Policy:
         """The data-parallel rank of this rank, which all ranks of one copy of the weights share."""
         return int(parallel_state.get_data_parallel_rank())
 
-    @property
-    def _batch_shape(self) -> BatchShape:
-        config = self.model.config
-        return BatchShape(
-            max_tokens=self._actor.max_tokens_per_micro_batch,
-            packed=self._actor.packing,
-            attention_share=self.model.attention_share,
-            count_multiple_of=config.pipeline_model_parallel_size if len(self.model.chunks) > 1 else 1,
-            equal_counts=config.expert_model_parallel_size > 1,
-            sequence_parallel_size=config.tensor_model_parallel_size if config.sequence_parallel else 1,
-            context_parallel_size=config.context_parallel_size,
-        )
-
     def _groups(self, lengths: Sequence[int], alone: bool = False) -> list[list[int]]:
         """This data-parallel rank's micro-batches, as indices into ``lengths``; with ``alone`` it takes all samples."""
         return [group for groups in self._groups_by_shard(lengths, alone) for group in groups]
@@ -128,12 +122,13 @@ class Policy:
     def _groups_by_shard(self, lengths: Sequence[int], alone: bool = False) -> list[list[list[int]]]:
         ranks, rank = (1, 0) if alone else (parallel_state.get_data_parallel_world_size(), self.replica)
         own = range(rank, rank + 1) if self._logical_shards is None else own_shards(self._logical_shards, ranks, rank)
-        return plan_shares(lengths, self._batch_shape, self._logical_shards or ranks)[own.start : own.stop]
+        shares = self._logical_shards or ranks
+        return plan_shares(lengths, self._batch_shape, shares, None if alone else self.speeds)[own.start : own.stop]
 
     def share(self, lengths: Sequence[int]) -> list[int]:
         """The samples of a batch that this rank computes on, ascending; equal on all ranks of a data-parallel rank.
 
-        ``lengths`` are the numbers of tokens of all samples, prompt and response. Depends on nothing but the layout.
+        ``lengths`` are the numbers of tokens of all samples, prompt and response. Depends on layout and speeds alone.
 
         Raises:
             ConfigError: a sample is longer than a micro-batch may be.

@@ -21,7 +21,7 @@ from megatron_tlt.speculation.ngram import NgramDrafter
 from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
 from megatron_tlt.tasks.seeding import stable_int
-from megatron_tlt.trainer.dealing import engine_of
+from megatron_tlt.trainer.dealing import Dealing
 
 WINDOWS = (0, 1, 4, 16)
 OURS = "suffix, window 16"
@@ -57,14 +57,14 @@ def decode(
     Each engine has a drafter. An epoch is a training step: its problems are assigned to the engines in their order in
     the step, as by the trainer; afterwards every engine receives all responses of the step.
     """
-    accepted_per_round = []
+    accepted_per_round, dealing = [], Dealing(len(drafters))
     for _, group in groupby(responses, lambda response: response.epoch):
         epoch = list(group)
         positions = {problem: i for i, problem in enumerate(dict.fromkeys(response.problem for response in epoch))}
         accepted = rounds = 0
         for engine, drafter in enumerate(drafters):
             drafter.begin_step()
-            share = [r for r in epoch if engine_of(positions[r.problem], len(drafters)) == engine]
+            share = [r for r in epoch if dealing.engine_of(positions[r.problem]) == engine]
             more, more_rounds = _decode_share(drafter, share, concurrent, drafts)
             accepted, rounds = accepted + more, rounds + more_rounds
         for drafter in drafters:

@@ -35,6 +35,7 @@ _NAMES = (
     "rollout",
     "router",
     "schedules",
+    "shares",
     "simulate",
     "speculation",
     "spot",

@@ -14,6 +14,7 @@ from megatron_tlt.cli.launch import LaunchStart
 from megatron_tlt.cli.planned import fitting_spot, layout_chooser, load_text, machine_of, mean_response
 from megatron_tlt.config.loader import RESOLVED, dump_resolved, load_resolved
 from megatron_tlt.config.schema import TltConfig, visible_gpus
+from megatron_tlt.config.speeds import fitting_speeds, speeds_of_part
 from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import recipe_folder
@@ -142,6 +143,9 @@ class ElasticNodes:
         dropped = [name for name in ("spot", "stream") if getattr(self._config, name) and not getattr(config, name)]
         if self._config.integrity.replicas_every and not config.integrity.replicas_every:
             dropped.append("integrity.replicas_every")
+        for name in ("rollout", "actor"):
+            if getattr(self._config.speeds, name, None) and not getattr(config.speeds, name, None):
+                dropped.append(f"speeds.{name}")
         without = f", without {', '.join(dropped)}, which the layout cannot have" if dropped else ""
         line = f"warning: the run goes on with {devices} ({nodes}): actor {layout}{without}"
         print(line, file=sys.stderr, flush=True)
@@ -166,7 +170,8 @@ class ElasticNodes:
                 f"elastic.min_devices: found {choice.used if choice else 0} usable devices ({names}); allowed: at "
                 f"least {least}"
             )
-        return [came[at] for at in choice.nodes_of(devices)], {_CONFIG: dump_resolved(self._fitted(choice))}
+        used = [came[at] for at in choice.nodes_of(devices)]
+        return used, {_CONFIG: dump_resolved(self._fitted(choice, used))}
 
     def _best(self, devices: Sequence[int]) -> ElasticChoice:
         config, shards = self._config, logical_shards(self._config)
@@ -174,8 +179,8 @@ class ElasticNodes:
         chooser = layout_chooser(config, machine_of(config, None), mean, strict=strict, logical_shards=shards)
         return chooser.best(devices)
 
-    def _fitted(self, choice: ElasticChoice) -> TltConfig:
-        """The run's config with the choice's layout; raises ConfigError if the two cannot be combined."""
+    def _fitted(self, choice: ElasticChoice, used: Sequence[LaunchMember]) -> TltConfig:
+        """The run's config with the choice's layout on these nodes; raises ConfigError if they cannot be combined."""
         values: dict[str, Any] = yaml.safe_load(dump_resolved(self._config))
         chosen = choice.overrides()
         values["launcher"] |= chosen["launcher"]
@@ -195,8 +200,11 @@ class ElasticNodes:
         spot = fitting_spot(self._config, choice.job.engines)
         if "spot" in spot:
             values["spot"] = values["spot"] | spot["spot"] | {"min_entries": None} if spot["spot"] else None
+        values["speeds"] = None
         path = self._config.run.dir / "logs" / f"config.node{self._own.index}.fitted.yaml"
-        return load_text(path, yaml.safe_dump(values, sort_keys=False, width=1000), load_resolved)
+        found = load_text(path, yaml.safe_dump(values, sort_keys=False, width=1000), load_resolved)
+        part = speeds_of_part(self._config, [member.index for member in used], choice.per_node)
+        return found.model_copy(update={"speeds": fitting_speeds(found, part)})
 
     def _pays(self) -> bool:
         """Whether a place for this node makes up for the restart before the run ends and the next failure comes."""
@@ -207,8 +215,10 @@ class ElasticNodes:
         with contextlib.suppress(ConfigError, RunError):
             members = {member.index: member for member in found.members}
             now = self._best([member.devices for member in members.values()])
-            grown = self._best([member.devices for member in (members | {self._own.index: self._own}).values()])
-            self._fitted(grown)  # or the launch would end the ranks for a config that nobody can use
+            more = [*(members | {self._own.index: self._own}).values()]
+            grown = self._best([member.devices for member in more])
+            used = [more[at] for at in grown.nodes_of([member.devices for member in more])]
+            self._fitted(grown, used)  # or the launch would end the ranks for a config that nobody can use
             taken = documented()["recovery"]["snapshots_s"]["value"]
             seconds = taken if self._elastic.reconfigure_s is None else self._elastic.reconfigure_s
             speedup = now.total / grown.total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from dataclasses import asdict
 
@@ -19,6 +20,7 @@ from megatron_tlt.planning.hetero.cost import CostModel
 from megatron_tlt.planning.hetero.plan import Plan
 from megatron_tlt.planning.hetero.report import PlanReport, describe
 from megatron_tlt.planning.hetero.search import search
+from megatron_tlt.planning.hetero.speeds import SpeedLists, speeds_of
 from megatron_tlt.planning.hetero.uniform import uniform_plan
 from megatron_tlt.planning.hetero.workflow import Workflow, workflow_of
 from megatron_tlt.planning.model_size import ModelSize
@@ -48,34 +50,49 @@ def run(arguments: argparse.Namespace, config: TltConfig) -> int:
     # a model that treats devices as equal, but balances shares by speed
     equal = uniform_plan(even).plan
     found = search(model, arguments.evaluations, arguments.seed)
-    plan = min((found.plan, equal), key=lambda one: model(one).seconds)
+    # one world: all tasks take turns on all devices, with even layers and with shares by speed
+    as_run = CostModel(cluster, workflow, as_run=True)
+    equal_nodes = len(set(Counter(cluster.node_of).values())) == 1
+    today = uniform_plan(as_run, whole=True).plan if equal_nodes else None
+    plan = min((found.plan, equal, *([today] if today else [])), key=lambda one: model(one).seconds)
     report = describe(model, plan)
     if report.shortages:
         lines = "\n".join(f"{arguments.cluster}: {line}" for line in report.shortages)
         raise ConfigError(f"{lines}\n{arguments.cluster}: none of {found.evaluations} plans fits; this was the nearest")
-    # one world: all tasks take turns on all devices, with even shares
-    equal_nodes = len(set(Counter(cluster.node_of).values())) == 1
-    today = uniform_plan(even, whole=True).plan if equal_nodes else None
-    today_report = describe(even, today) if today is not None else None
-    _print(cluster, workflow, mean, report, today_report)
+    today_report = describe(as_run, today) if today is not None else None
+    speeds, even_seconds = None, None
+    if today is not None and today_report is not None and not today_report.shortages:
+        speeds = speeds_of(as_run, today, config.trainer.prompts_per_step)
+        even_seconds = uniform_plan(even, whole=True).seconds
+    _print(cluster, workflow, mean, report, today_report, speeds, even_seconds)
     figures = {
         "cluster": cluster.summary(),
         "best": asdict(report),
         "runs_today": today_report and asdict(today_report),
+        "speeds": speeds,
+        "even_shares_seconds": even_seconds,
     }
     runs.write_json(arguments.json, figures)
     if arguments.write is not None:
         if today is None or today_report is None or today_report.shortages:
             why = _UNEQUAL_NODES if today_report is None else "; ".join(today_report.shortages)
             raise ConfigError(f"--write: nothing that can run today fits {arguments.cluster}: {why}")
-        _write(arguments, config, cluster, workflow, today)
+        _write(arguments, config, cluster, workflow, today, speeds)
     return 0
 
 
 _UNEQUAL_NODES = "every node needs the same number of devices, divisible by engines and stages"
 
 
-def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport, today: PlanReport | None) -> None:
+def _print(
+    cluster: Cluster,
+    workflow: Workflow,
+    mean: float,
+    report: PlanReport,
+    today: PlanReport | None,
+    speeds: SpeedLists | None,
+    even_seconds: float | None,
+) -> None:
     console = Console(highlight=False)
     console.print(f"{cluster.summary()}; responses of {mean:g} tokens on average")
     way = "one step ahead" if workflow.asynchronous else "synchronous"
@@ -94,10 +111,25 @@ def _print(cluster: Cluster, workflow: Workflow, mean: float, report: PlanReport
             f"one world over all devices, which is what runs today: {today.step_seconds:.1f} s a step, {ratio:.2f} "
             f"times the best plan's ({layouts})"
         )
+        if speeds is None:
+            console.print("all replicas and engines of it are equally fast, so shares are even")
+        else:
+            assert even_seconds is not None
+            # one line, so that it can be copied
+            console.print("its shares, for the launch config (nodes in the order of the cluster file):")
+            console.print(f"speeds: {json.dumps(speeds)}", soft_wrap=True)
+            console.print(f"with even shares, without this key: {even_seconds:.1f} s a step")
 
 
-def _write(arguments: argparse.Namespace, config: TltConfig, cluster: Cluster, workflow: Workflow, plan: Plan) -> None:
-    """Writes the config with the layout of a one-world plan; nodes in the order of the cluster file."""
+def _write(
+    arguments: argparse.Namespace,
+    config: TltConfig,
+    cluster: Cluster,
+    workflow: Workflow,
+    plan: Plan,
+    speeds: SpeedLists | None,
+) -> None:
+    """Writes the config with layout and shares of a one-world plan; nodes in the order of the cluster file."""
     rollout, actor = (plan.placements[workflow.index(name)].layout for name in ("rollout", "actor"))
     megatron = {
         "tensor_model_parallel_size": actor.tp,
@@ -110,6 +142,7 @@ def _write(arguments: argparse.Namespace, config: TltConfig, cluster: Cluster, w
         "actor": {"megatron": megatron | ({"sequence_parallel": False} if actor.tp == 1 else {})},
         "rollout": {"tensor_parallel_size": rollout.tp},
         **fitting_spot(config, cluster.size // rollout.tp),
+        "speeds": speeds,
     }
     order = f"For {cluster.summary()}, in the order of {arguments.cluster.name}: {', '.join(cluster.nodes)}."
     write_config(arguments.write, [order], values)

@@ -27,6 +27,7 @@ from megatron_tlt.config.runner_checks import runner_violations
 from megatron_tlt.config.schedule import schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.speeds import speeds_violations
 from megatron_tlt.config.stream import stream_violations
 from megatron_tlt.config.strict import strict_violations
 from megatron_tlt.config.tail import tail_violations
@@ -338,6 +339,7 @@ def check_fields_together(config: TltConfig) -> list[str]:
         tail_violations,
         schedule_violations,
         stream_violations,
+        speeds_violations,
         guard_violations,
         integrity_violations,
         _elastic,

@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "launcher.phase_timeouts_s",
     "launcher.max_restarts",
     "elastic",
+    "speeds",
     "rewards.workers",
     "rewards.timeout_s",
     "actor.max_tokens_per_micro_batch",

@@ -25,6 +25,7 @@ from megatron_tlt.config.reward import RewardConfig
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.speeds import SpeedsConfig
 from megatron_tlt.config.spot import SpotConfig
 from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.config.tail import TailConfig
@@ -379,6 +380,7 @@ class TltConfig(Section):
     tail: TailConfig | None = None
     schedule: ScheduleConfig | None = None
     stream: StreamConfig | None = None
+    speeds: SpeedsConfig | None = None
     elastic: ElasticConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -43,6 +43,11 @@ def strict_violations(config: TltConfig, model: dict[str, Any], where: str) -> I
     yield from _shards(config, shards)
     yield from _model(model, where)
     yield from _actor(config)
+    if config.speeds is not None and config.speeds.actor is not None:
+        yield (
+            f"speeds.actor: found {[*config.speeds.actor]}; each data-parallel rank has the same number of logical "
+            "shards; allowed with elastic.strict: null"
+        )
     if config.stream is not None:
         yield (
             "stream: found a section; its gradient is summed in an order of measured times; allowed with "

@@ -89,19 +89,30 @@ def split_to_count(groups: Sequence[Sequence[int]], costs: Sequence[float], coun
     return result
 
 
-def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Splits items over ``ranks`` with nearly equal cost: the costliest remaining goes to the least loaded rank.
+def balance(costs: Sequence[float], ranks: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
+    """Splits items over ``ranks`` with nearly equal time: the costliest remaining goes to the rank that ends first.
 
-    The most loaded rank exceeds the least loaded by at most the costliest item. Returns ``ranks`` lists of indices into
-    ``costs``, each ascending; a rank is empty only if there are fewer items than ranks.
+    A rank's time is its cost over its speed; without ``speeds`` all are equal. The longest time exceeds any other
+    rank's by at most that rank's time for the costliest item. Returns ``ranks`` lists of indices into ``costs``, each
+    ascending; with equal speeds a rank is empty only if there are fewer items than ranks.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; must be at least 1")
-    # By cost, then by number of items: with costs of 0 the items are still distributed.
-    heap = [(0.0, 0, rank) for rank in range(ranks)]
+    speeds = [1.0] * ranks if speeds is None else speeds
+    if len(speeds) != ranks:
+        raise ValueError(f"{len(speeds)} speeds of {ranks} ranks; must be one for each")
+    # Of equally fast ranks the least loaded ends first: by cost, then by number of items, so that with costs of 0 the
+    # items are still distributed.
+    heaps = {speed: [(0.0, 0, at) for at in range(ranks) if speeds[at] == speed] for speed in dict.fromkeys(speeds)}
     parts: list[list[int]] = [[] for _ in range(ranks)]
+
+    def end(speed: float, cost: float) -> tuple[float, float, int]:
+        work, items, rank = heaps[speed][0]
+        return (work + cost) / speed, (items + 1) / speed, rank
+
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        work, items, rank = heapq.heappop(heap)
+        speed = min(heaps, key=lambda one: end(one, costs[i])) if len(heaps) > 1 else speeds[0]
+        work, items, rank = heaps[speed][0]
         parts[rank].append(i)
-        heapq.heappush(heap, (work + costs[i], items + 1, rank))
+        heapq.heapreplace(heaps[speed], (work + costs[i], items + 1, rank))
     return [sorted(part) for part in parts]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
-def engine_of(position: int, engines: int) -> int:
-    """The engine that decodes all samples of the problem at this position of the step.
+from megatron_tlt.config.speeds import turns
 
-    Positions are assigned round-robin, so all engines get about the same number of problems. A problem that recurs has
-    another position then, and in general another engine.
+
+class Dealing:
+    """Which engine decodes all samples of the problem at a position of the step.
+
+    Positions are assigned round-robin, or by speed (``config.speeds.turns``), so that all engines end at about the same
+    time. A problem that recurs has another position then, and in general another engine.
+
+    Args:
+        engines: number of engines.
+        speeds: of each engine; None: equal.
     """
-    return position % engines
 
+    def __init__(self, engines: int, speeds: Sequence[float] | None = None) -> None:
+        self._turns = turns([1.0] * engines if speeds is None else speeds)
+        self._engines: list[int] = []
 
-def num_dealt(problems: int, engines: int, engine: int) -> int:
-    """How many of a step's ``problems`` this engine decodes; see :func:`engine_of`."""
-    return len(range(engine, problems, engines))
+    def engine_of(self, position: int) -> int:
+        """The engine of the problem at this position; does not depend on how many there are."""
+        while len(self._engines) <= position:
+            self._engines.append(next(self._turns))
+        return self._engines[position]
+
+    def num_dealt(self, problems: int, engine: int) -> int:
+        """How many of a step's ``problems`` this engine decodes."""
+        return sum(self.engine_of(position) == engine for position in range(problems))

@@ -30,7 +30,7 @@ from megatron_tlt.speculation.strategy import StepRecord
 from megatron_tlt.tasks.limit import allowed_prompts
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.carried import Carried, Continuations, Key
-from megatron_tlt.trainer.dealing import engine_of, num_dealt
+from megatron_tlt.trainer.dealing import Dealing
 from megatron_tlt.trainer.engine_track import EngineTrack
 from megatron_tlt.trainer.episodes import Episodes, first_turn, last_turn
 from megatron_tlt.trainer.requests import request_seed
@@ -79,7 +79,7 @@ StartRace = Callable[[RolloutEngine, Mapping[str, tuple[int, int]]], Race]
 class ExperienceCollector:
     """Generates and scores responses on all engines; all ranks of the world call it together.
 
-    Problems are assigned to engines round-robin; all samples of a problem share one engine's prefix cache.
+    Problems are assigned to engines round-robin or by speed; all samples of a problem share one engine's prefix cache.
 
     Args:
         engine: this rank's engine.
@@ -89,6 +89,7 @@ class ExperienceCollector:
         max_prompt_tokens: longer prompts are refused.
         max_response_tokens: responses are truncated at this length.
         tensor_parallel_size: ranks per engine.
+        dealing: assigns problems to engines; None: round-robin.
         speculation: drafts in the engine's steps; None: the drafter that the engine was built with.
         has_routes: the engines' responses have the experts of their tokens (``rollout.router_replay``).
         on_collected: called on every rank after scoring, with the problems, all responses and the batch of this rank's
@@ -108,6 +109,7 @@ class ExperienceCollector:
         max_response_tokens: int,
         tensor_parallel_size: int,
         timeline: Timeline,
+        dealing: Dealing | None = None,
         environments: EnvironmentPool | None = None,
         speculation: EngineSpeculation | None = None,
         has_routes: bool = False,
@@ -122,6 +124,7 @@ class ExperienceCollector:
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
         self._tp = tensor_parallel_size
+        self._dealing = dealing or Dealing(world_size() // tensor_parallel_size)
         self._timeline = timeline
         self._track = EngineTrack(timeline)
         self._speculation = speculation
@@ -291,16 +294,15 @@ class ExperienceCollector:
 
     def owns(self, position: int) -> bool:
         """Whether this rank's engine decodes the problem at this position of a round."""
-        return engine_of(position, world_size() // self._tp) == rank() // self._tp
+        return self._dealing.engine_of(position) == rank() // self._tp
 
     def num_own(self, problems: int, samples: int) -> int:
         """Responses of this rank's engine, of ``samples`` to each of ``problems``."""
-        return num_dealt(problems, world_size() // self._tp, rank() // self._tp) * samples
+        return self._dealing.num_dealt(problems, rank() // self._tp) * samples
 
     def _requests(
         self, problems: Sequence[Problem], samples: int, sampling: SamplingSpec, seed_parts: Sequence[object]
     ) -> tuple[list[Request], dict[str, tuple[int, int]]]:
-        engines, engine = world_size() // self._tp, rank() // self._tp
         requests: list[Request] = []
         keys: dict[str, tuple[int, int]] = {}
         for index, problem in enumerate(problems):
@@ -310,7 +312,7 @@ class ExperienceCollector:
                     f"problem {problem.uid}: its prompt has {len(prompt)} tokens; "
                     f"{allowed_prompts(self._max_prompt_tokens)}"
                 )
-            if engine_of(index, engines) != engine:
+            if not self.owns(index):
                 continue
             for sample in range(samples):
                 name = f"{index}-{sample}"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
@@ -41,11 +42,13 @@ from megatron_tlt.tasks.curriculum import CurriculumMixture
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.coordination import Coordination, check_coordinator_host
+from megatron_tlt.trainer.dealing import Dealing
 from megatron_tlt.trainer.drafter_manager import DrafterManager
 from megatron_tlt.trainer.evaluator import Evaluator
 from megatron_tlt.trainer.experience import ExperienceCollector, StopRequested
 from megatron_tlt.trainer.export import save_adapter_folder, save_hf_folder
 from megatron_tlt.trainer.node_changes import NodeChanges
+from megatron_tlt.trainer.rank_speeds import RankSpeeds
 from megatron_tlt.trainer.record import RunRecord
 from megatron_tlt.trainer.reference import ReferencePolicy
 from megatron_tlt.trainer.requests import prompt_limit, training_sampling
@@ -96,10 +99,8 @@ class Run:
         self.tokenizer = load_tokenizer(self._side_files)
         if not config.model.verify:
             warn(f"model.verify is false: the weights in {source} are not verified")
-        self.policy = Policy(
-            source, config.actor, config.run.seed,
-            total_steps=config.trainer.updates, verify=config.model.verify, logical_shards=logical_shards(config),
-        )  # fmt: skip
+        self._speeds = RankSpeeds.of(config)
+        self.policy = self._build_policy(source, total_steps=config.trainer.updates, verify=config.model.verify)
         self._reference = self._build_reference(source)
         self.drafting = (
             DrafterManager(config, self._side_files, self._folder, self.policy, read_only=read_only)
@@ -119,7 +120,8 @@ class Run:
         self.bubble = None
         if self.drafting and config.spot is not None:
             self.bubble = self.drafting.spot_trainer(self.engine, self.timeline)
-        self._speculation = SpeculationState(config, self.engine.token_drafters)
+        dealing = Dealing(world_size() // config.rollout.tensor_parallel_size, self._speeds.engines)
+        self._speculation = SpeculationState(config, self.engine.token_drafters, dealing)
         self._limit = prompt_limit(config.rollout, self.tokenizer)
         problems = build_sources(config.tasks, "train", config.run.seed, self._limit)
         curriculum = config.trainer.curriculum
@@ -137,6 +139,7 @@ class Run:
             max_response_tokens=config.rollout.max_response_tokens,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
             timeline=self.timeline,
+            dealing=dealing,
             speculation=self._speculation.engine,
             has_routes=config.rollout.router_replay != "none",
             on_collected=self._speculation.end_rollout,
@@ -149,7 +152,7 @@ class Run:
         self.evaluator = Evaluator(
             config, self._collector, self._pool, samples, self.tokenizer, self.timeline, self._limit
         )
-        self._guard = RunGuard(config, self.policy.clock) if config.guard is not None else None
+        self._guard = RunGuard(config, self.policy, self._speeds) if config.guard is not None else None
         self.step = TrainingStep(
             config,
             self.policy,
@@ -195,16 +198,17 @@ class Run:
         if self._guard is not None:
             self._guard.restore(self._state.guard, self._state.step)
 
+    def _build_policy(self, source: Path, **given: Any) -> Policy:
+        config, shards = self._config, logical_shards(self._config)
+        return Policy(source, config.actor, config.run.seed, logical_shards=shards, speeds=self._speeds.actor, **given)
+
     def _build_reference(self, initial: Path) -> ReferencePolicy | None:
         config, settings = self._config, self._config.algorithm.kl
         if not settings.coefficient:
             return None
         teacher = settings.reference
         verify = teacher is not None and config.model.verify  # the policy's own weights are verified already
-        policy = Policy(
-            teacher or initial, config.actor, config.run.seed,
-            trainable=False, verify=verify, logical_shards=logical_shards(config),
-        )  # fmt: skip
+        policy = self._build_policy(teacher or initial, trainable=False, verify=verify)
         return ReferencePolicy(policy, settings, self._folder / "reference", self._folder / "checkpoints")
 
     def train(self) -> None:

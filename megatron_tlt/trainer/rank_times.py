@@ -20,11 +20,22 @@ class RankTimes:
         settings: with ``straggler_factor``.
         clock: of the policy's passes.
         counts_rollout: False where the tokens of a batch are not those that an engine decoded in the step.
+        engine: relative speed of this rank's engine (the section ``speeds``), for which it is not called slow.
+        replica: that of its data-parallel rank.
     """
 
-    def __init__(self, settings: GuardConfig, clock: PassClock, *, counts_rollout: bool) -> None:
+    def __init__(
+        self,
+        settings: GuardConfig,
+        clock: PassClock,
+        *,
+        counts_rollout: bool,
+        engine: float = 1.0,
+        replica: float = 1.0,
+    ) -> None:
         assert settings.straggler_factor is not None
         self._clock, self._counts_rollout = clock, counts_rollout
+        self._speeds = engine, replica, replica
         clock.enabled = True
         hosts = all_gather_data(node_name(), str)
         self._check = StragglerCheck(settings.straggler_factor, settings.straggler_steps, hosts)
@@ -45,7 +56,8 @@ class RankTimes:
 
     def end_step(self) -> dict[str, float]:
         """Warns about slow ranks; a collective. Returns the metric."""
-        mine = (self._rollout, self._clock.take(training=False), self._clock.take(training=True))
+        seconds = (self._rollout, self._clock.take(training=False), self._clock.take(training=True))
+        mine = tuple(None if s is None else s * speed for s, speed in zip(seconds, self._speeds, strict=True))
         Row = tuple[float | None, float | None, float | None]
         ranks = all_gather_data(mine, Row)
         for line in self._check.add_times({phase: [row[i] for row in ranks] for i, phase in enumerate(_PHASES)}):

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.actor.megatron_pass_clock import PassClock
+from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import RunError, RunRefused
 from megatron_tlt.platform.device import warn
 from megatron_tlt.trainer.guard_batch import save_batch, step_folder
+from megatron_tlt.trainer.rank_speeds import RankSpeeds
 from megatron_tlt.trainer.rank_times import RankTimes
 from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.update_guard import UpdateGuard, Verdict
@@ -30,10 +31,11 @@ class RunGuard:
 
     Args:
         config: of the run, with a section ``guard``.
-        clock: of the policy's passes.
+        policy: whose passes are timed.
+        speeds: of the ranks.
     """
 
-    def __init__(self, config: TltConfig, clock: PassClock) -> None:
+    def __init__(self, config: TltConfig, policy: Policy, speeds: RankSpeeds) -> None:
         assert config.guard is not None
         self._settings, self._folder = config.guard, Path(config.run.dir)
         self._updates_per_step = config.trainer.mini_batches
@@ -42,7 +44,9 @@ class RunGuard:
         if config.guard.straggler_factor is not None:
             # elsewhere a step trains on other tokens than its engines decoded
             whole = not (config.tail or config.schedule or config.algorithm.dynamic_sampling.enabled)
-            self._times = RankTimes(config.guard, clock, counts_rollout=whole)
+            engine = speeds.own_engine(config.rollout.tensor_parallel_size)
+            replica = 1.0 if policy.speeds is None else policy.speeds[policy.replica]
+            self._times = RankTimes(config.guard, policy.clock, counts_rollout=whole, engine=engine, replica=replica)
         self.has_checkpoint = False
         """Whether there is one to go back to; the run sets it."""
         self._verdicts: list[Verdict] = []

@@ -19,7 +19,7 @@ from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_file import OtherVersion
 from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.dealing import engine_of
+from megatron_tlt.trainer.dealing import Dealing
 from megatron_tlt.trainer.responses import ScoredResponse
 
 _STATE, _SUFFIX = "state.json", "suffix.bin"
@@ -33,6 +33,7 @@ class SpeculationState:
     Args:
         config: of the run.
         drafters: the engine's model-free drafters.
+        dealing: assigns problems to engines; None: round-robin.
 
     Raises:
         ConfigError: invalid strategies or options.
@@ -40,12 +41,13 @@ class SpeculationState:
 
     name = "speculation"
 
-    def __init__(self, config: TltConfig, drafters: Mapping[str, TokenDrafter]) -> None:
+    def __init__(self, config: TltConfig, drafters: Mapping[str, TokenDrafter], dealing: Dealing | None = None) -> None:
         speculation = config.speculation
         self._drafters = drafters
         self._model = speculation.drafter
         self._tp = config.rollout.tensor_parallel_size
         self._engine = rank() // self._tp
+        self._dealing = dealing or Dealing(world_size() // self._tp)
         # In a global tree, responses to a problem that never recurs still provide drafts for other problems.
         self._all_problems = speculation.suffix.scope == "global"
         self.chooser = (
@@ -93,10 +95,9 @@ class SpeculationState:
             drafter.end_rollout(responses)
         if self.engine is not None:
             self.engine.keep_rollout()
-        engines = world_size() // self._tp
         lengths = None if self.chooser is None else self.chooser.lengths
         for s in scored:
-            elsewhere = engine_of(s.problem, engines) != self._engine
+            elsewhere = self._dealing.engine_of(s.problem) != self._engine
             if lengths is not None and elsewhere and s.finish_reason != "abort":
                 lengths.record(problems[s.problem].uid, s.length)
 

@@ -193,9 +193,10 @@ class StreamTrainer:
         self._busy_s = time.perf_counter() - began
 
     def _shares(self, scored: Sequence[ScoredResponse]) -> dict[int, list[int]]:
-        """The responses of each of the unit's replicas, as evenly as their numbers of tokens allow."""
+        """The responses of each of the unit's replicas, by tokens and speed."""
         replicas = sorted({self._replicas[at] for at in self._unit})
-        shares = balance([float(one.prompt_length + one.length) for one in scored], len(replicas))
+        speeds = [self._policy.speeds[one] for one in replicas] if self._policy.speeds is not None else None
+        shares = balance([float(one.prompt_length + one.length) for one in scored], len(replicas), speeds)
         return dict(zip(replicas, map(sorted, shares), strict=True))
 
     def _agree(self) -> bool:

@@ -139,6 +139,18 @@ def test_what_the_config_says_of_megatron_stays_but_for_the_layout(tmp_path: Pat
     assert found.actor.megatron["bias_activation_fusion"] is False
 
 
+def test_the_nodes_that_are_left_keep_their_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, "speeds={rollout: [1, 1, 0.5, 0.25]}")
+    used, found = chosen(config, tmp_path, 8, 0, 0, 8)
+    assert used == [0, 3] and found.speeds is not None and found.speeds.actor is None
+    assert found.speeds.rollout == tuple([1.0] * 8 + [0.25] * 8)
+    # one replica that lies on both nodes
+    elastic = ElasticNodes(config_of(tmp_path, "speeds={actor: [1, 1, 0.5, 0.25]}"))
+    found, _ = started(elastic, 0, 8, 0, 0, 8)
+    assert found.speeds is None
+    assert "without speeds.actor, which the layout cannot have" in capsys.readouterr().err
+
+
 def test_a_launch_that_has_ended_is_not_entered_again(tmp_path: Path) -> None:
     config = config_of(tmp_path, "launcher.nnodes=1", "launcher.max_restarts=1", name="qwen2.5-7b-1n8g")
     (tmp_path / "config.resolved.yaml").write_text(dump_resolved(config))

@@ -60,8 +60,24 @@ def test_balance_holds_everything_once_and_evenly(lengths: list[int], ranks: int
         assert max(totals) <= lower * 4 / 3 + 1e-9
 
 
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 300), max_size=60), st.lists(st.sampled_from([0.25, 0.5, 1.0, 1.7]), min_size=1))
+def test_balance_by_speed_holds_everything_once_and_ends_together(lengths: list[int], speeds: list[float]) -> None:
+    parts = balance(lengths, len(speeds), speeds)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert parts == [sorted(part) for part in parts]
+    times = [sum(lengths[i] for i in part) / speed for part, speed in zip(parts, speeds, strict=True)]
+    for time, speed in zip(times, speeds, strict=True):
+        assert max(times) - time <= max(lengths, default=0) / speed + 1e-9
+    if len(set(speeds)) == 1:
+        assert parts == balance(lengths, len(speeds))
+
+
 def test_balance_of_known_lengths() -> None:
     assert balance([7, 6, 5, 4], 2) == [[0, 3], [1, 2]]
+    assert balance([7, 6, 5, 4, 2], 2, [1, 0.5]) == [[0, 2, 3], [1, 4]]
+    with pytest.raises(ValueError, match="1 speeds of 2 ranks"):
+        balance([1], 2, [1.0])
     with pytest.raises(ValueError, match="ranks is 0"):
         balance([1], 0)
 

@@ -17,8 +17,9 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.rollout.types import Response, SamplingSpec
 from megatron_tlt.tasks.mixture import build_sources
 from megatron_tlt.tasks.types import Problem
-from megatron_tlt.trainer.dealing import engine_of, num_dealt
+from megatron_tlt.trainer.dealing import Dealing
 from megatron_tlt.trainer.experience import ExperienceCollector
+from megatron_tlt.trainer.rank_speeds import places_of
 from megatron_tlt.trainer.requests import evaluation_sampling, prompt_limit
 from megatron_tlt.trainer.responses import check_responses
 from tests.helpers.launch import run_torchrun
@@ -106,7 +107,17 @@ def test_a_pool_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
     assert max(rank["seconds"] for rank in ranks) < 60  # and not the collectives' time-out of ten minutes
 
 
-@pytest.mark.parametrize(("problems", "engines"), [(10, 4), (3, 4), (8, 2)])
-def test_an_engines_progress_ends_at_its_own_responses(problems: int, engines: int) -> None:
-    dealt = [engine_of(position, engines) for position in range(problems)]
-    assert [num_dealt(problems, engines, engine) for engine in range(engines)] == [*map(dealt.count, range(engines))]
+@pytest.mark.parametrize(("problems", "speeds"), [(10, [1.0] * 4), (3, [1.0] * 4), (8, [1.0, 0.4])])
+def test_an_engines_progress_ends_at_its_own_responses(problems: int, speeds: list[float]) -> None:
+    engines = range(len(speeds))
+    dealt = [Dealing(len(speeds), speeds).engine_of(position) for position in range(problems)]
+    assert [Dealing(len(speeds), speeds).num_dealt(problems, one) for one in engines] == [*map(dealt.count, engines)]
+    even = [Dealing(len(speeds)).engine_of(position) for position in range(problems)]
+    assert even == [position % len(speeds) for position in range(problems)]
+    assert (dealt == even) == (len(set(speeds)) == 1)
+
+
+def test_ranks_are_in_the_order_of_the_nodes_indices_not_of_their_addresses() -> None:
+    assert places_of([(1, 0), (1, 1), (0, 0), (0, 1)], 2, 2) == [2, 3, 0, 1]
+    assert places_of([(4, 0), (4, 1), (1, 0), (1, 1)], 2, 2) == [2, 3, 0, 1], "some nodes were lost"
+    assert places_of([(0, 0), (0, 1), (0, 0), (0, 1)], 2, 2) == [0, 1, 2, 3], "nobody says which node is which"

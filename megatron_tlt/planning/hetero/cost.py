@@ -74,11 +74,12 @@ class Price(NamedTuple):
 class CostModel:
     """Costs of a workflow on a cluster; ``evaluations`` counts the evaluated plans.
 
-    Without ``balanced``, batches and layers are split evenly even over unequal devices.
+    Without ``balanced``, batches and layers are split evenly even over unequal devices. With ``as_run``, layers and the
+    drafter's batches are, as by a run with the section ``speeds``.
     """
 
-    def __init__(self, cluster: Cluster, workflow: Workflow, *, balanced: bool = True) -> None:
-        self.cluster, self.workflow, self.balanced = cluster, workflow, balanced
+    def __init__(self, cluster: Cluster, workflow: Workflow, *, balanced: bool = True, as_run: bool = False) -> None:
+        self.cluster, self.workflow, self.balanced, self._as_run = cluster, workflow, balanced, as_run
         self.evaluations = 0
         self.task_cost: Callable[[int, TaskLayout, Grid, bool], TaskCost] = cache(self._task_cost)
         """Cost of a task over a grid of classes (see ``classes``); the last argument: takes turns with other tasks."""
@@ -141,7 +142,7 @@ class CostModel:
         curves = [replica.curve for replica in replicas if replica.curve is not None]
         if len(curves) < dp:
             return TaskCost(shortage=sum(replica.shortage for replica in replicas) / dp)
-        if self.balanced:
+        if self.balanced and not (self._as_run and task.drafter):
             shares, work = apportion(task.units, curves)
         else:
             shares = list(even_split(task.units, dp))
@@ -205,7 +206,7 @@ class CostModel:
         for stage, ((fixed, each), cap) in enumerate(zip(lines, caps, strict=True)):
             if cap >= 1:
                 table[stage, 1 : cap + 1] = fixed + each * np.arange(1, cap + 1)
-        if self.balanced:
+        if self.balanced and not self._as_run:
             found = split_layers(table)
         else:
             split = even_split(layers, pp)

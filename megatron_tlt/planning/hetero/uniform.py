@@ -1,4 +1,4 @@
-"""Plans that treat all devices as equal: even batches, layers and groups, devices in the listed order."""
+"""Plans that treat all devices as equal: even layers and groups, devices in the listed order, even batches mostly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from megatron_tlt.planning.hetero.space import Grouping, Space
 
 
 def uniform_plan(model: CostModel, *, whole: bool = False) -> HeteroSearchResult:
-    """The best uniform plan, with one layout per task, under a model that is not ``balanced``.
+    """The best uniform plan, with one layout per task, under a model with even layers.
 
-    ``whole``: one group, with every task over all devices, which is what this package can run today.
+    ``whole``: one group, with every task over all devices, which is what this package can run: with even batches, or
+    with those of the section ``speeds``, if the model balances them.
     """
     space = Space(model.cluster, model.workflow)
     groupings = [(0,) * len(model.workflow.tasks)] if whole else space.groupings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def model_of(folder: Path, name: str) -> Path:
     return folder / ("moe" if name.startswith("moe") else "dense")
 
 
-def policy_of(folder: Path, name: str, **changes: Any) -> Policy:
+def policy_of(folder: Path, name: str, speeds: Sequence[float] | None = None, **changes: Any) -> Policy:
     """A policy under a layout, the only one of its process; ``changes`` replace keys of the actor's section."""
     from megatron.core import parallel_state
 
@@ -85,7 +86,7 @@ def policy_of(folder: Path, name: str, **changes: Any) -> Policy:
         max_tokens_per_micro_batch=64,
         **settings,
     )
-    return Policy(model_of(folder, name), actor, seed=0, total_steps=8)
+    return Policy(model_of(folder, name), actor, seed=0, total_steps=8, speeds=speeds)
 
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
