@@ -65,6 +65,7 @@ def test_what_goes_together(sections: dict[str, Any]) -> None:
         ({"elastic": {"logical_shards": 64}}, "elastic.logical_shards: found 64; allowed: at most the 32 responses"),
         ({"trainer": {"mini_batches": 8}}, "elastic.logical_shards: found 8; allowed: at most the 4 responses"),
         ({"stream": {}}, "stream: found a section"),
+        ({"speeds": {"actor": [1.0, 0.5, 1.0, 1.0]}}, "speeds.actor: found [1.0, 0.5, 1.0, 1.0]"),
         *(
             ({"actor": {"megatron": {key: value}}}, f"actor.megatron.{key}: found {value!r}")
             for key, value in (
