@@ -45,6 +45,13 @@ def test_usage_errors_are_status_2(arguments: list[str], tmp_path: Path) -> None
     assert done.returncode == 2 and "usage: tlt" in done.stderr
 
 
+def test_help_of_a_benchmark_shows_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "faults", "--help"]) == 0
+    assert "--faults-per-run" in capsys.readouterr().out
+    assert main(["bench", "--help"]) == 0
+    assert "drafter-packing" in capsys.readouterr().out
+
+
 def test_report_of_no_folder_is_a_run_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "none")]) == 1
     error = capsys.readouterr().err

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_tlt.bench.fault_parts import wild
 from megatron_tlt.bench.fault_parts.trial import Broken, Part, check
@@ -65,7 +66,8 @@ def _signalled(number: signal.Signals, rng: random.Random, folder: Path) -> None
             pool.submit(key, _PROBLEM, "good")
             if key == 0:
                 check(_collect(pool)[0].correct, "no reward before the fault")
-        threading.Timer(rng.uniform(0.0, 0.02), os.kill, (next(iter(pool._active.values())).pid, number)).start()
+        (worker,) = psutil.Process().children()
+        threading.Timer(rng.uniform(0.0, 0.02), worker.send_signal, (number,)).start()
         found = _collect(pool)
     check(sorted(found) == list(range(1, count)), f"rewards of {len(found)} of {count - 1}")
     lost = [reward for reward in found.values() if not reward.correct]

@@ -252,6 +252,11 @@ def _without_memory(run: FaultyRun, rng: random.Random) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_AS, (process.memory_info().vms, resource.RLIM_INFINITY))
 
 
+def _without_disk(run: FaultyRun, rng: random.Random) -> None:
+    """As on a full disk, without one: no file of a rank may become larger than what it has."""
+    resource.prlimit(run.rank(rng).pid, resource.RLIMIT_FSIZE, (rng.randrange(1 << 16), resource.RLIM_INFINITY))
+
+
 def _hold_verifier(run: FaultyRun, rng: random.Random) -> None:
     for process in run.processes():
         try:
@@ -284,6 +289,7 @@ FAULTS: dict[str, Callable[[FaultyRun, random.Random], None]] = {
     "rank: held for seconds": _hold,
     "rank: out of memory": _without_memory,
     "verifier: held for seconds": _hold_verifier,
+    "rank: no room for files": _without_disk,
     "power cut": _power_cut,
     "power cut, truncated checkpoint": _damage(truncate),
     "power cut, flipped bit": _damage(flip),
