@@ -69,15 +69,14 @@ class InPlace:
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "deleted file"])
 def test_a_store_without_atomic_writes_does_not_pass(fault: str, tmp_path: Path) -> None:
-    broken = 0
-    for seed in range(8):
+    for seed in range(100):  # how many it takes is a matter of times
         folder = tmp_path / str(seed)
         folder.mkdir()
         try:
             storage.trial(fault, InPlace)(random.Random(seed), folder)
         except Broken:
-            broken += 1
-    assert broken > 0
+            return
+    raise AssertionError("a torn file was never found")
 
 
 def test_a_trial_that_hangs_or_dies_has_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

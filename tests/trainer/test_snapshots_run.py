@@ -36,14 +36,15 @@ def worker(mark: str, rank: int) -> psutil.Process:
 def test_it_goes_on_from_memory_and_leaves_nothing_there(runs: Runs, uninterrupted: Path, tmp_path: Path) -> None:
     elastic = (f"elastic.memory_dir={tmp_path}", "trainer.save_every=0")
     process = runs.start("snapshots", *elastic)
-    for victim, after in ((1, 1), (0, 3)):
+    for victim, after in ((1, 2), (0, 3)):
         wait_for_rows(runs, "snapshots", after, process)
         os.kill(worker(runs.started["snapshots"], victim).pid, signal.SIGKILL)
     assert process.wait(600 * slowness()) == 0, runs.log("snapshots")
     run, log = runs.folder / "snapshots", runs.log("snapshots")
     workers = (run / "logs" / "workers.log").read_text()
     resumed = [int(step) for step in re.findall(r"resumed from the snapshot of step (\d+) in memory", workers)]
-    assert len(resumed) == 2 and resumed[0] >= 1 and resumed[1] >= 3, workers
+    # a step is recorded shortly before its snapshot is published
+    assert len(resumed) == 2 and resumed[0] >= 1 and resumed[1] >= 2, workers
     assert "restart from the newest snapshot in memory, else step 0" in log
     assert weights(run) == weights(uninterrupted)
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
