@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(180
 def test_six_faults_of_whole_runs_change_nothing(runs: Runs, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     faults.add_arguments(parser)
-    given = ["--components", "0", "--runs", "2", "--faults-per-run", "3", "--steps", "7", "--seed", "3"]
+    given = ["--components", "0", "--runs", "2", "--faults-per-run", "3", "--steps", "5", "--seed", "3"]
     given += ["--config", str(runs.config), "--folder", str(tmp_path), "--set", "trainer.prompts_per_step=4"]
     result = faults.run(parser.parse_args(given))
     assert result.all_met, (result.rows, result.targets)

@@ -30,7 +30,7 @@ from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.samples import SAMPLES_FILE
 
 _RUN_LIMIT_S = 1800.0
-_PHASE_LIMIT_S = 45.0
+_PHASE_LIMIT_S = 30.0
 _STARTS_PER_FAULT = 2
 _POLL_S = 0.05
 SETTINGS = (
