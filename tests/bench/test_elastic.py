@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_tlt.bench import elastic
-from megatron_tlt.bench.elastic_layouts import SIZES, name_of
+from megatron_tlt.bench.elastic_layouts import SIZES, layout, name_of
+from megatron_tlt.bench.tiny_models import write_tiny_model
+from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
 from tests.helpers.launch import REPOSITORY
 
@@ -46,3 +51,11 @@ def test_one_tensor_with_other_bits_is_enough() -> None:
     assert [each["other bits, plain"] for each in same.rows] == [0] * (len(SIZES) - 1) + [1]
     layouts[name_of(4, 1)] = row("3")
     assert not elastic.judge(nothing, 2, layouts).targets["tensors with other bits, at most, under any layout"]["met"]
+
+
+@pytest.mark.distributed
+def test_the_worker_of_layouts_is_a_program(tmp_path: Path) -> None:
+    write_tiny_model("qwen2-untied", tmp_path / "model", num_hidden_layers=5, tie_word_embeddings=False)
+    given = {"model": str(tmp_path / "model"), "layouts": {"one": layout(2)}, "batches": 1}
+    found = measure_in_worker("one layout", "strict", given, 300.0)
+    assert len(found["one"]["updates"]) == 1 and found["one"]["hashes"]

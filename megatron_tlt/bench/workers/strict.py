@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import Loss
@@ -104,6 +103,8 @@ def train_under_layouts(
         optimizer: the options of ``actor.optimizer``; None clips at a norm that every update exceeds.
         packing: as ``actor.packing``.
     """
+    from megatron.core import parallel_state  # after the package above has prepared the platform
+
     rows: dict[str, RecordedTraining] = {}
     loss = build_loss(AlgorithmConfig())
     data = list(synthetic_responses(batches, responses))
