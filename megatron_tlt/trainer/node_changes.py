@@ -31,7 +31,7 @@ class NodeChanges:
     def __init__(self, folder: Path, least: int) -> None:
         self._folder, self._least = folder, least
         self._watch = BeatWatch(folder)
-        self._positions = all_gather_data(node_index(), int)
+        self._nodes = all_gather_data(node_index(), int)  # indices in the launch, some of which may be lost
 
     @classmethod
     def of_launch(cls, elastic: ElasticConfig | None) -> NodeChanges | None:
@@ -55,10 +55,9 @@ class NodeChanges:
         found = newest_round(self._folder)
         if not slow or found is None:
             return ""
-        known = left_out_nodes(self._folder)
-        members = {found.members[self._positions[one]] for one in slow}
-        new = sorted(member.index for member in members if member.index not in known)
-        devices = sum(member.devices for member in found.members if member not in members)
+        slow_nodes = {self._nodes[one] for one in slow}
+        new = sorted(slow_nodes - left_out_nodes(self._folder))
+        devices = sum(member.devices for member in found.members if member.index not in slow_nodes)
         if not new or devices < self._least:
             return ""
         leave_out(self._folder, new)
