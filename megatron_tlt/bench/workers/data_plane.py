@@ -120,7 +120,12 @@ class _NoModel(Policy):
         self.model: Any = SimpleNamespace(config=config, chunks=[None], ddp_chunks=[], attention_share=0.0)
         self.optimizer = None
         self._routing = RouterReplays([], config)
-        self._logical_shards = None
+        self._logical_shards = self.speeds = None
+        if not hasattr(Policy, "_batch_shape"):  # an earlier release computes it at each use
+            from megatron_tlt.actor.megatron_model import batch_shape
+
+            given: Any = self.model, self._actor
+            self._batch_shape = batch_shape(*given)
         self.memory: Any = SimpleNamespace(reload=lambda: None, offload=lambda: None)
 
     def micro_batches(self, samples: Any, alone: bool = False) -> Any:
