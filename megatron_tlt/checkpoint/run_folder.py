@@ -22,10 +22,8 @@ from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.checkpoint.manifest import MANIFEST, PENDING, Sums, sha256_sums, verify_manifest
 from megatron_tlt.checkpoint.verification import damage
 from megatron_tlt.config import violations
-from megatron_tlt.config.loader import RESOLVED
-from megatron_tlt.config.migrations import migrate
+from megatron_tlt.config.loader import RESOLVED, read_resolved
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.config.source import read_yaml
 from megatron_tlt.errors import RunError, TltError
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.report_data import LENGTHS_FILE, section
@@ -104,9 +102,9 @@ class _RunVerification:
         return RunItem(name)
 
     def _read_config(self, path: Path) -> None:
-        self._config = read_yaml(path)
+        self._config = read_resolved(path)
         try:
-            TltConfig.model_validate(migrate(dict(self._config), str(path)))
+            TltConfig.model_validate(self._config)
         except ValidationError as error:
             raise RunError("\n".join(f"{path}: {line}" for line in violations.lines(TltConfig, error))) from error
 

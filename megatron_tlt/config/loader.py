@@ -154,13 +154,28 @@ def load_resolved(path: Path | str) -> TltConfig:
     Raises:
         ConfigError: with one line per violation.
     """
-    return _validate(migrate(read_yaml(Path(path)), str(path)), str(path), check_libraries=False)
+    return _validate(read_resolved(Path(path)), str(path), check_libraries=False)
+
+
+def read_resolved(path: Path) -> dict[str, Any]:
+    """The values of a file that ``dump_resolved`` of this or an earlier release wrote, migrated to this one.
+
+    Raises:
+        ConfigError: the file is not one, or it is cut off: it then begins as a YAML document and does not end as one.
+            Files of earlier releases begin without ``---``; in them the keys that are cut off look like later keys.
+    """
+    values = migrate(read_yaml(path), str(path))
+    text = path.read_text(encoding="utf-8")
+    if text.startswith("---\n") and not text.endswith("\n...\n"):
+        raise ConfigError(f"{path}: is cut off; its last line is {text.splitlines()[-1]!r}, allowed: '...'")
+    return values
 
 
 def dump_resolved(config: TltConfig) -> str:
-    """The complete config as YAML, including defaults; ``load_resolved`` returns an equal config."""
+    """The complete config as one YAML document, including defaults; ``load_resolved`` returns an equal config."""
     values = {VERSION_KEY: len(MIGRATIONS), **config.model_dump(mode="json")}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    form: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 1000}
+    return yaml.safe_dump(values, explicit_start=True, explicit_end=True, **form)
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -184,7 +199,7 @@ def compare_resolved(path: Path, config: TltConfig) -> list[str]:
     Raises:
         ConfigError: the file is not a resolved config of this or an earlier release.
     """
-    values = migrate(read_yaml(path), str(path))
+    values = read_resolved(path)
     try:
         old = TltConfig.model_validate(values)
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_tlt.actor.batches import BatchShape, plan_shares
-from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config, load_resolved
+from megatron_tlt.config.loader import (
+    RESOLVED,
+    compare_resolved,
+    dump_resolved,
+    load_config,
+    load_resolved,
+    read_resolved,
+)
 from megatron_tlt.config.migrations import VERSION_KEY, migrate
 from megatron_tlt.config.schema import LauncherConfig, TltConfig
 from megatron_tlt.errors import ConfigError
@@ -313,6 +321,19 @@ def test_a_default_that_came_to_follow_from_the_run_does_not_break_older_ones(tm
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(values))
     assert compare_resolved(path, config) == []
+
+
+def test_a_resolved_config_that_is_cut_off_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
+    path, text = tmp_path / RESOLVED, dump_resolved(load_config(write(tmp_path), check_libraries=False))
+    lines = text.splitlines(keepends=True)
+    # also where all keys without a default are left
+    for count in {1, *range(2, len(lines), 7), len(lines) - 1}:
+        path.write_text("".join(lines[:count]), encoding="utf-8")
+        with pytest.raises(ConfigError, match=re.escape(str(path))):
+            read_resolved(path)
+    path.write_text(text.rstrip(), encoding="utf-8")
+    with pytest.raises(ConfigError, match="is cut off"):
+        read_resolved(path)
 
 
 def test_a_resolved_config_of_a_newer_release_is_refused_by_its_version(tmp_path: Path) -> None:

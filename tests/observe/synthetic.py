@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from megatron_tlt.config.loader import RESOLVED, dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.jsonl import JsonLinesFile
@@ -117,7 +117,7 @@ def make_run(folder: Path, steps: int = 24, seed: int = 0) -> Path:
     write_summary(folder / "summary.json", summary)
     tasks = [{"name": TASKS[0], "params": {"min_terms": 2}}, {"name": TASKS[1]}]
     config = TltConfig.model_validate({"run": {"name": "quickstart-cpu"}, "model": {"recipe": {}}, "tasks": tasks})
-    (folder / "config.resolved.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    (folder / RESOLVED).write_text(dump_resolved(config))
     return folder
 
 
