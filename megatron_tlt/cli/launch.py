@@ -18,18 +18,13 @@ from typing import IO, Protocol
 
 import psutil
 
+from megatron_tlt.cli.torchruns import Torchruns
 from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, has_reported, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import Nodes
-from megatron_tlt.platform.processes import (
-    END_TORCHRUN,
-    end_with_parent,
-    kill_with_children,
-    launch_environment,
-    torchrun_command,
-)
+from megatron_tlt.platform.processes import END_TORCHRUN, kill_with_children
 
 Progress = Callable[[], tuple[int, int]]
 
@@ -89,8 +84,14 @@ class _Child:
         self._asked_s: float | None = None  # when torchrun was last asked to end
         self.signal: int | None = None
 
-    def run(self, process: subprocess.Popen[bytes], failed: Callable[[], bool], obsolete: Callable[[], bool]) -> int:
-        """Waits for a torchrun that was just started, and returns its status.
+    def run(
+        self,
+        process: subprocess.Popen[bytes],
+        failed: Callable[[], bool],
+        obsolete: Callable[[], bool],
+        meanwhile: Callable[[], None],
+    ) -> int:
+        """Waits for a torchrun that was just started, and returns its status; calls ``meanwhile`` each second.
 
         If it ``failed`` and has no workers left, it may search for the first node for minutes: then this does not wait.
         If it is ``obsolete``, it is ended after some seconds, in which its workers may notice why themselves.
@@ -102,6 +103,7 @@ class _Child:
         while left:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(1)
+            meanwhile()
             if self._asked_s is not None and time.monotonic() - self._asked_s > _ASKED_AGAIN_S:
                 self._end_torchrun()  # an interpreter can lose a signal while it starts
             left = left - 1 if not self._workers() and failed() else _MEETING_ENDS_S
@@ -199,28 +201,19 @@ def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None)
 
 def _run_once(
     child: _Child,
-    module: str,
+    torchruns: Torchruns,
     start: LaunchStart,
-    stderr: IO[bytes] | None,
     memory: Path | None,
     obsolete: Callable[[], bool],
+    meanwhile: Callable[[], None],
 ) -> _Ended:
     with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
         failures = Path(folder, "failures.json")
         told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1", **start.environment}
-        launcher, nodes = start.launcher, start.nodes
         if memory is not None:
             told[SNAPSHOTS] = str(memory)
-        meeting = {"meeting": nodes.torchrun_arguments(module, start.number)} if nodes else {}
-        process = subprocess.Popen(
-            torchrun_command(module, start.args, launcher.nproc_per_node, **meeting),
-            env=launch_environment(launcher.threads_per_process, nodes) | told,
-            stderr=stderr,
-            # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from here.
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-        code = child.run(process, lambda: read_first_error(Path(folder)) is not None, obsolete)
+        process = torchruns.start(start.args, start.launcher, start.nodes, start.number, told)
+        code = child.run(process, lambda: read_first_error(Path(folder)) is not None, obsolete, meanwhile)
         death = first_death(read_failures(failures), code)
         if death is not None and death.rank is not None and has_reported(Path(folder), death.rank):
             death = None  # it was killed while it left with its error, such as by torch, whose other ranks had gone
@@ -293,6 +286,7 @@ def launch(
     progress: Progress | None = None,
     memory: Path | None = None,
     elastic: LaunchNodes | None = None,
+    preload: str | None = None,
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
 
@@ -306,6 +300,8 @@ def launch(
             processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
         memory: folder in memory for the processes' snapshots, the same for all restarts.
         elastic: decides who takes part in each start, with which arguments; by default all nodes, with ``args``.
+        preload: module that imports what the processes need, once for all of them (:class:`Torchruns`). Once a step is
+            done, the process that does so for a restart begins.
 
     Returns:
         0, the failed worker's own exit status, or 128 + signal.
@@ -326,6 +322,8 @@ def launch(
         stack.callback(child.end_all)
         for signum in _SIGNALS:
             stack.callback(signal.signal, signum, signal.signal(signum, child.pass_on))
+        torchruns = Torchruns(module, stderr, preload)
+        stack.callback(torchruns.close)
         restarts = None
         if progress is not None:
             restarts = _Restarts(launcher.max_restarts, progress, stderr, memory is not None, elastic is not None)
@@ -336,7 +334,15 @@ def launch(
             assert start is not None
             if restarts is not None and start.changed:
                 restarts.note_change()
-            ended = _run_once(child, module, start, stderr, memory, elastic.is_obsolete if elastic else lambda: False)
+            done, launcher = progress()[0] if progress is not None else 0, start.launcher
+
+            def meanwhile(done: int = done, launcher: LauncherConfig = launcher) -> None:
+                if progress is not None and launcher.max_restarts and progress()[0] > done:
+                    torchruns.prepare(launcher)
+
+            ended = _run_once(
+                child, torchruns, start, memory, elastic.is_obsolete if elastic else lambda: False, meanwhile
+            )
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 if log is not None and not keep_log and not _needs_log(child, ended):
                     log.unlink()

@@ -27,6 +27,7 @@ from megatron_tlt.platform.memory_folder import memory_folder
 from megatron_tlt.platform.nodes import node_index, node_name
 
 # Files that a run writes. --fresh removes only these, so that a mistyped run.dir loses no other files.
+_IMPORTS = "megatron_tlt.cli.workers.imports"
 _RUN_FILES = (
     RESOLVED,
     "prompt_files.json",
@@ -145,7 +146,14 @@ def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool
             if config.elastic.min_devices is not None:
                 nodes = stack.enter_context(ElasticNodes(config, more, lambda: is_finished(config)).open())
         return launch(
-            module, [str(resolved), *more], config.launcher, log=log, progress=newest, memory=memory, elastic=nodes
+            module,
+            [str(resolved), *more],
+            config.launcher,
+            log=log,
+            progress=newest,
+            memory=memory,
+            elastic=nodes,
+            preload=_IMPORTS if resumes and config.launcher.preloads else None,
         )
 
 

@@ -17,7 +17,7 @@ from megatron_tlt.config.loader import load_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, NodesChange, RanksLost, RunRefused, TltError
 from megatron_tlt.platform import lost_ranks
-from megatron_tlt.platform.processes import die_with_parent
+from megatron_tlt.platform.processes import RANK_NAME, die_with_parent, name_thread
 
 ERROR_FOLDER = "TLT_ERROR_FILE"
 LOG_FOLDER = "TLT_LOG_DIR"
@@ -107,6 +107,8 @@ def run_guarded(main: Callable[[], None]) -> int:
     # The launcher of this process is torchrun; only it can end the whole run.
     die_with_parent(signal.SIGKILL)
     lost_ranks.how_to_end = _end_with
+    if "RANK" in os.environ:
+        name_thread(f"{RANK_NAME}{os.environ['RANK']}")
     try:
         _log_to_own_file()
         main()

@@ -69,8 +69,6 @@ class LauncherConfig(Section):
     A phase of a step that takes longer than ``phase_timeout_s`` ends the run (null: never), with the ranks that stand
     still and every thread's stack in ``logs/``. ``phase_timeouts_s`` has other limits by phase: start, rollout,
     log-probs, update, drafter, reshard, evaluate, checkpoint, export.
-
-    ``nproc_per_node: auto`` is one process for each GPU of this machine, and two on a machine without GPUs.
     """
 
     nnodes: PositiveInt = 1
@@ -80,6 +78,12 @@ class LauncherConfig(Section):
     phase_timeout_s: PositiveInt | None = 4 * 3600
     phase_timeouts_s: dict[Phase, PositiveInt] = Field(default_factory=dict)
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
+    preload: bool | None = None
+
+    @property
+    def preloads(self) -> bool:
+        """Whether ranks are forks of a process that has imported what they need: by default without GPUs only."""
+        return not visible_gpus() if self.preload is None else self.preload
 
     @property
     def world_size(self) -> int:

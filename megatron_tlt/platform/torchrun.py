@@ -1,5 +1,7 @@
 """torchrun with signal handling for a launch: ``python -m megatron_tlt.platform.torchrun`` takes torchrun's arguments.
 
+Or it takes ``--preload MODULE`` and is told the arguments later (``megatron_tlt.platform.preload``).
+
 A scheduler sends SIGTERM to all processes of a job. The workers then save and exit, and may need longer than the 30 s
 after which torchrun would kill them. So torchrun ignores that signal and ends with its workers.
 
@@ -16,8 +18,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from torch.distributed.run import main as run
 
+    from megatron_tlt.platform import preload
     from megatron_tlt.platform.deaths import failures_recorded
 
+    if sys.argv[1:2] == [preload.PRELOAD] and (forks := preload.wait_for_start(sys.argv[2])) is not None:
+        forks.install()
     # a handler, not SIG_IGN: the workers would inherit SIG_IGN
     signal.signal(signal.SIGTERM, lambda *_: None)
     with failures_recorded():

@@ -1,4 +1,4 @@
-"""Calls launch() as a command does: argv is the resolved config and the log."""
+"""Calls launch() as a command does: argv is the resolved config and the log, and, if given, what is preloaded."""
 
 from __future__ import annotations
 
@@ -16,5 +16,6 @@ def progress() -> tuple[int, int]:
     return done, max(0, done - 1)
 
 
-log = Path(sys.argv[2])
-sys.exit(launch("tests.cli.worker_for_tests", [sys.argv[1]], config.launcher, log=log, progress=progress))
+log, preload = Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+worker, given = "tests.cli.worker_for_tests", [sys.argv[1]]
+sys.exit(launch(worker, given, config.launcher, log=log, progress=progress, preload=preload))

@@ -22,17 +22,37 @@ from tests.config.test_loader import write
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(folder: Path, name: str, *more: str) -> subprocess.Popen[str]:
+@pytest.fixture(params=["", "tests.cli.imports_for_tests"], ids=["from nothing", "forks"])
+def preload(request: pytest.FixtureRequest) -> str:
+    """What ranks are forks of."""
+    return str(request.param)
+
+
+def imported(folder: Path) -> list[int]:
+    """The processes that have imported what is preloaded, in their order."""
+    file = folder / "imports"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def start(folder: Path, name: str, *more: str, preload: str = "") -> subprocess.Popen[str]:
     processes = ["launcher.nproc_per_node=2", "launcher.threads_per_process=1"]
     overrides = [f"run.name={name}", f"run.dir={folder}", *processes, *more]
     resolved = folder / "resolved.yaml"
     resolved.write_text(dump_resolved(load_config(write(folder), overrides, check_libraries=False)))
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.cli.launch_for_tests", str(resolved), str(folder / "log")],
+        [
+            sys.executable,
+            "-m",
+            "tests.cli.launch_for_tests",
+            str(resolved),
+            str(folder / "log"),
+            *filter(None, [preload]),
+        ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")},
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
+        | {"TLT_TEST_IMPORTS": str(folder / "imports")},
     )
 
 
@@ -56,15 +76,43 @@ def wait_gone(numbers: list[int]) -> bool:
     return True
 
 
-def test_success_is_status_0_and_threads_are_set(tmp_path: Path) -> None:
-    process = start(tmp_path, "fine")
+def test_success_is_status_0_and_threads_are_set(tmp_path: Path, preload: str) -> None:
+    process = start(tmp_path, "fine", preload=preload)
     assert process.communicate(timeout=120)[1] == ""
     assert process.returncode == 0
     assert [(tmp_path / f"threads{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert [(tmp_path / f"name{rank}").read_text() for rank in range(2)] == ["tlt rank 0\n", "tlt rank 1\n"]
+    if preload:
+        (parent,) = imported(tmp_path)
+        assert [int((tmp_path / f"parent{rank}").read_text()) for rank in range(2)] == [parent, parent]
 
 
-def test_a_workers_status_and_message_come_back_once_and_nobody_is_left(tmp_path: Path) -> None:
-    process = start(tmp_path, "bad")
+def test_the_next_start_is_prepared_once_a_step_is_done(tmp_path: Path) -> None:
+    process = start(tmp_path, "dies-prepared", preload="tests.cli.imports_for_tests")
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, error
+    assert error == "warning: rank 1 was killed by SIGKILL in step 2; all ranks restart from step 0 (restart 1 of 3)\n"
+    first, second, *_ = imported(tmp_path)
+    assert [int((tmp_path / f"parent{rank}").read_text()) for rank in range(2)] == [second, second] != [first, first]
+    assert wait_gone(imported(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("imports", "reason"),
+    [
+        ("nonexistent_package", "ModuleNotFoundError: No module named 'nonexistent_package'"),
+        ("tests.cli.thread_for_tests", "an import has started threads: "),
+    ],
+)
+def test_ranks_start_from_nothing_where_they_cannot_be_forks(tmp_path: Path, imports: str, reason: str) -> None:
+    process = start(tmp_path, "fine", preload=imports)
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 0
+    assert f"ranks start from nothing: {reason}" in (tmp_path / "log").read_text()
+
+
+def test_a_workers_status_and_message_come_back_once_and_nobody_is_left(tmp_path: Path, preload: str) -> None:
+    process = start(tmp_path, "bad", preload=preload)
     assert process.communicate(timeout=120)[1] == "error: tensor x: found 1; allowed: 2\n"
     assert process.returncode == 2
     assert wait_gone(pids(tmp_path))
@@ -72,15 +120,15 @@ def test_a_workers_status_and_message_come_back_once_and_nobody_is_left(tmp_path
     assert "ChildFailedError" in (tmp_path / "log").read_text()
 
 
-def test_a_bug_is_status_1_with_its_traceback(tmp_path: Path) -> None:
-    process = start(tmp_path, "bug")
+def test_a_bug_is_status_1_with_its_traceback(tmp_path: Path, preload: str) -> None:
+    process = start(tmp_path, "bug", preload=preload)
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 1
     assert error.count("Traceback") == 1 and "ZeroDivisionError: a bug" in error
 
 
-def test_sigterm_reaches_the_workers_which_save(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait")
+def test_sigterm_reaches_the_workers_which_save(tmp_path: Path, preload: str) -> None:
+    process = start(tmp_path, "wait", preload=preload)
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
     process.send_signal(signal.SIGTERM)
     error = process.communicate(timeout=60)[1]
@@ -90,8 +138,8 @@ def test_sigterm_reaches_the_workers_which_save(tmp_path: Path) -> None:
     assert wait_gone(pids(tmp_path))
 
 
-def test_a_rank_that_is_killed_makes_all_ranks_start_again(tmp_path: Path) -> None:
-    process = start(tmp_path, "dies")
+def test_a_rank_that_is_killed_makes_all_ranks_start_again(tmp_path: Path, preload: str) -> None:
+    process = start(tmp_path, "dies", preload=preload)
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 0
     resumed = "all ranks restart from the checkpoint of step 2 (restart 1 of 3)"
@@ -118,8 +166,10 @@ def test_a_node_that_loses_others_starts_again_and_meets_them(tmp_path: Path) ->
     assert (tmp_path / "starts0").read_text() == "2"
 
 
-def test_a_rank_that_aborts_after_it_has_reported_its_error_is_no_reason_to_start_again(tmp_path: Path) -> None:
-    process = start(tmp_path, "aborts")
+def test_a_rank_that_aborts_after_it_has_reported_its_error_is_no_reason_to_start_again(
+    tmp_path: Path, preload: str
+) -> None:
+    process = start(tmp_path, "aborts", preload=preload)
     error = process.communicate(timeout=120)[1]
     assert process.returncode == 1 and error == "error: gradient norm nan\n"
     assert (tmp_path / "starts0").read_text() == "1"
@@ -146,8 +196,8 @@ def test_no_more_restarts_than_allowed(tmp_path: Path, most: int, starts: str) -
     assert not most or "in step 5; launcher.max_restarts, 1, is used up: not restarted" in error[-2]
 
 
-def test_nobody_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait")
+def test_nobody_is_left_when_the_launcher_is_killed(tmp_path: Path, preload: str) -> None:
+    process = start(tmp_path, "wait", preload=preload)
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
     process.kill()
     process.communicate(timeout=30)
@@ -169,7 +219,9 @@ def test_a_torchrun_that_lost_the_signal_is_asked_again(monkeypatch: pytest.Monk
         assert process.stdout is not None and process.stdout.readline()
         child = launching._Child(scheduled=False)
         child.pass_on(signal.SIGINT)
-        assert child.run(process, failed=lambda: False, obsolete=lambda: False) == -signal.SIGINT
+        assert (
+            child.run(process, failed=lambda: False, obsolete=lambda: False, meanwhile=lambda: None) == -signal.SIGINT
+        )
 
 
 def test_a_sigint_while_torchrun_is_imported_ends_it() -> None:

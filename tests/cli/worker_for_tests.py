@@ -35,6 +35,19 @@ def die(folder: Path, rank: int, how: str) -> None:
         time.sleep(60)  # ended by torchrun
 
 
+def die_prepared(folder: Path, rank: int) -> None:
+    """At the first start a step is done, and rank 1 is killed once the next start is prepared."""
+    start = folder / f"starts{rank}"
+    first = not start.exists()
+    start.write_text("1" if first else "2")
+    (folder / f"parent{rank}").write_text(str(os.getppid()))
+    if first:
+        (folder / "step0").touch()
+        while len(Path(os.environ["TLT_TEST_IMPORTS"]).read_text().split()) < 2 or rank == 0:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die_late(folder: Path, rank: int) -> None:
     """At the first start rank 0's connection to rank 1 breaks two seconds before rank 1 is seen to be killed."""
     import torch.distributed  # noqa: F401 - as every rank has it that has a connection
@@ -57,12 +70,16 @@ def main(config: TltConfig) -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     if config.run.name == "fine":
         (folder / f"threads{rank}").write_text(os.environ["OMP_NUM_THREADS"])
+        (folder / f"name{rank}").write_text(Path("/proc/self/comm").read_text())
+        (folder / f"parent{rank}").write_text(str(os.getppid()))
     elif config.run.name == "bad" and rank == "1":
         while not (folder / "ready0").exists():  # or the launcher would end rank 0 before it says who it is
             time.sleep(0.05)
         raise ConfigError("tensor x: found 1; allowed: 2")
     elif config.run.name == "dies-late":
         die_late(folder, int(rank))
+    elif config.run.name == "dies-prepared":
+        die_prepared(folder, int(rank))
     elif config.run.name.startswith("dies"):
         die(folder, int(rank), config.run.name)
     elif config.run.name == "lost":
