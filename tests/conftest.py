@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megatron_tlt.bench.fault_parts import disks
 from tests.helpers import put_back
 
 # before any test module imports torch or vLLM; subprocesses inherit it
@@ -114,15 +114,13 @@ def _in_contributors_tier(item: pytest.Item) -> bool:
 
 @contextlib.contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """A real file system of ``size`` (as mount understands it)."""
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip("mounting a small file system is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+    """A real file system of ``size``; skips where that is not allowed."""
+    with contextlib.ExitStack() as stack:
+        try:
+            disk = stack.enter_context(disks.mounted(folder, size))
+        except disks.NotPossible as error:
+            pytest.skip(str(error))
+        yield disk
 
 
 @pytest.fixture

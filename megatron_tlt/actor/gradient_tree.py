@@ -13,11 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_tlt.config.strict import forms_tree
 from megatron_tlt.errors import ConfigError
-
-
-def is_power_of_two(number: int) -> bool:
-    return number > 0 and not number & (number - 1)
 
 
 def own_shards(shards: int, ranks: int, rank: int) -> range:
@@ -26,7 +23,7 @@ def own_shards(shards: int, ranks: int, rank: int) -> range:
     Raises:
         ConfigError: the ranks cannot form the rest of the tree.
     """
-    if not is_power_of_two(shards) or not is_power_of_two(ranks) or ranks > shards:
+    if not forms_tree(shards, ranks):
         raise ConfigError(
             f"elastic.logical_shards: found {shards} with data parallelism {ranks}; allowed: a power of two, at least "
             "the data parallelism, which is a power of two as well"

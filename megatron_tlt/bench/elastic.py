@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron_tlt.bench.elastic_layouts import measure_layouts, rows_of, worst
+from megatron_tlt.bench.outside import ranks_below, recorded_steps
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.training_runs import kept_result
 from megatron_tlt.errors import RunError
@@ -87,9 +84,9 @@ def _killed(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, 
         try:
             _wait_for(folder, KILLED_AFTER, process)
             time.sleep(_INTO_STEP_S)
-            victim = _last_rank(process.pid)
+            ranks = ranks_below(process.pid)
             killed = time.perf_counter()
-            os.kill(victim, signal.SIGKILL)
+            ranks[max(ranks)].kill()
             _wait_for(folder, KILLED_AFTER + 1, process)
             seconds = time.perf_counter() - killed
             if process.wait(_TIMEOUT_S):
@@ -107,24 +104,10 @@ def _killed(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, 
 def _wait_for(folder: Path, step: int, process: subprocess.Popen[bytes]) -> None:
     """Until the run has recorded a step."""
     deadline = time.monotonic() + _TIMEOUT_S
-    file = folder / METRICS_FILE
-    while not file.is_file() or max((int(row["step"] or 0) for row in read_metrics(file)), default=0) < step:
+    while recorded_steps(folder) < step:
         if process.poll() is not None or time.monotonic() > deadline:
             raise RunError(f"{folder}: the run ended before step {step}, or took longer than {_TIMEOUT_S:.0f} s")
         time.sleep(_POLL_S)
-
-
-def _last_rank(launcher: int) -> int:
-    """The process of the highest rank below a ``tlt``."""
-    ranks: dict[int, int] = {}
-    for process in psutil.Process(launcher).children(recursive=True):
-        try:
-            number = process.environ().get("LOCAL_RANK")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        if number is not None:
-            ranks.setdefault(int(number), process.pid)  # the rank comes before processes that it started
-    return ranks[max(ranks)]
 
 
 def judge(
@@ -148,8 +131,9 @@ def judge(
     if layouts is None:
         result.incomplete(bits)
     else:
-        result.rows += rows_of(layouts)
-        result.target(bits, worst(rows_of(layouts)), "==", 0)
+        rows_of_layouts = rows_of(layouts)
+        result.rows += rows_of_layouts
+        result.target(bits, worst(rows_of_layouts), "==", 0)
     complete = all(len(rows) == repeats for rows in found.values())
     seconds, copied = "kill to next update, memory over checkpoint", "copies into memory, share of a step"
     if not complete or repeats < 2:

@@ -74,13 +74,15 @@ def _component_faults(
 ) -> list[dict[str, Any]]:
     known = {(row["part"], row["fault"], row["seed"]) for row in rows[1:]}
     found: list[dict[str, Any]] = []
+    numbered = zip(range(arguments.components), in_turn(parts()), strict=False)
+    missing = [(number, *pair) for number, pair in numbered if (*pair, f"{arguments.seed}-{number}") not in known]
+    if not missing:
+        return found
     with trials(arguments.folder / "trials", arguments.folder / "trials.log") as process:
-        for number, (part, fault) in zip(range(arguments.components), in_turn(parts()), strict=False):
-            seed = f"{arguments.seed}-{number}"
-            if (part, fault, seed) in known:
-                continue
+        for number, part, fault in missing:
             if time.monotonic() > until:
                 break
+            seed = f"{arguments.seed}-{number}"
             row = process.run(part, fault, seed).as_row()
             file.append([row])
             found.append(row)

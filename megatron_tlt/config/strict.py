@@ -25,6 +25,11 @@ _OPTIMIZER = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "bf16", 
 _OF_ONE = ("adam_", "sgd_")
 
 
+def forms_tree(shards: int, ranks: int) -> bool:
+    """Whether so many data-parallel ranks can sum so many logical shards in one binary tree, each with a subtree."""
+    return 0 < ranks <= shards and not shards & (shards - 1) and not ranks & (ranks - 1)
+
+
 def logical_shards(config: TltConfig) -> int | None:
     """Number of parts that a batch is divided into whatever the data-parallel size; None without ``elastic.strict``."""
     elastic = config.elastic
@@ -57,7 +62,7 @@ def strict_violations(config: TltConfig, model: dict[str, Any], where: str) -> I
 
 def _shards(config: TltConfig, shards: int) -> Iterator[str]:
     dp = Layout.read(config.actor.megatron, config.launcher.world_size).dp
-    if shards & (shards - 1) or dp & (dp - 1) or shards < dp:
+    if not forms_tree(shards, dp):
         yield (
             f"elastic.logical_shards: found {shards} with data parallelism {dp}; allowed: a power of two, at least the "
             "data parallelism, which is a power of two as well (null: equal to it)"

@@ -14,6 +14,7 @@ from math import inf, lcm
 from typing import Any
 
 from megatron_tlt.config.layouts import Layout, ModelShape, problems
+from megatron_tlt.config.strict import forms_tree
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.cost import StepTime, Workload, layer_time, step_time
 from megatron_tlt.planning.engine_memory import EngineMemory, engine_memory
@@ -231,7 +232,7 @@ class LayoutChooser:
     def _refused(self, pp: int, dp: int) -> bool:
         """Whether ``strict`` refuses the sizes."""
         assert self._shards is not None
-        return dp & (dp - 1) != 0 or dp > self._shards or (self._job.model.tied and self._changes_ties(pp))
+        return not forms_tree(self._shards, dp) or (self._job.model.tied and self._changes_ties(pp))
 
     def _changes_ties(self, pp: int) -> bool:
         return (pp == 1) != (self._job.actor.layout.pp == 1)
@@ -370,7 +371,7 @@ def _checked_shards(job: Job, given: int | None) -> int:
     """The number of logical shards; raises ConfigError if it is not a power of two or the config has more ranks."""
     own = job.actor.layout.dp
     shards = own if given is None else given
-    if shards < own or shards < 1 or shards & (shards - 1) or own & (own - 1):
+    if not forms_tree(shards, own):
         raise ConfigError(
             f"logical_shards: found {shards} with data parallelism {own} in the config; allowed: a power of two, at "
             "least the config's data parallelism, which is a power of two as well"

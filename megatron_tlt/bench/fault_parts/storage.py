@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from megatron_tlt.bench.fault_parts.disks import mounted
 from megatron_tlt.bench.fault_parts.stores import STORES, MemoryStore, RowStore, Store
-from megatron_tlt.bench.fault_parts.trial import Broken, NotPossible, Part, Trial, check, wait_until
+from megatron_tlt.bench.fault_parts.trial import Broken, Part, Trial, check, wait_until
 from megatron_tlt.errors import RunError
 
 _LIMIT_S = 30.0
@@ -152,23 +152,6 @@ def _damaged(damage: Callable[[Path, random.Random], None], make: MakeStore, rng
     _write(make, folder, count + 1 if not isinstance(store, RowStore) else (found or 0) + 1, 2)
     last = count + 2 if not isinstance(store, RowStore) else (found or 0) + 2
     check(make(folder).read() == last, f"found {make(folder).read()} after version {last} was written, {said}")
-
-
-@contextmanager
-def mounted(folder: Path, size: int) -> Iterator[Path]:
-    """A file system of ``size`` bytes at ``folder``.
-
-    Raises:
-        NotPossible: this user may not mount one.
-    """
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        raise NotPossible("mounting a file system is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _remount(folder: Path, options: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run keeps on disks and in memory, behind one interface: versions are written one after another, and read.
+"""What a run keeps on disks and in memory, with one interface: versions are written one after another, and read.
 
 Everything in a version is made of its number, so a reader sees a mixture of two versions at once.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.bench.fault_parts.trial import Broken, check
+from megatron_tlt.bench.fault_parts.trial import Broken, check, wait_until
 from megatron_tlt.checkpoint.files import LATEST, find_latest_whole
 from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import MANIFEST, rewriting, verify_manifest
@@ -92,10 +91,7 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             raise publication.abandon(RunError(str(error))) from error
         publication.start()
-        end = time.monotonic() + _WRITTEN_WITHIN_S
-        while not publication.done():
-            check(time.monotonic() < end, "a checkpoint is not published")
-            time.sleep(0.0005)
+        wait_until(publication.done, _WRITTEN_WITHIN_S, "the publication of a checkpoint")
 
     def read(self) -> int | None:
         folder, _ = find_latest_whole(self._folder)

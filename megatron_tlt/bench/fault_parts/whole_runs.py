@@ -23,14 +23,17 @@ import psutil
 from megatron_tlt.bench.fault_parts import wild, wild_loss
 from megatron_tlt.bench.fault_parts.storage import delete, flip, truncate
 from megatron_tlt.bench.fault_parts.trial import Broken, check
+from megatron_tlt.bench.outside import processes_below, ranks_below, recorded_steps
 from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.schema import PHASES
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.jsonl import read_jsonl
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.observe.samples import SAMPLES_FILE
 
 _RUN_LIMIT_S = 1800.0
-_PHASE_LIMIT_S = 30.0
+_START_LIMIT_S = 300
+_PHASE_LIMIT_S = 30
 _STARTS_PER_FAULT = 2
 _POLL_S = 0.05
 SETTINGS = (
@@ -48,7 +51,7 @@ SETTINGS = (
 
 
 def settings_of(config: Path, overrides: Sequence[str]) -> list[str]:
-    """All overrides of a run: the tasks' own verifier stands behind the one that fails at times.
+    """All overrides of a run; its tasks have the verifier that fails at times, which calls their own.
 
     Raises:
         ConfigError: the config is invalid, or has a task with another verifier.
@@ -86,25 +89,16 @@ class FaultyRun:
     def __init__(self, config: Path, overrides: Sequence[str], folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
         self._memory = folder.with_name(f"{folder.name}-memory")
-        limits = ", ".join(
-            f"{phase}: {_PHASE_LIMIT_S:g}" for phase in ("rollout", "log-probs", "update", "reshard", "checkpoint")
-        )
+        # the last steps of a run too have a limit: a rank may lose its memory while it evaluates
+        limits = ", ".join(f"{phase}: {_START_LIMIT_S if phase == 'start' else _PHASE_LIMIT_S}" for phase in PHASES)
         own = [
             f"run.dir={folder}",
             f"trainer.steps={steps}",
             f"elastic.memory_dir={self._memory}",
             f"launcher.phase_timeouts_s={{{limits}}}",
         ]
-        settings = settings_of(config, overrides)
-        self._command = [
-            sys.executable,
-            "-m",
-            "megatron_tlt",
-            "train",
-            str(config),
-            *settings,
-            *own,
-        ]
+        given = [*settings_of(config, overrides), *own]
+        self._command = [sys.executable, "-m", "megatron_tlt", "train", str(config), *given]
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
 
@@ -116,11 +110,6 @@ class FaultyRun:
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
-    def recorded(self) -> int:
-        """Number of steps in the run's metrics."""
-        file = self.folder / METRICS_FILE
-        return max((int(row["step"] or 0) for row in read_metrics(file)), default=0) if file.is_file() else 0
-
     def until(self, step: int) -> int:
         """Until so many steps are recorded; a run that ended with an error is started again, as Slurm would.
 
@@ -129,28 +118,32 @@ class FaultyRun:
         Raises:
             Broken: the run does not go on.
         """
-        end, starts, least = time.monotonic() + _RUN_LIMIT_S, self._starts, step
-        while (recorded := self.recorded()) < step:
-            least = min(least, recorded)
-            check(time.monotonic() < end, f"step {step} is not reached within {_RUN_LIMIT_S:g} s")
-            self._keep_going(starts)
-            time.sleep(_POLL_S)
-        return least
+        least = step
 
-    def _keep_going(self, starts: int) -> None:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            check(self._process.returncode, "the run ended early without an error")
-            check(self._starts < starts + _STARTS_PER_FAULT, f"the run ended {_STARTS_PER_FAULT} times after a fault")
-            self.start()
+        def is_there() -> bool:
+            nonlocal least
+            recorded = recorded_steps(self.folder)
+            least = min(least, recorded)
+            return recorded >= step
+
+        self._keep_going(is_there, f"step {step}")
+        return least
 
     def finish(self) -> None:
         """Waits for the end of the run, with status 0; starts it again as :meth:`until` does."""
-        end, starts = time.monotonic() + _RUN_LIMIT_S, self._starts
         assert self._process is not None
-        while self._process.poll() != 0:
-            check(time.monotonic() < end, f"the run does not end within {_RUN_LIMIT_S:g} s")
-            self._keep_going(starts)
+        self._keep_going(lambda: self._process is not None and self._process.poll() == 0, "the run's end")
+
+    def _keep_going(self, is_done: Callable[[], bool], what: str) -> None:
+        end, starts = time.monotonic() + _RUN_LIMIT_S, self._starts
+        while not is_done():
+            assert self._process is not None
+            check(time.monotonic() < end, f"{what} is not reached within {_RUN_LIMIT_S:g} s")
+            if self._process.poll() is not None:
+                check(self._process.returncode, f"the run ended before {what} without an error")
+                often = f"the run ended {_STARTS_PER_FAULT} times after a fault"
+                check(self._starts < starts + _STARTS_PER_FAULT, often)
+                self.start()
             time.sleep(_POLL_S)
 
     def do(self, fault: str, rng: random.Random, after_step: int) -> RunFault:
@@ -158,7 +151,7 @@ class FaultyRun:
         self.until(after_step)
         rows = [row["time/total"] or 0.0 for row in read_metrics(self.folder / METRICS_FILE) if row["step"]]
         time.sleep(rng.uniform(0.0, 1.2 * statistics.median(rows[-3:])))
-        starts, began, done = self._starts, time.perf_counter(), self.recorded()
+        starts, began, done = self._starts, time.perf_counter(), recorded_steps(self.folder)
         FAULTS[fault](self, rng)
         least = self.until(min(done + 1, self.steps))
         return RunFault(fault, done, max(0, done - least), self._starts - starts, time.perf_counter() - began)
@@ -175,36 +168,32 @@ class FaultyRun:
         weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (self.folder, undisturbed)]
         check(weights[0] == weights[1], "the weights at the end differ")
 
-    def processes(self) -> list[psutil.Process]:
-        """The launcher and all that it started."""
-        assert self._process is not None
-        try:
-            launcher = psutil.Process(self._process.pid)
-            return [launcher, *launcher.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
     def rank(self, rng: random.Random) -> psutil.Process:
         """The process of a random rank; waits for one while ranks start again."""
+        return self._some(lambda pid: [one for _, one in sorted(ranks_below(pid).items())], rng, "rank")
+
+    def verifier(self, rng: random.Random) -> psutil.Process:
+        """A process of verifiers, in the same way."""
+        return self._some(_verifiers, rng, "verifier")
+
+    def _some(self, find: Callable[[int], list[psutil.Process]], rng: random.Random, what: str) -> psutil.Process:
+        assert self._process is not None
+        found: list[psutil.Process] = []
         end = time.monotonic() + _RUN_LIMIT_S
-        while time.monotonic() < end:
-            ranks: dict[str, psutil.Process] = {}
-            for process in self.processes():
-                try:
-                    ranks.setdefault(process.environ().get("LOCAL_RANK", ""), process)
-                except psutil.Error:
-                    continue
-            ranks.pop("", None)
-            if ranks:
-                return ranks[rng.choice(sorted(ranks))]
+        while not (found := find(self._process.pid)):
+            check(time.monotonic() < end, f"no {what} is there within {_RUN_LIMIT_S:g} s")
             time.sleep(_POLL_S)
-        raise Broken("no rank is there")
+        return rng.choice(found)
+
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def power_cut(self) -> None:
         """All processes end at once, and with them what is in memory."""
         assert self._process is not None
         # stopped first, so that none sees another one end
-        found = self.processes()
+        found = [psutil.Process(self._process.pid), *processes_below(self._process.pid)] if self._runs else []
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in found:
                 try:
@@ -216,7 +205,7 @@ class FaultyRun:
 
     def close(self) -> None:
         """Ends the run's processes."""
-        if self._process is not None and self._process.poll() is None:
+        if self._runs:
             self.power_cut()
         shutil.rmtree(self._memory, ignore_errors=True)
 
@@ -240,10 +229,9 @@ def _stop(run: FaultyRun, rng: random.Random) -> None:
     run.rank(rng).send_signal(signal.SIGSTOP)
 
 
-def _hold(run: FaultyRun, rng: random.Random) -> None:
-    process = run.rank(rng)
+def _hold(process: psutil.Process, seconds: float) -> None:
     process.send_signal(signal.SIGSTOP)
-    time.sleep(rng.uniform(0.1, 5.0))
+    time.sleep(seconds)
     process.send_signal(signal.SIGCONT)
 
 
@@ -253,20 +241,19 @@ def _without_memory(run: FaultyRun, rng: random.Random) -> None:
 
 
 def _without_disk(run: FaultyRun, rng: random.Random) -> None:
-    """As on a full disk, without one: no file of a rank may become larger than what it has."""
+    """As on a full disk, without one: no file that a rank writes may become larger than some kilobytes."""
     resource.prlimit(run.rank(rng).pid, resource.RLIMIT_FSIZE, (rng.randrange(1 << 16), resource.RLIM_INFINITY))
 
 
-def _hold_verifier(run: FaultyRun, rng: random.Random) -> None:
-    for process in run.processes():
+def _verifiers(launcher: int) -> list[psutil.Process]:
+    found = []
+    for process in processes_below(launcher):
         try:
             if any(part.endswith("rewards.worker") for part in process.cmdline()):
-                process.send_signal(signal.SIGSTOP)
-                time.sleep(rng.uniform(0.1, 2.0))
-                process.send_signal(signal.SIGCONT)
-                return
+                found.append(process)
         except psutil.Error:
             continue
+    return found
 
 
 def _power_cut(run: FaultyRun, rng: random.Random) -> None:
@@ -283,20 +270,23 @@ def _damage(change: Callable[[Path, random.Random], None]) -> Callable[[FaultyRu
     return act
 
 
-FAULTS: dict[str, Callable[[FaultyRun, random.Random], None]] = {
-    "rank: SIGKILL": _kill,
-    "rank: SIGSTOP": _stop,
-    "rank: held for seconds": _hold,
-    "rank: out of memory": _without_memory,
-    "verifier: held for seconds": _hold_verifier,
-    "rank: no room for files": _without_disk,
-    "power cut": _power_cut,
+_TWO_FAULTS = {
     "power cut, truncated checkpoint": _damage(truncate),
     "power cut, flipped bit": _damage(flip),
     "power cut, deleted file": _damage(delete),
 }
+FAULTS: dict[str, Callable[[FaultyRun, random.Random], None]] = {
+    "rank: SIGKILL": _kill,
+    "rank: SIGSTOP": _stop,
+    "rank: held for seconds": lambda run, rng: _hold(run.rank(rng), rng.uniform(0.1, 5.0)),
+    "rank: out of memory": _without_memory,
+    "verifier: held for seconds": lambda run, rng: _hold(run.verifier(rng), rng.uniform(0.1, 2.0)),
+    "rank: no room for files": _without_disk,
+    "power cut": _power_cut,
+    **_TWO_FAULTS,
+}
 """What may happen to a run, by name."""
-MOST_LOST = {name: 2 if "," in name else 1 for name in FAULTS}
+MOST_LOST = {name: 2 if name in _TWO_FAULTS else 1 for name in FAULTS}
 """Recorded steps that may be done again: what damages the newest checkpoint as well is two faults."""
 
 
