@@ -62,6 +62,29 @@ def read_failures(file: Path) -> list[Failure]:
 
 
 @contextlib.contextmanager
+def others_killed_at_once() -> Iterator[None]:
+    """Has torchrun kill all ranks once a signal has killed one; it would let them go on for up to 30 s.
+
+    They can save nothing without it, and may notice that it has gone only when their rollout ends.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    close = SubprocessContext.close
+
+    def close_at_once(context: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        failures = getattr(context, "_failures", {}).values()
+        if death_sig is None and any(failure.exitcode < 0 and -failure.exitcode not in _ASKED for failure in failures):
+            death_sig = signal.SIGKILL
+        close(context, death_sig, timeout)
+
+    setattr(SubprocessContext, "close", close_at_once)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(SubprocessContext, "close", close)  # noqa: B010
+
+
+@contextlib.contextmanager
 def failures_recorded() -> Iterator[None]:
     """Writes the failures that torchrun raises to the file named by ``TLT_FAILURES_FILE``, if that is set."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

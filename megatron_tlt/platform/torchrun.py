@@ -19,13 +19,13 @@ def main() -> None:
     from torch.distributed.run import main as run
 
     from megatron_tlt.platform import preload
-    from megatron_tlt.platform.deaths import failures_recorded
+    from megatron_tlt.platform.deaths import failures_recorded, others_killed_at_once
 
     if sys.argv[1:2] == [preload.PRELOAD] and (forks := preload.wait_for_start(sys.argv[2])) is not None:
         forks.install()
     # a handler, not SIG_IGN: the workers would inherit SIG_IGN
     signal.signal(signal.SIGTERM, lambda *_: None)
-    with failures_recorded():
+    with failures_recorded(), others_killed_at_once():
         run(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
 
 

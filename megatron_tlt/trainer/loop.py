@@ -226,7 +226,7 @@ class Run:
         self._saved_step = self._checkpoints.newest_step() or None
         if self._guard is not None:
             self._guard.has_checkpoint = self._saved_step is not None
-        self._check_evaluation_settings()
+        again = self._other_evaluation_settings()
         if self.drafting is not None:
             self.drafting.load_newer_spot_checkpoint()
         with (
@@ -243,7 +243,7 @@ class Run:
             if record.memory_line is not None:
                 progress.message(record.memory_line)
             try:
-                self._loop(record, progress)
+                self._loop(record, progress, again)
             except StopRequested:
                 self.step.switch_to_actor()
                 self._save()
@@ -265,13 +265,15 @@ class Run:
         self._watch.close()
         self.engine.shutdown()
 
-    def _check_evaluation_settings(self) -> None:
-        """If a resumed run has other evaluation settings, its newest step is evaluated again."""
+    def _other_evaluation_settings(self) -> bool:
+        """Whether a resumed run has other evaluation settings; its newest step is then evaluated again."""
         state, now = self._state, self._config.evaluation.model_dump(mode="json", exclude={"every"})
-        if state.evaluation_settings not in ({}, now):
+        changed = state.evaluation_settings not in ({}, now)
+        if changed:
             state.evaluations.pop(str(state.step), None)
             warn("evaluation: the settings have changed; results before and after this step are not comparable")
         state.evaluation_settings = now
+        return changed
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -284,12 +286,11 @@ class Run:
                 self.bubble.attach(coordination.client, coordination.refused)
                 yield
 
-    def _loop(self, record: RunRecord, progress: Progress) -> None:
-        config = self._config
+    def _loop(self, record: RunRecord, progress: Progress, evaluate: bool) -> None:
         self.timeline.begin_step(self._state.step)
         self.step.reshard(self._state.step, StepResult(), progress.start)
-        self._evaluate(record, progress)
-        while self._state.step < config.trainer.steps:
+        self._evaluate(record, progress, evaluate)  # a lost rank may have cut that of the newest step short
+        while self._state.step < self._config.trainer.steps:
             if self._snapshots is not None:
                 self._snapshots.commit(self._state)
             unwanted = self._guard.unwanted_ranks if self._guard is not None else []
@@ -303,9 +304,7 @@ class Run:
                 self._go_back(self._guard, result, record, progress)
                 continue
             record.step(self._state.step, result, progress)
-            every = config.evaluation.every
-            if self._state.step == config.trainer.steps or (every and self._state.step % every == 0):
-                self._evaluate(record, progress)
+            self._evaluate(record, progress)
         self.step.switch_to_actor()
         self._save()
         self._checkpoints.finish()
@@ -375,10 +374,14 @@ class Run:
             if self._guard is not None:
                 self._guard.has_checkpoint = True
 
-    def _evaluate(self, record: RunRecord, progress: Progress) -> None:
-        """Held-out accuracy of the engines' weights; stored in the state, so that a resumed run does not repeat it."""
-        key = str(self._state.step)
-        if key in self._state.evaluations:
+    def _evaluate(self, record: RunRecord, progress: Progress, again: bool = False) -> None:
+        """Held-out accuracy of the engines' weights, where it is due or wanted ``again``.
+
+        It is stored in the state, so that a resumed run does not repeat it.
+        """
+        step, every = self._state.step, self._config.evaluation.every
+        key, due = str(step), step in (0, self._config.trainer.steps) or (every > 0 and step % every == 0)
+        if not (due or again) or key in self._state.evaluations:
             return
         if not self.engine.capabilities.weights:
             log_once(f"note: evaluation skipped: rollout.engine {self._config.rollout.engine} takes no weights")
@@ -388,8 +391,8 @@ class Run:
         evaluation = replace(evaluation, sets=self.evaluator.evaluate_sets(progress))
         self._state.evaluations[key] = asdict(evaluation)
         self._saved_step = None
-        record.evaluation(self._state.step, evaluation, time.perf_counter() - began, samples)
-        progress.message(f"held-out after step {self._state.step}: {evaluation.line}")
+        record.evaluation(step, evaluation, time.perf_counter() - began, samples)
+        progress.message(f"held-out after step {step}: {evaluation.line}")
 
 
 def train(config: TltConfig) -> None:

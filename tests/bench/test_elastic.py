@@ -19,21 +19,28 @@ def trial(seconds: float, copy_s: float | None) -> dict[str, Any]:
     return {"seconds": seconds, "steps": [4.0, 5.0, 6.0], "copies": [] if copy_s is None else [copy_s] * 3}
 
 
-def test_arms_differ_in_where_they_restart_from_alone() -> None:
+def test_arms_differ_in_where_they_restart_from_and_how_ranks_start_alone() -> None:
     config = REPOSITORY / "launch" / "quickstart-deterministic.yaml"
-    memory, saved = (load_config(config, elastic.ARMS[arm]) for arm in ("memory", "checkpoint"))
-    assert memory.elastic is not None and memory.trainer.save_every == 0
-    assert saved.elastic is None and saved.trainer.save_every == 1 and not saved.trainer.async_save
+    for arm in elastic.ARMS:
+        found = load_config(config, elastic.ARMS[arm])
+        assert found.launcher.preload is arm.endswith("forks")
+        if arm.startswith("memory"):
+            assert found.elastic is not None and found.trainer.save_every == 0
+        else:
+            assert found.elastic is None and found.trainer.save_every == 1 and not found.trainer.async_save
 
 
 def test_a_restart_and_the_copies_are_judged() -> None:
     found = {
         "checkpoint": [trial(40.0, None), trial(44.0, None)],
         "memory": [trial(30.0, 0.02), trial(34.0, 0.04)],
+        "checkpoint, forks": [trial(30.0, None), trial(30.0, None)],
+        "memory, forks": [trial(28.0, 0.02), trial(28.0, 0.04)],
     }
     result = elastic.judge(found, repeats=2)
-    assert [target["met"] for target in result.targets.values()] == [False, True, True], "no layouts were measured"
-    assert result.rows[-1]["ratio"] == 32 / 42 and result.rows[0]["copy (ms)"] is None
+    met = [target["met"] for target in result.targets.values()]
+    assert met == [False, True, False, True], "no layouts were measured, and 28 is more than half of 42"
+    assert [row["ratio"] for row in result.rows[-2:]] == [32 / 42, 28 / 42] and result.rows[0]["copy (ms)"] is None
     assert result.rows[2]["copy (ms)"] == 20.0 and result.rows[2]["kill to next update (s)"] == 30.0
     found["memory"].pop()
     assert {target["op"] for target in elastic.judge(found, repeats=2).targets.values()} == {"incomplete"}
@@ -43,7 +50,7 @@ def test_one_tensor_with_other_bits_is_enough() -> None:
     def row(value: str) -> dict[str, Any]:
         return {"hashes": {"a": "1", "b": value}, "updates": [{}] * 4, "seconds": [9.0, 1.0, 2.0]}
 
-    nothing: dict[str, list[dict[str, Any]]] = {"checkpoint": [], "memory": []}
+    nothing: dict[str, list[dict[str, Any]]] = {arm: [] for arm in elastic.ARMS}
     layouts = {name_of(*size, strict=strict): row("2") for size in SIZES for strict in (True, False)}
     layouts[name_of(2, 2, strict=False)] = row("3")
     same = elastic.judge(nothing, 2, layouts)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_tlt.platform.processes import RANK_NAME
 from tests.helpers.warm import end_forks, warm_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,9 +108,13 @@ def worker_of(mark: str, rank: int) -> int:
     for process in psutil.process_iter():
         try:
             environment, parent = process.environ(), process.parent()
-            ours = environment.get(MARK) == mark and environment.get("RANK") == str(rank)
-            # a rank's own children have its environment, and may have its command line
-            if ours and parent is not None and _is_worker(process) and not _is_worker(parent):
+            if environment.get(MARK) != mark or parent is None:
+                continue
+            # a rank's own children have its environment and name, and may have its command line
+            name = f"{RANK_NAME}{rank}"
+            if process.name() == name != parent.name():
+                return process.pid
+            if environment.get("RANK") == str(rank) and _is_worker(process) and not _is_worker(parent):
                 return process.pid
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue

@@ -17,7 +17,7 @@ from tests.helpers.launch import MARK, REPOSITORY, kill_marked, python, run_logg
 
 CONFIG = """
 run: {name: tiny, seed: 3, deterministic: true}
-launcher: {nproc_per_node: 2}
+launcher: {nproc_per_node: 2, preload: false}
 model:
   recipe:
     cache_dir: %(cache)s
@@ -48,7 +48,8 @@ observe: {tensorboard: false}
 class Runs:
     """Starts ``tlt`` on one config with runs below one folder.
 
-    All of it is real, torchrun too. Unless ``fresh``, each process is a fork of one that has done the imports.
+    All of it is real, torchrun too. Unless ``fresh``, each process is a fork of one that has done the imports. The
+    config does without those of ``launcher.preload``, so that a rank's environment shows which one it is.
     """
 
     folder: Path

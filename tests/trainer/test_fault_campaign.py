@@ -18,6 +18,7 @@ def test_six_faults_of_whole_runs_change_nothing(runs: Runs, tmp_path: Path) -> 
     faults.add_arguments(parser)
     given = ["--components", "0", "--runs", "2", "--faults-per-run", "3", "--steps", "5", "--seed", "3"]
     given += ["--config", str(runs.config), "--folder", str(tmp_path), "--set", "trainer.prompts_per_step=4"]
+    given += ["launcher.preload=true"]
     result = faults.run(parser.parse_args(given))
     assert result.all_met, (result.rows, result.targets)
     assert sum(row["faults"] for row in result.rows) == 6

@@ -1,44 +1,30 @@
-"""A run without checkpoints whose ranks are killed goes on from memory, and ends with the bits of one that was not."""
+"""A run without checkpoints whose ranks are killed goes on from memory, and ends with the bits of one that was not.
+
+Its ranks are forks of a process that has imported their libraries; those of the other one start from nothing.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers.launch import MARK, slowness
+from tests.helpers.launch import slowness, worker_of
 from tests.trainer.conftest import Runs
 from tests.trainer.test_run import assert_same_samples, rows, wait_for_rows, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def worker(mark: str, rank: int) -> psutil.Process:
-    """The process of a rank of the run with this mark."""
-    deadline = time.monotonic() + 60 * slowness()
-    while time.monotonic() < deadline:
-        for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-                if environment.get(MARK) == mark and environment.get("RANK") == str(rank):
-                    return process
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        time.sleep(0.1)
-    raise AssertionError(f"no process of rank {rank}")
-
-
 def test_it_goes_on_from_memory_and_leaves_nothing_there(runs: Runs, uninterrupted: Path, tmp_path: Path) -> None:
-    elastic = (f"elastic.memory_dir={tmp_path}", "trainer.save_every=0")
+    elastic = (f"elastic.memory_dir={tmp_path}", "trainer.save_every=0", "launcher.preload=true")
     process = runs.start("snapshots", *elastic)
     for victim, after in ((1, 2), (0, 3)):
         wait_for_rows(runs, "snapshots", after, process)
-        os.kill(worker(runs.started["snapshots"], victim).pid, signal.SIGKILL)
+        os.kill(worker_of(runs.started["snapshots"], victim), signal.SIGKILL)
     assert process.wait(600 * slowness()) == 0, runs.log("snapshots")
     run, log = runs.folder / "snapshots", runs.log("snapshots")
     workers = (run / "logs" / "workers.log").read_text()
