@@ -24,6 +24,7 @@ from megatron_tlt.errors import RunError
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.preload import NOT_FORKED
 
 _CHECKPOINT = ["trainer.save_every=1", "trainer.async_save=false"]
 _MEMORY = ["trainer.save_every=0", "elastic={}"]
@@ -101,6 +102,8 @@ def _killed(arguments: argparse.Namespace, arm: str, folder: Path) -> dict[str, 
                 raise RunError(f"a run failed; its output is in {log.name}")
         finally:
             process.kill()
+    if "forks" in arm and NOT_FORKED in (folder / "logs" / "workers.log").read_text(encoding="utf-8"):
+        raise RunError(f"{folder}: its ranks were no forks; logs/workers.log says why")
     rows = [row for row in read_metrics(folder / METRICS_FILE) if row["step"]]
     return {
         "seconds": seconds,

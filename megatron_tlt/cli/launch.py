@@ -24,7 +24,7 @@ from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import Nodes
-from megatron_tlt.platform.processes import END_TORCHRUN, kill_with_children
+from megatron_tlt.platform.processes import END_TORCHRUN, FORK_NAME, PRELOADING_NAME, kill_with_children
 
 Progress = Callable[[], tuple[int, int]]
 
@@ -64,6 +64,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _launches = itertools.count()
 _MEETING_ENDS_S = 20
 _OBSOLETE_ENDS_S = 10
+_PROGRESS_S = 5.0
 _ASKED_AGAIN_S = 60  # longer than torchrun gives its workers
 
 
@@ -117,11 +118,15 @@ class _Child:
     def _workers(self) -> list[psutil.Process]:
         if self._process is None:
             return []
-        found = []
+        found: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            for worker in psutil.Process(self._process.pid).children():
+            torchrun = psutil.Process(self._process.pid)
+            if torchrun.name() == PRELOADING_NAME:
+                return found  # its children are those of an import
+            for worker in torchrun.children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if worker.status() != psutil.STATUS_ZOMBIE:  # torchrun may reap it late
+                    # torchrun may reap it late; a fork that waits is no rank yet
+                    if worker.status() != psutil.STATUS_ZOMBIE and worker.name() not in (FORK_NAME, PRELOADING_NAME):
                         found.append(worker)
         return found
 
@@ -269,11 +274,43 @@ class _Restarts:
         self._say(f"{what}; all ranks restart from {start} (restart {self._count} of {self._most})")
         return True
 
+    @property
+    def are_left(self) -> bool:
+        """Whether a rank that is killed now leads to a restart, if its step has not failed before."""
+        return self._count < self._most
+
     def _say(self, line: str) -> None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
         if self._log is not None:
             self._log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode())
             self._log.flush()
+
+
+class _Reserve:
+    """Has the next start of a launch prepared, once in each start, when a step is done.
+
+    Earlier it would take the time of the ranks that start.
+    """
+
+    def __init__(self, torchruns: Torchruns, start: LaunchStart, progress: Progress) -> None:
+        self._torchruns, self._start, self._progress = torchruns, start, progress
+        self._least: int | None = None
+        self._next_look = 0.0
+        self._done = not torchruns.preloads
+
+    def look(self) -> None:
+        """Called each second."""
+        if self._done or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _PROGRESS_S
+        steps, _ = self._progress()
+        self._least = steps if self._least is None else min(steps, self._least)  # a resumed run drops rows
+        if steps > self._least:
+            self._done = True
+            try:
+                self._torchruns.prepare(self._start.launcher)
+            except OSError as error:
+                print(f"warning: the next start is not prepared: {error}", file=sys.stderr, flush=True)
 
 
 def launch(
@@ -286,7 +323,7 @@ def launch(
     progress: Progress | None = None,
     memory: Path | None = None,
     elastic: LaunchNodes | None = None,
-    preload: str | None = None,
+    preload: Sequence[str] = (),
 ) -> int:
     """Runs ``python -m module args...`` in ``launcher.nproc_per_node`` processes and waits for them.
 
@@ -300,7 +337,7 @@ def launch(
             processes restart after an unrequested signal kills one, at most ``launcher.max_restarts`` times.
         memory: folder in memory for the processes' snapshots, the same for all restarts.
         elastic: decides who takes part in each start, with which arguments; by default all nodes, with ``args``.
-        preload: module that imports what the processes need, once for all of them (:class:`Torchruns`). Once a step is
+        preload: modules that import what the processes need, once for all of them (:class:`Torchruns`). Once a step is
             done, the process that does so for a restart begins.
 
     Returns:
@@ -334,15 +371,14 @@ def launch(
             assert start is not None
             if restarts is not None and start.changed:
                 restarts.note_change()
-            done, launcher = progress()[0] if progress is not None else 0, start.launcher
+            reserve = _Reserve(torchruns, start, progress) if progress is not None else None
 
-            def meanwhile(done: int = done, launcher: LauncherConfig = launcher) -> None:
-                if progress is not None and launcher.max_restarts and progress()[0] > done:
-                    torchruns.prepare(launcher)
+            def meanwhile(reserve: _Reserve | None = reserve) -> None:
+                if reserve is not None and child.signal is None and restarts is not None and restarts.are_left:
+                    reserve.look()
 
-            ended = _run_once(
-                child, torchruns, start, memory, elastic.is_obsolete if elastic else lambda: False, meanwhile
-            )
+            obsolete = elastic.is_obsolete if elastic else lambda: False
+            ended = _run_once(child, torchruns, start, memory, obsolete, meanwhile)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
                 if log is not None and not keep_log and not _needs_log(child, ended):
                     log.unlink()

@@ -17,7 +17,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.machine import documented
 from megatron_tlt.planning.scale_table import PAYS, ScaleRow, SizeChange, scale_table, size_changes, summarize_scale
 
-_WAYS = {"disk": "disk_s", "snapshots": "snapshots_s", "in process": "in_process_s"}
+_WAYS = {"disk": "disk_s", "snapshots": "snapshots_s", "forks": "forks_s"}
 """Ways to reconfigure, with their entry in the section ``recovery`` of planning/constants.yaml."""
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reconfigure-s",
         metavar="S",
         type=float,
-        help="seconds that a change of size takes (default: assumed ones, from disk, from snapshots and in process)",
+        help="seconds that a change of size takes (default: assumed ones, from disk, from snapshots and with forks)",
     )
     group.add_argument(
         "--strict",

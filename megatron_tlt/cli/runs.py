@@ -27,7 +27,6 @@ from megatron_tlt.platform.memory_folder import memory_folder
 from megatron_tlt.platform.nodes import node_index, node_name
 
 # Files that a run writes. --fresh removes only these, so that a mistyped run.dir loses no other files.
-_IMPORTS = "megatron_tlt.cli.workers.imports"
 _RUN_FILES = (
     RESOLVED,
     "prompt_files.json",
@@ -153,8 +152,14 @@ def start(module: str, config: TltConfig, resolved: Path, *more: str, show: bool
             progress=newest,
             memory=memory,
             elastic=nodes,
-            preload=_IMPORTS if resumes and config.launcher.preloads else None,
+            preload=_imports(config) if resumes and config.launcher.preloads else (),
         )
+
+
+def _imports(config: TltConfig) -> list[str]:
+    """What ranks of a training run import."""
+    names = ["training", *(["vllm"] if config.rollout.engine == "vllm" else [])]
+    return [f"megatron_tlt.cli.workers.imports_{name}" for name in names]
 
 
 def ensure_model(config: TltConfig, resolved: Path, *, show: bool) -> int:

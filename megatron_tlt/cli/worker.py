@@ -17,9 +17,9 @@ from megatron_tlt.config.loader import load_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, NodesChange, RanksLost, RunRefused, TltError
 from megatron_tlt.platform import lost_ranks
+from megatron_tlt.platform.deaths import ERROR_FOLDER
 from megatron_tlt.platform.processes import RANK_NAME, die_with_parent, name_thread
 
-ERROR_FOLDER = "TLT_ERROR_FILE"
 LOG_FOLDER = "TLT_LOG_DIR"
 """If set, each rank writes to its own file in this folder; rank 0's standard output is unchanged."""
 _CAUSE_FIRST_S = 1.0

@@ -32,6 +32,7 @@ MAY_CHANGE = (
     "launcher.phase_timeout_s",
     "launcher.phase_timeouts_s",
     "launcher.max_restarts",
+    "launcher.preload",
     "elastic",
     "speeds",
     "rewards.workers",

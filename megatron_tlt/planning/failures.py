@@ -52,8 +52,8 @@ def recoveries(step_s: float, save_every: int, times: Mapping[str, float]) -> li
     """
     disk = Recovery("disk", save_every * step_s, times["save_stall_s"], times["disk_s"])
     snapshots = Recovery("snapshots", step_s, times["snapshot_stall_s"], times["snapshots_s"])
-    in_process = replace(snapshots, name="in process", restart_s=times["in_process_s"])
-    return [replace(one, shrinks=shrinks) for one in (disk, snapshots, in_process) for shrinks in (False, True)]
+    forks = replace(snapshots, name="forks", restart_s=times["forks_s"])
+    return [replace(one, shrinks=shrinks) for one in (disk, snapshots, forks) for shrinks in (False, True)]
 
 
 @dataclass(frozen=True)

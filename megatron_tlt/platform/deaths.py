@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FAILURES = "TLT_FAILURES_FILE"
+ERROR_FOLDER = "TLT_ERROR_FILE"
+"""Folder in which each rank writes its error, ``rank3.json``."""
 # Signals that stop a run on purpose: pre-emption, Ctrl-C, or torchrun itself after another rank has failed.
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # torchrun terminates the other ranks and kills them after 30 s; its timestamps are whole seconds.
@@ -63,17 +65,21 @@ def read_failures(file: Path) -> list[Failure]:
 
 @contextlib.contextmanager
 def others_killed_at_once() -> Iterator[None]:
-    """Has torchrun kill all ranks once a signal has killed one; it would let them go on for up to 30 s.
+    """Has torchrun kill all ranks of a single node once a signal has killed one; it would let them go on for 30 s.
 
-    They can save nothing without it, and may notice that it has gone only when their rollout ends.
+    They may notice that it has gone only when their rollout ends. Several nodes have that time: their ranks find out
+    which ones are lost. So have those that were left by a rank that was killed after it had reported its error.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     close = SubprocessContext.close
 
     def close_at_once(context: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        failures = getattr(context, "_failures", {}).values()
-        if death_sig is None and any(failure.exitcode < 0 and -failure.exitcode not in _ASKED for failure in failures):
+        failures = getattr(context, "_failures", {})
+        killed = [rank for rank, one in failures.items() if one.exitcode < 0 and -one.exitcode not in _ASKED]
+        alone = all(env.get("GROUP_WORLD_SIZE") == "1" for env in context.envs.values())
+        reported = os.environ.get(ERROR_FOLDER, "")
+        if death_sig is None and alone and killed and not any(Path(reported, f"rank{n}.json").exists() for n in killed):
             death_sig = signal.SIGKILL
         close(context, death_sig, timeout)
 

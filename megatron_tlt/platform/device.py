@@ -129,6 +129,18 @@ def current_device() -> Device:
     return Device(torch.device("cpu"), "gloo")
 
 
+def prepare_imports() -> None:
+    """Prepares the imports of ``megatron`` and vLLM; uses no device and starts no thread, so a fork is possible yet."""
+    # Each rank runs its engine in the actor's process: the engine must not fork its own core process.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if not torch.cuda.is_available():
+        from megatron_tlt.platform import megatron_cpu
+
+        megatron_cpu.install()
+        # vLLM spends tens of seconds compiling its log-prob kernels in C++, and saves only microseconds here.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 def prepare(tensor_parallel_size: int = 1) -> Device:
     """Prepares the libraries for this device; call it before anything imports ``megatron``.
 
@@ -137,15 +149,9 @@ def prepare(tensor_parallel_size: int = 1) -> Device:
     """
     if tensor_parallel_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    prepare_imports()
     device = current_device()
-    # Each rank runs its engine in the actor's process: the engine must not fork its own core process.
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if not device.is_cuda:
-        from megatron_tlt.platform import megatron_cpu
-
-        megatron_cpu.install()
-        # vLLM spends tens of seconds compiling its log-prob kernels in C++, and saves only microseconds here.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     return device
 

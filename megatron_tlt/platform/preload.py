@@ -6,7 +6,8 @@ until it is told what to run. A launch that has one in reserve imports nothing w
 
 The forks are made while that process has one thread, before torchrun starts more, and wait for torchrun to hand them
 out (:class:`RankForks`). They are its children, as ranks that it starts from nothing are. What differs: they share a
-seed of the hash function, and tools show torchrun's command line for them (``tlt rank 0`` is their name).
+seed of the hash function, and tools show torchrun's command line for them (their name is that of every rank). Where a
+process cannot be forked it becomes a torchrun that has imported nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +23,29 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_tlt.platform.processes import die_with_parent, end_with_parent
+from megatron_tlt.platform.processes import (
+    FORK_NAME,
+    PRELOADING_NAME,
+    RANK_NAME,
+    TORCHRUN,
+    die_with_parent,
+    end_with_parent,
+    name_thread,
+)
 
 PRELOAD = "--preload"
+NOT_FORKED = "ranks start from nothing"
+"""Begins a line on standard error with the reason."""
 _POLL_S = 0.02
-_GPU = re.compile(r"/dev/nvidia\d+")
 _POPEN = ["self", "args", "env"]
+_GPU = re.compile(r"/dev/nvidia\d+")
 
 
 @dataclass(frozen=True)
@@ -49,88 +61,127 @@ class PreloadedTorchrun:
     """One of a launcher, for one start.
 
     Args:
-        module: imported by it; it imports what ranks need.
+        modules: imported by it, in this order; they import what ranks need.
         environment: as libraries read it while they are imported.
         stderr: of torchrun and its ranks; None is this process's.
     """
 
-    def __init__(self, module: str, environment: Mapping[str, str], stderr: IO[bytes] | None) -> None:
-        self._environment = dict(environment)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_tlt.platform.torchrun", PRELOAD, module],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stderr=stderr,
-            # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from the launcher
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes] | None) -> None:
+        theirs, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", TORCHRUN, PRELOAD, ",".join(modules), str(theirs)],
+                # numpy's library starts its threads when it is loaded
+                env={"OPENBLAS_NUM_THREADS": "1", **environment},
+                stderr=stderr,
+                pass_fds=(theirs,),
+                # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from the launcher
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(theirs)
 
-    def serves(self, environment: Mapping[str, str]) -> bool:
-        """Whether it is there and imports under that environment."""
-        return self._process.poll() is None and self._environment == environment
+    @property
+    def is_there(self) -> bool:
+        """Whether it still waits, or imports."""
+        return self._process.poll() is None
 
     def start(self, start: Start) -> subprocess.Popen[bytes]:
         """Tells it what to run; it is torchrun from here on. One that has ended is returned as it is."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(json.dumps(asdict(start)).encode())
+        # a pipe takes 64 KiB while nobody reads it, and an environment may be larger
+        message = json.dumps(asdict(start)).encode()
+        threading.Thread(target=_write, args=(self._pipe, message), daemon=True).start()
         return self._process
 
     def close(self) -> None:
         """Ends one that is not needed, with its start unsaid."""
+        os.close(self._pipe)
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
 
 
-def wait_for_start(module: str) -> RankForks | None:
-    """In torchrun's process: imports ``module``, waits for a start, makes it this process's, and forks the ranks.
+def _write(pipe: int, message: bytes) -> None:
+    """Writes and closes; a reader that has gone needs nothing."""
+    with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as stream:
+        stream.write(message)
+
+
+def wait_for_start(modules: str, pipe: int) -> RankForks | None:
+    """In torchrun's process: imports, waits for a start, makes it this process's, and forks the ranks.
+
+    A process that cannot be forked says on standard error why, and begins again without the imports.
+
+    Args:
+        modules: to import, separated by commas; if empty, ranks are not forks.
+        pipe: descriptor that the start is read from.
 
     Returns:
-        The forks; None where this process cannot be forked, after a line on standard error with the reason.
+        The forks; None if ranks are not forks.
 
     Raises:
         SystemExit: the launcher has ended, or needs no start.
     """
-    before = set(os.environ)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check of torch would forbid CUDA in forks
-    reason = _import(module)
-    added = {name: value for name, value in os.environ.items() if name not in before}
-    request = sys.stdin.buffer.read()
+    name_thread(PRELOADING_NAME)
+    before = dict(os.environ)
+    if modules:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch's other check would forbid CUDA in forks
+        if reason := _import(modules.split(",")) or _why_not():
+            print(f"{NOT_FORKED}: {reason}", file=sys.stderr, flush=True)
+            os.execve(sys.executable, [sys.executable, "-m", TORCHRUN, PRELOAD, "", str(pipe)], before)
+        gc.collect()
+        gc.freeze()  # or a fork's first collection would copy every page
+    imported = dict(os.environ)
+    with open(pipe, "rb") as stream:
+        request = stream.read()
     if not request:
         raise SystemExit(0)
     start = Start(**json.loads(request))
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
     os.environ.clear()
-    os.environ.update(added | dict(start.environment))
+    os.environ.update(_after_imports(start.environment, before, imported))
     sys.argv[1:] = start.arguments
-    reason = reason or _why_not() or _changed_interface()
-    if reason:
-        print(f"ranks start from nothing: {reason}", file=sys.stderr, flush=True)
-        return None
-    gc.collect()
-    gc.freeze()  # or a fork's first collection would copy every page
-    return RankForks(start.ranks)
+    forks = RankForks(start.ranks) if modules else None
+    name_thread("tlt torchrun")
+    return forks
 
 
-def _import(module: str) -> str:
-    """Why the import failed; ranks that start from nothing then fail alike, and report it."""
+def _after_imports(
+    environment: Mapping[str, str], before: Mapping[str, str], imported: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment with what imports changed from ``before`` to ``imported``."""
+    changed = {name: value for name, value in imported.items() if before.get(name) != value}
+    return {name: value for name, value in environment.items() if name in imported or name not in before} | changed
+
+
+def _import(modules: Sequence[str]) -> str:
+    """Why an import failed; ranks that start from nothing then fail alike, and report it."""
     try:
-        importlib.import_module(module)
-    except Exception as error:
+        for name in modules:
+            importlib.import_module(name)
+    except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _why_not() -> str:
-    """Why this process cannot be forked; empty where it can."""
+    """Why this process cannot be forked, or torch takes no forks; empty where it can."""
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         return "an import has initialized CUDA"
     if opened := [name for name in map(_target, Path("/proc/self/fd").iterdir()) if _GPU.fullmatch(name)]:
         return f"an import has opened {', '.join(opened)}"
     threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-    return f"an import has started threads: {', '.join(threads)}" if len(threads) > 1 else ""
+    if len(threads) > 1:
+        return f"an import has started threads: {', '.join(threads)}"
+    try:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+        found = list(inspect.signature(SubprocessHandler._popen).parameters)
+    except (ImportError, AttributeError) as error:
+        return f"torch has no SubprocessHandler._popen: {error}"
+    return "" if found == _POPEN else f"torch's SubprocessHandler._popen takes {found}, needed: {_POPEN}"
 
 
 def _target(link: Path) -> str:
@@ -138,14 +189,6 @@ def _target(link: Path) -> str:
         return str(link.readlink())
     except OSError:  # the listing's own
         return ""
-
-
-def _changed_interface() -> str:
-    """What torch's handler of subprocesses has in place of what :meth:`RankForks.install` needs; empty if nothing."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    found = list(inspect.signature(SubprocessHandler._popen).parameters)
-    return "" if found == _POPEN else f"torch's SubprocessHandler._popen takes {found}, needed: {_POPEN}"
 
 
 class ForkedRank:
@@ -175,14 +218,20 @@ class ForkedRank:
 
 
 class RankForks:
-    """Forks that wait to become ranks."""
+    """Forks that wait to become ranks; fewer than ``count`` if no further process can be made."""
 
     def __init__(self, count: int) -> None:
         self._waiting: list[tuple[int, int]] = []
         """Each fork's process and the pipe that it reads its command from."""
         for _ in range(count):
             own, ours = os.pipe()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                print(f"{NOT_FORKED}: no further fork: {error.strerror}", file=sys.stderr, flush=True)
+                os.close(own)
+                os.close(ours)
+                return
             if not pid:
                 os.close(ours)
                 for _, other in self._waiting:
@@ -199,18 +248,18 @@ class RankForks:
         if not self._waiting or python != sys.executable or words[:1] != ["-m"]:
             return None
         pid, pipe = self._waiting.pop(0)
-        with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as stream:
-            stream.write(json.dumps([words[1:], dict(environment)]).encode())
+        _write(pipe, json.dumps([words[1:], dict(environment)]).encode())
         return ForkedRank(pid)
 
     def install(self) -> None:
-        """Has torchrun hand out these forks where it would start processes."""
+        """Has torchrun hand out these forks where it would start processes whose output it does not redirect."""
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         start = SubprocessHandler._popen
 
         def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
-            return self.hand_out(args, env) or start(handler, args, env)
+            redirected = handler._stdout is not None or handler._stderr is not None
+            return (not redirected and self.hand_out(args, env)) or start(handler, args, env)
 
         setattr(SubprocessHandler, "_popen", popen)  # noqa: B010
 
@@ -219,6 +268,7 @@ def _become_rank(pipe: int) -> None:
     """In a fork: waits for the command, runs it, and leaves by SystemExit."""
     os.setsid()
     die_with_parent(signal.SIGKILL)
+    name_thread(FORK_NAME)
     with open(pipe, "rb") as stream:
         request = stream.read()
     if not request:
@@ -226,6 +276,7 @@ def _become_rank(pipe: int) -> None:
     (module, *arguments), environment = json.loads(request)
     os.environ.clear()
     os.environ.update(environment)
+    name_thread(f"{RANK_NAME}{environment.get('RANK', '')}")
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # the random module and torch see to it themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)

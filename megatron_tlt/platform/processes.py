@@ -25,6 +25,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 RANK_NAME = "tlt rank "
 """A rank's number follows it in the name of its process, which top and ps show."""
+FORK_NAME = "tlt fork"
+PRELOADING_NAME = "tlt preload"
+TORCHRUN = "megatron_tlt.platform.torchrun"
 END_TORCHRUN = signal.SIGINT
 """Ends torchrun and, at most 30 s later, its workers; torchrun leaves SIGTERM to them."""
 
@@ -35,7 +38,7 @@ _ONE_NODE = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
 
 def torchrun_command(module: str, args: Sequence[str], nproc: int, meeting: Sequence[str] = _ONE_NODE) -> list[str]:
     """The command that launches ``nproc`` processes here; ``meeting`` has the rendezvous arguments of several nodes."""
-    return [sys.executable, "-m", "megatron_tlt.platform.torchrun", *torchrun_arguments(module, args, nproc, meeting)]
+    return [sys.executable, "-m", TORCHRUN, *torchrun_arguments(module, args, nproc, meeting)]
 
 
 def torchrun_arguments(module: str, args: Sequence[str], nproc: int, meeting: Sequence[str] = _ONE_NODE) -> list[str]:

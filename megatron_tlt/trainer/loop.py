@@ -380,7 +380,7 @@ class Run:
         It is stored in the state, so that a resumed run does not repeat it.
         """
         step, every = self._state.step, self._config.evaluation.every
-        key, due = str(step), step in (0, self._config.trainer.steps) or (every > 0 and step % every == 0)
+        key, due = str(step), step == 0 or step >= self._config.trainer.steps or (every > 0 and step % every == 0)
         if not (due or again) or key in self._state.evaluations:
             return
         if not self.engine.capabilities.weights:

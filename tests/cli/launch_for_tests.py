@@ -16,6 +16,6 @@ def progress() -> tuple[int, int]:
     return done, max(0, done - 1)
 
 
-log, preload = Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+log, preload = Path(sys.argv[2]), sys.argv[3:]
 worker, given = "tests.cli.worker_for_tests", [sys.argv[1]]
 sys.exit(launch(worker, given, config.launcher, log=log, progress=progress, preload=preload))

@@ -13,10 +13,12 @@ import psutil
 import pytest
 
 from megatron_tlt.cli import launch as launching
-from megatron_tlt.cli.launch import launch
+from megatron_tlt.cli.launch import LaunchStart, launch
+from megatron_tlt.cli.torchruns import Torchruns
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.platform import preload as preloading
 from tests.config.test_loader import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,54 @@ def test_ranks_start_from_nothing_where_they_cannot_be_forks(tmp_path: Path, imp
     assert process.communicate(timeout=120)[1] == ""
     assert process.returncode == 0
     assert f"ranks start from nothing: {reason}" in (tmp_path / "log").read_text()
+
+
+def test_ranks_have_the_threads_that_are_asked_for(tmp_path: Path) -> None:
+    more = ("launcher.threads_per_process=2",)
+    process = start(tmp_path, "fine", *more, preload="megatron_tlt.cli.workers.imports_training")
+    assert process.communicate(timeout=120)[1] == ""
+    assert "start from nothing" not in (tmp_path / "log").read_text()
+    assert [(tmp_path / f"threads{rank}").read_text() for rank in range(2)] == ["2", "2"]
+
+
+def test_the_environment_is_that_of_a_process_that_imports_itself() -> None:
+    before = {"KEPT": "1", "CHANGED": "8", "REMOVED": "x", "PORT": "1"}
+    imported = {"KEPT": "1", "CHANGED": "1", "ADDED": "a", "PORT": "1"}
+    start = {"KEPT": "1", "CHANGED": "8", "REMOVED": "x", "PORT": "2", "NEW": "n"}
+    wanted = {"KEPT": "1", "CHANGED": "1", "ADDED": "a", "PORT": "2", "NEW": "n"}
+    assert preloading._after_imports(start, before, imported) == wanted
+
+
+def test_a_start_message_larger_than_a_pipe_blocks_nobody(tmp_path: Path) -> None:
+    waiting = preloading.PreloadedTorchrun(["time"], os.environ | {"PYTHONPATH": str(ROOT)}, None)
+    began = time.monotonic()
+    process = waiting.start(preloading.Start([], {"LARGE": "x" * (1 << 20)}, 1))
+    assert time.monotonic() - began < 1.0
+    process.kill()
+    process.wait()
+
+
+def test_ranks_that_are_bound_to_processors_start_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_tlt.cli.torchruns.numa_binding", lambda: ["--numa-binding=node"])
+    assert not Torchruns("m", None, ["tests.cli.imports_for_tests"]).preloads
+
+
+def test_the_next_start_is_prepared_once_and_a_failure_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[int] = []
+
+    class NoProcess(Torchruns):
+        def prepare(self, launcher: LauncherConfig) -> None:
+            asked.append(launcher.nproc_per_node)
+            raise BlockingIOError("no process")
+
+    steps = iter([8, 5, 5, 6, 7])
+    first = LaunchStart([], LauncherConfig(), None, 0)
+    reserve = launching._Reserve(NoProcess("m", None, ["time"]), first, lambda: (next(steps), 0))
+    for _ in range(5):
+        reserve._next_look = 0.0
+        reserve.look()
+    assert asked == [1] and next(steps) == 7, "a resumed run's first new step, and none is looked at after it"
+    assert "the next start is not prepared: no process" in capsys.readouterr().err
 
 
 def test_a_workers_status_and_message_come_back_once_and_nobody_is_left(tmp_path: Path, preload: str) -> None:

@@ -47,7 +47,7 @@ def test_sizes_and_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         layout = Layout.read(megatron, world)
         assert str(layout) == size["actor"] and layout.tp == 8 and not problems(layout, shape)
         assert world == size["used"] == 8 * size["nodes"] - size["idle"]
-    assert {change["way"] for change in found["changes"]} == {"disk", "snapshots", "in process"}
+    assert {change["way"] for change in found["changes"]} == {"disk", "snapshots", "forks"}
     printed = " ".join(capsys.readouterr().out.split())
     for word in ("computed", "2 to 4", "4 to 8", "2407.21783", "assumed until measured"):
         assert word in printed
@@ -71,13 +71,13 @@ def test_effective_training_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
         speeds = size["speed_by_missing_nodes"]
         assert speeds[0] == 1.0 and speeds == sorted(speeds, reverse=True)
         names = [(row["recovery"]["name"], row["recovery"]["shrinks"]) for row in size["mechanisms"]]
-        assert names == [(name, way) for name in ("disk", "snapshots", "in process") for way in (False, True)]
+        assert names == [(name, way) for name in ("disk", "snapshots", "forks") for way in (False, True)]
         for row in size["mechanisms"]:
             assert 0.0 < row["rate_double"]["mean"] <= row["now"]["mean"] <= row["rate_half"]["mean"] <= 1.0
             assert (row["exact"] is None) == row["recovery"]["shrinks"]
     assert found["sizes"]["64"]["step_s"] == pytest.approx(found["sizes"]["256"]["step_s"], rel=0.2)
     printed = " ".join(capsys.readouterr().out.split())
-    for word in ("projection", "assumed", "disk, waits", "in process, shrinks", "replacement_s 7200: given"):
+    for word in ("projection", "assumed", "disk, waits", "forks, shrinks", "replacement_s 7200: given"):
         assert word in printed
     drawn = plot.read_text()
     assert "<svg" in drawn and "effective training time ratio" in drawn

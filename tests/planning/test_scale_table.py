@@ -78,9 +78,9 @@ def test_it_pays_less_the_longer_the_stall(n: int, mtbf: float, stall: float, sp
 
 def test_changes_go_to_the_configs_size_and_beyond() -> None:
     rows = scale_table(_chooser(80e9), [1, 2, 4], 8, 2)
-    changes = size_changes(rows, 2, 50677.0, {"disk": 600.0, "in process": 60.0})
+    changes = size_changes(rows, 2, 50677.0, {"disk": 600.0, "forks": 60.0})
     assert [(one.before, one.after, one.way) for one in changes] == [
-        (a, b, way) for a, b in ((1, 2), (2, 4)) for way in ("disk", "in process")
+        (a, b, way) for a, b in ((1, 2), (2, 4)) for way in ("disk", "forks")
     ]
     for one in changes:
         assert one.pays == (one.probability >= PAYS) and one.speedup >= 1.0

@@ -211,10 +211,7 @@ class FaultyRun:
 
 
 def _same_samples(found: Path, wanted: Path) -> tuple[bool, str]:
-    # a run that resumes evaluates where it goes on from
-    rows = [
-        [row for row in read_jsonl(folder / SAMPLES_FILE) if row["origin"] == "train"] for folder in (found, wanted)
-    ]
+    rows = [read_jsonl(folder / SAMPLES_FILE) for folder in (found, wanted)]
     keys = [tuple(row[key] for key in ("step", "origin", "problem", "sample")) for row in rows[0]]
     if len(set(keys)) != len(keys):
         return False, "a response was used twice"
