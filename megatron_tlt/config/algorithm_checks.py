@@ -22,6 +22,11 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
         )
     if algorithm.name == "distillation" and algorithm.kl.reference is None:
         yield "algorithm.kl.reference: absent; distillation learns from it; allowed: a teacher's Hugging Face folder"
+    if algorithm.name == "distillation" and algorithm.kl.placement == "reward":
+        yield (
+            "algorithm.kl.placement: found reward; distillation takes no credit from rewards, so the teacher would "
+            "train nothing; allowed: loss"
+        )
     if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
         found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
         yield f"algorithm.dual_clip: found {found}; allowed: null"

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 from megatron_tlt.config.section import Section
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.algorithm import AlgorithmConfig
     from megatron_tlt.config.schema import TltConfig
 
 
@@ -126,6 +127,20 @@ def continue_violations(config: TltConfig, found: str) -> Iterator[str]:
             f"{found}; its responses have tokens of earlier policies, which the loss has to correct for; allowed: with "
             "algorithm.correction.weights: token or sequence, or bypass: true"
         )
+    yield from _kl_violations(config.algorithm, found)
     if config.rollout.router_replay != "none":
         replay = f"found {config.rollout.router_replay}, without experts of a response's first tokens"
         yield f"{found}; rollout.router_replay: {replay}; allowed: none"
+
+
+def _kl_violations(algorithm: AlgorithmConfig, found: str) -> Iterator[str]:
+    """A KL term of the loss expects tokens of the trained policy; a correction weights the surrogate alone."""
+    if algorithm.name == "distillation":
+        name = "found distillation, whose loss is a KL term alone"
+        yield f"{found}; algorithm.name: {name}; it is not corrected for tokens of earlier policies; allowed: another"
+    elif algorithm.kl.coefficient and algorithm.kl.placement == "loss":
+        term = f"found {algorithm.kl.coefficient:g} in the loss"
+        yield (
+            f"{found}; algorithm.kl.coefficient: {term}, a term that is not corrected for tokens of earlier policies; "
+            "allowed: 0, or algorithm.kl.placement: reward"
+        )

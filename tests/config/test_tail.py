@@ -19,6 +19,7 @@ from megatron_tlt.rollout.engines import engine_problems
 from megatron_tlt.tasks.rounds import TailScheduler, TailState
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "launcher": {"nproc_per_node": 2}}
+DISTILLED = {"name": "distillation", "kl": {"reference": "teacher"}, "correction": {"weights": "token"}}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,10 @@ BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "lau
             ["tail.deferred: found continue; rollout.router_replay: found ids"],
         ),
         (
+            {"tail": {"deferred": "continue"}, "algorithm": DISTILLED},
+            ["tail.deferred: found continue; algorithm.name: found distillation, whose loss is a KL term alone"],
+        ),
+        (
             {"tail": {"race": "time"}, "run": {"deterministic": True}, "rollout": {"tensor_parallel_size": 2}},
             ["tail.race: found time; what is kept", "tail.race: found time; the 2 ranks of an engine"],
         ),
@@ -89,6 +94,12 @@ def test_what_contradicts_tail_batching_is_named(sections: dict[str, Any], said:
             ["schedule.eta_prompts: found 2; kind: one_step_off always begins one step"],
         ),
         ({"algorithm": {}}, ["schedule.kind: found partial; its responses have tokens of earlier policies"]),
+        ({"algorithm": DISTILLED}, ["schedule.kind: found partial; algorithm.name: found distillation"]),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1}, "correction": {"bypass": True}}},
+            ["schedule.kind: found partial; algorithm.kl.coefficient: found 0.1 in the loss"],
+        ),
+        ({"algorithm": {"kl": {"coefficient": 0.1, "placement": "reward"}, "correction": {"weights": "token"}}}, []),
         ({"trainer": {"curriculum": {}}}, ["trainer.curriculum: found a section"]),
         ({"rollout": {"router_replay": "ids"}}, ["schedule.kind: found partial; rollout.router_replay: found ids"]),
         ({"run": {"deterministic": True}}, ["run.deterministic: found true; 2 engines"]),
@@ -172,6 +183,13 @@ def test_limits_by_measured_times_are_not_for_deterministic_runs() -> None:
         "rewards.adaptive_timeout: found true; verdicts then depend on measured times; allowed with "
         "run.deterministic: false"
     ]
+
+
+def test_a_teacher_that_nothing_learns_from_is_refused() -> None:
+    kl = {"reference": "teacher", "placement": "reward"}
+    config = TltConfig.model_validate({**BASE, "algorithm": {"name": "distillation", "kl": kl}})
+    (found,) = algorithm_violations(config)
+    assert found.startswith("algorithm.kl.placement: found reward; distillation takes no credit from rewards")
 
 
 @given(st.integers(1, 40), st.integers(1, 80))
