@@ -17,6 +17,7 @@ from megatron_tlt.cli import preflight, runs, simulate_failures
 from megatron_tlt.cli.plan_tables import table_of
 from megatron_tlt.cli.planned import memory_of
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cycles(scenario: Scenario, steps: int) -> str | None:
     """A note if the steps are not whole cycles of tail batching, whose long rounds would be too few."""
-    left = math.ceil(scenario.tail.eta_prompts * scenario.prompts) - scenario.prompts
+    left = times_at_least(scenario.tail.eta_prompts, scenario.prompts) - scenario.prompts
     shorts = math.lcm(scenario.prompts, left) // left if left else 0
     cycle = shorts + shorts * left // scenario.prompts
     if not left or steps % cycle == 0:

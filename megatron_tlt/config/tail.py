@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.config.section import Section
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def longest_wait(prompts: int, left: int) -> int:
 
 
 def _waiting_violations(tail: TailConfig, prompts: int) -> Iterator[str]:
-    left = math.ceil(tail.eta_prompts * prompts) - prompts
+    left = times_at_least(tail.eta_prompts, prompts) - prompts
     if not left:
         yield (
             f"tail.deferred: found continue; with eta_prompts {tail.eta_prompts:g} a short round asks for no more "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_tlt.algorithms.algorithm import Algorithm
 from megatron_tlt.config.algorithm_checks import algorithm_violations
-from megatron_tlt.config.schedule import schedule_violations
+from megatron_tlt.config.rounding import times_at_least
+from megatron_tlt.config.schedule import ScheduleConfig, schedule_violations
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.stream import stream_violations
 from megatron_tlt.config.tail import TailConfig, longest_wait, tail_violations
 from megatron_tlt.rollout.engines import engine_problems
-from megatron_tlt.tasks.rounds import TailScheduler, TailState
+from megatron_tlt.tasks.rounds import AheadScheduler, TailScheduler, TailState
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "tasks": [{"name": "gcd"}], "launcher": {"nproc_per_node": 2}}
 DISTILLED = {"name": "distillation", "kl": {"reference": "teacher"}, "correction": {"weights": "token"}}
@@ -190,6 +192,24 @@ def test_a_teacher_that_nothing_learns_from_is_refused() -> None:
     config = TltConfig.model_validate({**BASE, "algorithm": {"name": "distillation", "kl": kl}})
     (found,) = algorithm_violations(config)
     assert found.startswith("algorithm.kl.placement: found reward; distillation takes no credit from rewards")
+
+
+@given(st.integers(100, 400), st.integers(0, 10_000))
+def test_a_factor_with_two_decimals_gives_the_number_that_it_says(hundredths: int, count: int) -> None:
+    assert times_at_least(hundredths / 100, count) == -(-hundredths * count // 100)
+
+
+def test_a_round_asks_for_no_problem_more_than_its_factor_says() -> None:
+    assert math.ceil(1.1 * 100) == 111, "of floats"
+    settings = TailConfig(eta_prompts=1.1, eta_responses=1.1)
+    assert TailScheduler(settings, 100, 100).round(TailState()).size == (110, 110)
+    ahead = AheadScheduler(ScheduleConfig(kind="partial", eta_prompts=1.1), 100, 1)
+    assert ahead.round(TailState()).size == (110, 1)
+    # ten left in each short round: a long one after ten of them; with eleven it would come after ten too, of 110
+    assert longest_wait(100, 10) == 10
+    bounded = {"tail": {"deferred": "continue", "eta_prompts": 1.1, "max_staleness": 10}}
+    sections = {**bounded, "trainer": {"prompts_per_step": 100}, "algorithm": {"correction": {"bypass": True}}}
+    assert list(tail_violations(TltConfig.model_validate({**BASE, **sections}))) == []
 
 
 @given(st.integers(1, 40), st.integers(1, 80))
