@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_tlt.config.algorithm import RECIPES
+from megatron_tlt.config.reward import LEAST_ADAPTIVE_S
 from megatron_tlt.config.schema import TltConfig
 
 
@@ -37,6 +38,11 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
         yield (
             "rewards.adaptive_timeout: found true; verdicts then depend on measured times; "
             "allowed with run.deterministic: false"
+        )
+    if config.rewards.adaptive_timeout and config.rewards.timeout_s <= LEAST_ADAPTIVE_S:
+        yield (
+            f"rewards.timeout_s: found {config.rewards.timeout_s:g}; adaptive_timeout shortens it to "
+            f"{LEAST_ADAPTIVE_S:g} s at least, so nothing would change; allowed: above {LEAST_ADAPTIVE_S:g}"
         )
     if algorithm.correction.bypass:
         if algorithm.correction.compares:

@@ -95,6 +95,12 @@ def test_what_contradicts_tail_batching_is_named(sections: dict[str, Any], said:
             {"schedule": {"kind": "one_step_off", "eta_prompts": 2}},
             ["schedule.eta_prompts: found 2; kind: one_step_off always begins one step"],
         ),
+        ({"schedule": {"kind": "one_step_off", "max_staleness": 1}}, []),
+        (
+            {"schedule": {"kind": "one_step_off", "max_staleness": 3}},
+            ["schedule.max_staleness: found 3; kind: one_step_off trains on tokens of one step before"],
+        ),
+        ({"schedule": "sync", "algorithm": {}}, []),
         ({"algorithm": {}}, ["schedule.kind: found partial; its responses have tokens of earlier policies"]),
         ({"algorithm": DISTILLED}, ["schedule.kind: found partial; algorithm.name: found distillation"]),
         (
@@ -194,6 +200,30 @@ def test_a_teacher_that_nothing_learns_from_is_refused() -> None:
     assert found.startswith("algorithm.kl.placement: found reward; distillation takes no credit from rewards")
 
 
+def test_a_limit_that_cannot_adapt_is_refused() -> None:
+    rewards: dict[str, Any] = {"adaptive_timeout": True, "timeout_s": 2}
+    assert list(algorithm_violations(TltConfig.model_validate({**BASE, "rewards": rewards}))) == [
+        "rewards.timeout_s: found 2; adaptive_timeout shortens it to 2 s at least, so nothing would change; allowed: "
+        "above 2"
+    ]
+    assert not list(algorithm_violations(TltConfig.model_validate({**BASE, "rewards": {**rewards, "timeout_s": 3}})))
+
+
+def test_a_schedule_that_waits_for_all_is_none() -> None:
+    for given_one in ("sync", {"kind": "sync"}, {"kind": "sync", "eta_prompts": None}, None):
+        config = TltConfig.model_validate({**BASE, "schedule": given_one})
+        assert config == TltConfig.model_validate(BASE) and config.schedule is None
+    with pytest.raises(ValueError, match="found kind: sync with eta_prompts, max_staleness, which it does not read"):
+        TltConfig.model_validate({**BASE, "schedule": {"kind": "sync", "eta_prompts": 2, "max_staleness": 3}})
+
+
+def test_the_bound_of_a_schedule_is_its_kinds() -> None:
+    assert ScheduleConfig(kind="partial").max_staleness == 4
+    one = ScheduleConfig(kind="one_step_off")
+    assert one.max_staleness == 1 == ScheduleConfig.model_validate(one.model_dump()).max_staleness
+    assert ScheduleConfig.model_validate({"kind": "one_step_off", "max_staleness": None}).max_staleness == 1
+
+
 @given(st.integers(100, 400), st.integers(0, 10_000))
 def test_a_factor_with_two_decimals_gives_the_number_that_it_says(hundredths: int, count: int) -> None:
     assert times_at_least(hundredths / 100, count) == -(-hundredths * count // 100)
@@ -205,11 +235,6 @@ def test_a_round_asks_for_no_problem_more_than_its_factor_says() -> None:
     assert TailScheduler(settings, 100, 100).round(TailState()).size == (110, 110)
     ahead = AheadScheduler(ScheduleConfig(kind="partial", eta_prompts=1.1), 100, 1)
     assert ahead.round(TailState()).size == (110, 1)
-    # ten left in each short round: a long one after ten of them; with eleven it would come after ten too, of 110
-    assert longest_wait(100, 10) == 10
-    bounded = {"tail": {"deferred": "continue", "eta_prompts": 1.1, "max_staleness": 10}}
-    sections = {**bounded, "trainer": {"prompts_per_step": 100}, "algorithm": {"correction": {"bypass": True}}}
-    assert list(tail_violations(TltConfig.model_validate({**BASE, **sections}))) == []
 
 
 @given(st.integers(1, 40), st.integers(1, 80))
