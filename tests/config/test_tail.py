@@ -152,6 +152,18 @@ EXPERTS = {"expert_model_parallel_size": 2, "moe_aux_loss_coeff": 0.01}
             ],
         ),
         (
+            {"actor": {"megatron": {"hidden_dropout": 0.1, "attention_dropout": 0.2}}},
+            [
+                "actor.megatron.hidden_dropout: found 0.1; a part would draw other masks",
+                "actor.megatron.attention_dropout: found 0.2; a part would draw other masks",
+            ],
+        ),
+        ({"actor": {"transformer_impl": "local", "lora": {}}}, []),
+        (
+            {"actor": {"transformer_impl": "local", "lora": {"dropout": 0.05}}},
+            ["actor.lora.dropout: found 0.05; a part would draw other masks"],
+        ),
+        (
             {"actor": {"ddp": {"overlap_grad_reduce": True}}},
             ["actor.ddp.overlap_grad_reduce: found true; a replica that streams would wait"],
         ),
