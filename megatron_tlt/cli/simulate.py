@@ -17,6 +17,7 @@ from megatron_tlt.cli import preflight, runs, simulate_failures
 from megatron_tlt.cli.plan_tables import table_of
 from megatron_tlt.cli.planned import memory_of
 from megatron_tlt.config.drafter_kinds import MODEL_FREE
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.planning.devices import DEFAULT_DEVICE, device, known_devices
@@ -35,7 +36,6 @@ _MANY = 50_000
 """Responses per step above which one seed is enough by default."""
 _MOST_DRAFTS = 7
 """Length of the simulated chain if the config has no learned drafter."""
-_DEFAULT_POLICIES = [name for name, policy in POLICIES.items() if policy.is_synchronous or policy.speculation == "off"]
 _QUANTILES, _UNSEEN_CUT, _MOST_CUT = 1000, 0.01, 0.5
 """Quantiles that are looked at, and the shares of cut lengths that need no note, and that are refused."""
 _PRICES: dict[RoundKind | None, str] = {
@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--nodes", metavar="N,N,...", help="numbers of nodes (default: launcher.nnodes)")
     parser.add_argument(
-        "--policies", metavar="P,P,...", default=",".join(_DEFAULT_POLICIES), help=f"any of {', '.join(POLICIES)}"
+        "--policies", metavar="P,P,...", default=",".join(POLICIES), help=f"any of {', '.join(POLICIES)} (default: all)"
     )
     parser.add_argument("--lengths", metavar="PATH", type=Path, help="recorded response lengths, or a run's folder")
     parser.add_argument("--fit", action="store_true", help="draw from a distribution fitted to --lengths")
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cycles(scenario: Scenario, steps: int) -> str | None:
     """A note if the steps are not whole cycles of tail batching, whose long rounds would be too few."""
-    left = math.ceil(scenario.tail.eta_prompts * scenario.prompts) - scenario.prompts
+    left = times_at_least(scenario.tail.eta_prompts, scenario.prompts) - scenario.prompts
     shorts = math.lcm(scenario.prompts, left) // left if left else 0
     cycle = shorts + shorts * left // scenario.prompts
     if not left or steps % cycle == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_tlt.config.algorithm import RECIPES
+from megatron_tlt.config.reward import LEAST_ADAPTIVE_S
 from megatron_tlt.config.schema import TltConfig
 
 
@@ -22,6 +23,11 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
         )
     if algorithm.name == "distillation" and algorithm.kl.reference is None:
         yield "algorithm.kl.reference: absent; distillation learns from it; allowed: a teacher's Hugging Face folder"
+    if algorithm.name == "distillation" and algorithm.kl.placement == "reward":
+        yield (
+            "algorithm.kl.placement: found reward; distillation takes no credit from rewards, so the teacher would "
+            "train nothing; allowed: loss"
+        )
     if algorithm.dual_clip is not None and algorithm.loss in ("gspo", "cispo"):
         found = f"{algorithm.dual_clip:g}; loss {algorithm.loss} has no such bound"
         yield f"algorithm.dual_clip: found {found}; allowed: null"
@@ -32,6 +38,11 @@ def algorithm_violations(config: TltConfig) -> Iterator[str]:
         yield (
             "rewards.adaptive_timeout: found true; verdicts then depend on measured times; "
             "allowed with run.deterministic: false"
+        )
+    if config.rewards.adaptive_timeout and config.rewards.timeout_s <= LEAST_ADAPTIVE_S:
+        yield (
+            f"rewards.timeout_s: found {config.rewards.timeout_s:g}; adaptive_timeout shortens it to "
+            f"{LEAST_ADAPTIVE_S:g} s at least, so nothing would change; allowed: above {LEAST_ADAPTIVE_S:g}"
         )
     if algorithm.correction.bypass:
         if algorithm.correction.compares:

@@ -77,6 +77,13 @@ def _move_correction(values: dict[str, Any]) -> None:
         values["algorithm"].setdefault("correction", {})["weights"] = "token"
 
 
+def _drop_unread_staleness(values: dict[str, Any]) -> None:
+    """Drops ``schedule.max_staleness`` of ``one_step_off``, whose tokens were one step old whatever it was."""
+    schedule = _section(values, "schedule")
+    if schedule.get("kind") == "one_step_off":
+        schedule.pop("max_staleness", None)
+
+
 RENAMED = {
     "spot.least_steps": "spot.min_steps",
     "drafter.taps": "drafter.aux_hidden_state_layer_ids",
@@ -113,6 +120,7 @@ MIGRATIONS: tuple[Migration, ...] = (
     _renamed("algorithm.kl_coefficient"),
     _renamed("algorithm.mismatch.truncation"),
     _move_correction,
+    _drop_unread_staleness,
 )
 
 

@@ -22,7 +22,7 @@ from megatron_tlt.config.integrity import IntegrityConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
 from megatron_tlt.config.reward import RewardConfig
-from megatron_tlt.config.schedule import ScheduleConfig
+from megatron_tlt.config.schedule import OptionalSchedule
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.config.speeds import SpeedsConfig
@@ -382,7 +382,7 @@ class TltConfig(Section):
     drafter: DrafterConfig | None = None
     spot: SpotConfig | None = None
     tail: TailConfig | None = None
-    schedule: ScheduleConfig | None = None
+    schedule: OptionalSchedule = None
     stream: StreamConfig | None = None
     speeds: SpeedsConfig | None = None
     elastic: ElasticConfig | None = None

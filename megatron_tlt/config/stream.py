@@ -60,6 +60,13 @@ def stream_violations(config: TltConfig) -> Iterator[str]:
         if megatron.get(key):
             found = f"found {megatron[key]}; its gradient is scaled by the tokens of the whole batch"
             yield f"actor.megatron.{key}: {found}; allowed with stream: 0"
+    for key in ("hidden_dropout", "attention_dropout"):
+        if megatron.get(key):
+            found = f"found {megatron[key]}; a part would draw other masks than the batch"
+            yield f"actor.megatron.{key}: {found}; allowed with stream: 0"
+    if config.actor.lora is not None and config.actor.lora.dropout:
+        found = f"found {config.actor.lora.dropout:g}; a part would draw other masks than the batch"
+        yield f"actor.lora.dropout: {found}; allowed with stream: 0"
     for key in ("overlap_grad_reduce", "overlap_param_gather"):
         if config.actor.ddp.get(key):
             found = "found true; a replica that streams would wait for the others"

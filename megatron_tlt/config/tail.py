@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.config.section import Section
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.algorithm import AlgorithmConfig
     from megatron_tlt.config.schema import TltConfig
 
 
@@ -79,7 +80,7 @@ def longest_wait(prompts: int, left: int) -> int:
 
 
 def _waiting_violations(tail: TailConfig, prompts: int) -> Iterator[str]:
-    left = math.ceil(tail.eta_prompts * prompts) - prompts
+    left = times_at_least(tail.eta_prompts, prompts) - prompts
     if not left:
         yield (
             f"tail.deferred: found continue; with eta_prompts {tail.eta_prompts:g} a short round asks for no more "
@@ -126,6 +127,20 @@ def continue_violations(config: TltConfig, found: str) -> Iterator[str]:
             f"{found}; its responses have tokens of earlier policies, which the loss has to correct for; allowed: with "
             "algorithm.correction.weights: token or sequence, or bypass: true"
         )
+    yield from _kl_violations(config.algorithm, found)
     if config.rollout.router_replay != "none":
         replay = f"found {config.rollout.router_replay}, without experts of a response's first tokens"
         yield f"{found}; rollout.router_replay: {replay}; allowed: none"
+
+
+def _kl_violations(algorithm: AlgorithmConfig, found: str) -> Iterator[str]:
+    """A KL term of the loss expects tokens of the trained policy; a correction weights the surrogate alone."""
+    if algorithm.name == "distillation":
+        name = "found distillation, whose loss is a KL term alone"
+        yield f"{found}; algorithm.name: {name}; it is not corrected for tokens of earlier policies; allowed: another"
+    elif algorithm.kl.coefficient and algorithm.kl.placement == "loss":
+        term = f"found {algorithm.kl.coefficient:g} in the loss"
+        yield (
+            f"{found}; algorithm.kl.coefficient: {term}, a term that is not corrected for tokens of earlier policies; "
+            "allowed: 0, or algorithm.kl.placement: reward"
+        )

@@ -61,7 +61,7 @@ METRICS: dict[str, Metric] = {
     "tail/long_round": M("", "1 if the round decoded problems that others had left, else 0"),
     "tail/deferred": M("", "problems that wait for a long round, after the step"),
     "tail/continued": M("", "share of the step's response tokens that earlier policies sampled"),
-    "tail/staleness": M("", "updates since the oldest of these tokens"),
+    "tail/staleness": M("", "RL steps since the oldest of these tokens"),
     "tail/wasted": M("", "share of the round's response tokens that the step does not train on"),
     "tail/kept_over_all": M(
         "", "mean length of the responses kept over that of all, aborted ones as long as they were: the bias, or less"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-_FACTOR, _LEAST_S = 1.5, 2.0
+from megatron_tlt.config.reward import LEAST_ADAPTIVE_S
+
+_FACTOR = 1.5
 """RollPacker (Gao et al. 2025, arXiv:2509.21009), section 4.3."""
 _MOST_PROBLEMS = 1 << 16
 
@@ -24,7 +26,7 @@ class AdaptiveLimits:
     def limit(self, uid: str) -> float:
         """For the next response to the problem."""
         slowest = self._slowest.get(uid)
-        return self._timeout_s if slowest is None else min(max(_LEAST_S, _FACTOR * slowest), self._timeout_s)
+        return self._timeout_s if slowest is None else min(max(LEAST_ADAPTIVE_S, _FACTOR * slowest), self._timeout_s)
 
     def judged_correct(self, uid: str, seconds: float) -> None:
         """Accounts for a verdict on a correct response."""

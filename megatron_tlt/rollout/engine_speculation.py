@@ -168,7 +168,7 @@ class EngineSpeculation:
         Args:
             response: with the tokens of this rollout.
             length: with those of earlier rollouts.
-            goes_on: if it was aborted, a later rollout continues it, and its length is learned then.
+            goes_on: if it was aborted, a later rollout may continue it, and its length is learned then.
         """
         self._lengths[response.request_id] = len(response.token_ids)
         lengths, draft = self._length_policy, response.draft

@@ -118,9 +118,7 @@ class LengthPolicy:
         """
         request = self._get(request_id)
         del self._running[request_id]
-        expected = self.history.expected_length(request.problem, request.initial, num_tokens) if num_tokens else None
-        if expected is not None:
-            self.history.add(request.problem, expected, request.initial)
+        self._add_aborted(request.problem, request.initial, num_tokens)
 
     def drop(self, request_id: str) -> None:
         """End a request without learning from its response; unknown requests are ignored."""
@@ -129,6 +127,15 @@ class LengthPolicy:
     def record(self, problem_key: str, num_tokens: int) -> None:
         """Record a response that finished on another engine."""
         self.history.add(problem_key, num_tokens)
+
+    def record_aborted(self, problem_key: str, num_tokens: int) -> None:
+        """Record a response that was aborted after ``num_tokens`` tokens, as ``abort`` does, once it has left."""
+        self._add_aborted(problem_key, self.history.initial_class(problem_key), num_tokens)
+
+    def _add_aborted(self, problem: str, initial: LengthClass, num_tokens: int) -> None:
+        expected = self.history.expected_length(problem, initial, num_tokens) if num_tokens else None
+        if expected is not None:
+            self.history.add(problem, expected, initial)
 
     def observe(self, step: StepRecord) -> None:
         """Learn the costs of steps and tokens from a decode step."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.tail import TailConfig
 
@@ -71,8 +72,8 @@ class TailScheduler:
 
     def __init__(self, settings: TailConfig, prompts: int, group: int) -> None:
         self._prompts, self._group = prompts, group
-        self._asked_prompts = math.ceil(settings.eta_prompts * prompts)
-        self._asked_group = math.ceil(settings.eta_responses * group)
+        self._asked_prompts = times_at_least(settings.eta_prompts, prompts)
+        self._asked_group = times_at_least(settings.eta_responses, group)
         self._by_time = settings.race == "time"
 
     def round(self, state: TailState, due: Collection[int] = ()) -> TailRound:
@@ -105,7 +106,7 @@ class AheadScheduler:
 
     def __init__(self, settings: ScheduleConfig, prompts: int, group: int) -> None:
         self._prompts, self._group, self._first = prompts, group, settings.kind == "one_step_off"
-        self._asked = 2 * prompts if self._first else math.ceil((settings.eta_prompts or _ETA_PROMPTS) * prompts)
+        self._asked = 2 * prompts if self._first else times_at_least(settings.eta_prompts or _ETA_PROMPTS, prompts)
 
     def round(self, state: TailState, due: Collection[int] = ()) -> TailRound:
         """What was left, and new problems up to the number that a step asks for.

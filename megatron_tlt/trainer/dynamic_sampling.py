@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
 
 from megatron_tlt.config.algorithm import DynamicSamplingConfig
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.trainer.experience import Answers, PhaseTimes
@@ -54,7 +54,7 @@ def collect_problems(
     others: list[tuple[int, int]] = []
     drawn = 0
     while len(mixed) < wanted and len(parts) < settings.max_generations:
-        count = ceil((wanted - len(mixed)) * settings.over_sample)
+        count = times_at_least(settings.over_sample, wanted - len(mixed))
         problems = [problem(first + drawn + i) for i in range(count)]
         drawn += count
         parts.append((problems, *collect(problems, len(parts))))

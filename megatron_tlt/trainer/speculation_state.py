@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_tlt.speculation.suffix import SuffixDrafter
 from megatron_tlt.speculation.suffix_file import OtherVersion
 from megatron_tlt.speculation.token_drafter import FinishedResponse, TokenDrafter
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.trainer.carried import Key
 from megatron_tlt.trainer.dealing import Dealing
 from megatron_tlt.trainer.responses import ScoredResponse
 
@@ -84,7 +85,7 @@ class SpeculationState:
         """Adds all responses of all engines, as any engine may decode a problem the next time; a collective.
 
         Suffix trees store every response to a problem that may recur, and need the tokens of all ranks. Length classes
-        use every response.
+        use every response that ended in this rollout.
         """
         kept = [i for i, s in enumerate(scored) if problems[s.problem].recurs or self._all_problems]
         responses: list[FinishedResponse] = []
@@ -95,11 +96,25 @@ class SpeculationState:
             drafter.end_rollout(responses)
         if self.engine is not None:
             self.engine.keep_rollout()
+        # of a response that ended in an earlier rollout, end_round had the length then
+        ended = [s for s in scored if s.finish_reason != "abort" and s.continued < s.length]
+        self._learn_elsewhere(problems, ((s.problem, s.length) for s in ended))
+
+    def end_round(self, problems: Sequence[Problem], ended: Mapping[Key, int], cut: Mapping[Key, int]) -> None:
+        """As ``RoundLengths.end_round``: learns the lengths of responses that the step does not train on."""
+        self._learn_elsewhere(problems, ((at, length) for (at, _), length in ended.items()))
         lengths = None if self.chooser is None else self.chooser.lengths
-        for s in scored:
-            elsewhere = self._dealing.engine_of(s.problem) != self._engine
-            if lengths is not None and elsewhere and s.finish_reason != "abort":
-                lengths.record(problems[s.problem].uid, s.length)
+        if lengths is not None:
+            for (at, _), tokens in cut.items():
+                lengths.record_aborted(problems[at].uid, tokens)
+
+    def _learn_elsewhere(self, problems: Sequence[Problem], ended: Iterable[tuple[int, int]]) -> None:
+        """Positions and lengths of all engines' responses; this engine learnt of its own when they ended."""
+        lengths = None if self.chooser is None else self.chooser.lengths
+        if lengths is not None:
+            for at, length in ended:
+                if self._dealing.engine_of(at) != self._engine:
+                    lengths.record(problems[at].uid, length)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of all engines in the last rollout, and the memory of this rank's drafters; a collective."""

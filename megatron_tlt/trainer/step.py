@@ -130,7 +130,7 @@ class TrainingStep:
         self._scorer = BatchScorer(config, policy, reference, drafter, algorithm, self._temperature)
         self.stream = self._build_stream() if config.stream is not None else None
         #: rounds of tail batching or bounded asynchrony; None: a step waits for all that it began
-        self.rounds = build_rounds(config, collector.owns, lambda: engine.versions.get("policy") or 0)
+        self.rounds = build_rounds(config, collector.owns, lambda: engine.versions.get("policy") or 0, speculation)
         if self.rounds is not None and self.rounds.carried is not None and "policy" not in engine.versions:
             kind = type(engine).__name__
             raise ConfigError(

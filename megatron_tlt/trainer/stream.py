@@ -8,7 +8,6 @@ until the rollout is over. The update then trains on the rest, shared between al
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import Loss
+from megatron_tlt.config.rounding import times_at_least
 from megatron_tlt.config.stream import StreamConfig
 from megatron_tlt.data.exchange import redistribute
 from megatron_tlt.data.packing import balance
@@ -54,7 +54,7 @@ def units_of(replicas: Sequence[int], engine_size: int) -> list[list[int]]:
 
 def parts_of(samples: Sequence[int], part: float) -> list[list[int]]:
     """``samples`` in parts of which each has that share of them, rounded up; pure."""
-    size = max(1, math.ceil(len(samples) * part - 1e-9))
+    size = max(1, times_at_least(part, len(samples)))
     return [list(samples[at : at + size]) for at in range(0, len(samples), size)]
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,10 @@ class RacingRollout:
         """Of all engines; after ``kept``."""
         self.left: dict[Key, Response] = {}
         """This rank's responses to problems that did not win, as many of each as a long round has; after ``kept``."""
+        self.left_ended: dict[Key, int] = {}
+        """Tokens of all ranks' such responses that ended in this round; after ``kept``."""
+        self.cut: dict[Key, int] = {}
+        """Tokens of this rank's aborted responses that are not ``left``; after ``kept``."""
         self.lost = 0
         """Tokens of all engines that neither the step nor ``left`` has; after ``kept``."""
 
@@ -184,11 +188,29 @@ class RacingRollout:
         if rank() == 0:
             self._board.clear()
         winners, samples = {at for at, _ in chosen}, self._asked.keep_samples
-        self.left = {key: one for key, one in own.items() if key[0] not in winners and key[1] < samples}
+        left = {key for key in [*rows, *own] if key[0] not in winners and key[1] < samples}
+        self.left = {key: one for key, one in own.items() if key in left}
+        self.left_ended = {key: length for key, (_, new, length) in sorted(rows.items()) if key in left and new}
+        self.cut = {
+            key: len(one.token_ids) for key, one in own.items() if one.finish_reason == "abort" and key not in left
+        }
         trained = {key: own[key] for key in chosen if key in own}
         lost = sum(len(one.token_ids) for key, one in own.items() if key not in trained and key not in self.left)
         self.lost = sum(all_gather_data(lost, int))
         return trained
+
+
+class RoundLengths(Protocol):
+    """Learns lengths from a round whose responses a later one continues."""
+
+    def end_round(self, problems: Sequence[Problem], ended: Mapping[Key, int], cut: Mapping[Key, int]) -> None:
+        """Learns from responses that the step does not train on, by position and sample.
+
+        Args:
+            problems: of the round.
+            ended: tokens of those of all engines that ended in this round, and that a later step trains on.
+            cut: tokens of those of this engine that were aborted, and that nothing continues.
+        """
 
 
 Collect = Callable[[list[Problem], int, StartRace | None, Mapping[Key, Carried] | None], Answers]
@@ -253,6 +275,7 @@ class Rounds:
         carried: responses that rounds leave and continue, a part of the checkpoint; None: they are dropped.
         owns: whether this rank's engine decodes the problem at a position of a round.
         version: of the engine's policy.
+        lengths: learns from what rounds leave, where it is carried; None: nothing does.
     """
 
     def __init__(
@@ -261,10 +284,12 @@ class Rounds:
         carried: CarriedResponses | None,
         owns: Callable[[int], bool],
         version: Callable[[], int],
+        lengths: RoundLengths | None = None,
     ) -> None:
         self._scheduler = scheduler
         self.carried = carried
         self._continued = Continued(carried, owns, version) if carried is not None else None
+        self._lengths = lengths
 
     def size(self, state: TailState) -> tuple[int, int]:
         """Problems of the next round, and responses to each."""
@@ -273,19 +298,21 @@ class Rounds:
     def collect(self, state: TailState, problem: Callable[[int], Problem], collect: Collect) -> CollectedRound:
         """The responses that a step trains on; ``problem`` gives the training problem of an index."""
         with self.carried.unless_interrupted() if self.carried is not None else nullcontext():
-            return _collect_round(self._scheduler, state, problem, collect, self._continued)
+            return _collect_round(self._scheduler, state, problem, collect, self._continued, self._lengths)
 
 
-def build_rounds(config: TltConfig, owns: Callable[[int], bool], version: Callable[[], int]) -> Rounds | None:
+def build_rounds(
+    config: TltConfig, owns: Callable[[int], bool], version: Callable[[], int], lengths: RoundLengths | None = None
+) -> Rounds | None:
     """The rounds of the sections ``tail`` or ``schedule``; None: a step waits for all that it began."""
     sizes, tail = (config.trainer.prompts_per_step, config.algorithm.group_size), config.tail
     if config.schedule is not None:
         carried = CarriedResponses(config.schedule.max_staleness)
-        return Rounds(AheadScheduler(config.schedule, *sizes), carried, owns, version)
+        return Rounds(AheadScheduler(config.schedule, *sizes), carried, owns, version, lengths)
     if tail is None:
         return None
     kept = CarriedResponses(tail.max_staleness or MAX_STALENESS) if tail.deferred == "continue" else None
-    return Rounds(TailScheduler(tail, *sizes), kept, owns, version)
+    return Rounds(TailScheduler(tail, *sizes), kept, owns, version, lengths)
 
 
 def _collect_round(
@@ -294,6 +321,7 @@ def _collect_round(
     problem: Callable[[int], Problem],
     collect: Collect,
     continued: Continued | None,
+    lengths: RoundLengths | None,
 ) -> CollectedRound:
     asked = scheduler.round(state, continued.begin() if continued is not None else ())
     problems = [problem(index) for index in asked.problems]
@@ -308,6 +336,8 @@ def _collect_round(
     costs = races[0].costs if races else RoundCosts.of_all(scored)
     if continued is not None and races:
         continued.add(asked, races[0].left)
+        if lengths is not None:
+            lengths.end_round(problems, races[0].left_ended, races[0].cut)
     kept = sorted({one.problem for one in scored})
     number = {at: i for i, at in enumerate(kept)}
     after = scheduler.after(state, asked, kept)

@@ -108,6 +108,18 @@ def test_the_fastest_policy_is_named_with_its_price(tmp_path: Path, capsys: pyte
     assert less["nodes"]["2"][1]["rollout_s"] != rows[3]["rollout_s"], "the section's settings are simulated"
 
 
+def test_a_default_run_advises_among_all_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulated(tmp_path)["nodes"]["2"]
+    assert [row["policy"] for row in rows] == list(POLICIES)
+    ratios = {row["policy"]: row["speedup"]["ratio"] for row in rows}
+    best = max(ratios, key=lambda name: ratios[name])
+    exact = max((name for name in ratios if POLICIES[name].is_synchronous), key=lambda name: ratios[name])
+    assert POLICIES[best].trains_drafter and not POLICIES[best].is_synchronous, "a combination is the fastest"
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"fastest: {best}, {ratios[best]:.2f} times as fast as off" in told
+    assert f"of those that only save time: {exact}, {ratios[exact]:.2f}" in told
+
+
 def test_steps_that_are_no_whole_cycles_of_tail_batching_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

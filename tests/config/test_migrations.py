@@ -62,6 +62,10 @@ CASES = {
         [*DRAFTER, "spot.min_steps=3", "launcher.nproc_per_node=2"],
     ),
     "way of the weights": (lambda values: values["reshard"].update(method="export"), []),
+    "staleness of one_step_off, not read then": (
+        lambda values: values["schedule"].update(max_staleness=4),
+        ["schedule={kind: one_step_off}", "algorithm.correction={weights: token}"],
+    ),
     "recipe's micro-batch": (
         lambda values: values["model"]["recipe"]["supervised"].update(max_tokens_per_micro_batch=10),
         [],

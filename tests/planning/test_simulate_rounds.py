@@ -13,13 +13,19 @@ from hypothesis import strategies as st
 from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.config.tail import TailConfig
 from megatron_tlt.planning.simulation.lengths import LongTail
-from megatron_tlt.planning.simulation.phases import streamed_responses, training_seconds
+from megatron_tlt.planning.simulation.phases import (
+    bubble_steps,
+    drafter_done_at,
+    streamed_responses,
+    training_seconds,
+)
 from megatron_tlt.planning.simulation.policies import Prompts
 from megatron_tlt.planning.simulation.rollout import Speculation
 from megatron_tlt.planning.simulation.rounds import RacingRounds, RoundKind, race
 from megatron_tlt.planning.simulation.scenario import Actor
-from megatron_tlt.planning.simulation.steps import simulate, summarize
+from megatron_tlt.planning.simulation.steps import NEWEST, SATURATED, simulate, summarize
 from megatron_tlt.tasks.rounds import TailRound, TokenRace, select
+from megatron_tlt.trainer import bubble
 from tests.planning.simulated import scenario
 
 
@@ -101,6 +107,33 @@ def test_replicas_stream_in_their_bubble_and_a_part_may_be_late() -> None:
     assert off["streamed"] == 0 < row["streamed"] < 1 and row["update_s"] < off["update_s"]
     # one replica of all devices has no bubble
     assert not streamed_responses(replace(one, actor=Actor(tensor=4)), ends, lengths)[0].any()
+
+
+def test_the_drafter_has_the_bubble_first_and_the_stream_what_is_left() -> None:
+    one = scenario(prompts=16, group=8)
+    rows = {row["policy"]: row for row in summarize(simulate(one, ("off", "spot", "stream", "stream+spot"), (0, 1), 4))}
+    both, spot = rows["stream+spot"], rows["spot"]
+    assert both["streamed"] > 0 and both["update_s"] < spot["update_s"]
+    assert both["drafter_steps"] < spot["drafter_steps"]
+    # of a drafter that owes steps, the stream waits for them
+    ends, responses = np.array([0.0, 10.0, 10.0, 40.0]), np.full(4, 8.0)
+    small = scenario(engine_devices=4, spot=replace(one.spot, min_replicas=2, min_entries=8))
+    assert drafter_done_at(small, ends, responses, 600.0) == 10.0
+    whole = bubble_steps(small, ends, responses, 600.0)
+    assert whole > 0, "two engines from 10 s and a third one, until 40 s"
+    for share in (0.1, 0.5, 0.9):
+        owed = replace(small, spot=replace(small.spot, min_steps=share * whole))
+        assert drafter_done_at(owed, ends, responses, 600.0) == pytest.approx(10 + share * 30)
+    owed = replace(small, spot=replace(small.spot, min_steps=1.1 * whole))
+    assert drafter_done_at(owed, ends, responses, 600.0) == np.inf
+    assert drafter_done_at(replace(small, spot=replace(small.spot, min_replicas=9)), ends, responses, 600.0) == 0
+    assert (SATURATED, NEWEST) == (bubble.SATURATED, bubble.MOST_ACCEPTANCES)
+
+
+def test_of_tail_batching_long_rounds_alone_are_streamed() -> None:
+    one = scenario(prompts=8, group=4, tail=TailConfig(eta_prompts=1.5))
+    (steps,) = simulate(one, ("tail+stream",), (0,), 6)["tail+stream"].steps
+    assert [step.streamed > 0 for step in steps] == [False, False, True] * 2
 
 
 def test_what_is_too_old_does_not_win_before_what_becomes_too_old() -> None:

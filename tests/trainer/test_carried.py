@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from array import array
 from collections.abc import Mapping
@@ -12,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tlt.config.schedule import ScheduleConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout.types import Request, Response, SamplingSpec
 from megatron_tlt.rollout.vllm_requests import check_requests
-from megatron_tlt.tasks.rounds import AheadScheduler, TailState, select
 from megatron_tlt.trainer import carried as carried_module
 from megatron_tlt.trainer.carried import CarriedResponses, Continuations, Key, whole_versions
 
@@ -170,99 +167,6 @@ def test_over_random_schedules_no_token_is_too_old_and_every_version_is_right(
         if rng.random() < 0.15:
             oracle.restart()
         oracle.version += rng.randint(0, 2)
-
-
-class ScheduledRun:
-    """A run of one engine under bounded asynchrony: a token a step for each response, with the product's parts."""
-
-    def __init__(self, draw: random.Random, folder: Path) -> None:
-        kind = draw.choice(("partial", "one_step_off"))
-        self.settings = ScheduleConfig(
-            kind=kind,
-            eta_prompts=draw.choice((1.5, 2.0, 3.0)) if kind == "partial" else None,
-            max_staleness=draw.randint(1, 4),
-        )
-        self.draw, self.folder = draw, folder
-        self.scheduler = AheadScheduler(self.settings, prompts=2, group=2)
-        self.held = CarriedResponses(self.settings.max_staleness)
-        self.state, self.version = TailState(), 0
-        self.trained: list[int] = []
-
-    def length(self, problem: int, sample: int) -> int:
-        return random.Random(f"{problem}/{sample}").choice((1, 2, 3, MOST))
-
-    def step(self, *, fails: bool) -> None:
-        state = self.state
-        with contextlib.suppress(KeyboardInterrupt), self.held.unless_interrupted():
-            due = self.held.due(self.version)
-            asked = self.scheduler.round(state, due)
-            assert due <= set(asked.problems[: len(due)]), "what would get too old is asked for first"
-            positions = {problem: at for at, problem in enumerate(asked.problems)}
-            before = self.held.take(asked.problems, asked.problems, self.version)
-            have = {(positions[problem], sample): one for (problem, sample), one in before.items()}
-            ends = {
-                (at, sample): self.length(problem, sample)
-                - len(have[at, sample].token_ids if (at, sample) in have else ())
-                for problem, at in positions.items()
-                for sample in range(asked.samples)
-            }
-            kept = select(asked, ends)
-            last = max(ends[key] for key in kept)
-            names = {f"{at}-{sample}": (at, sample) for at, sample in ends}
-            continuations = Continuations(have, names)
-            spec = SamplingSpec(temperature=1.0, max_tokens=MOST)
-            requests = [Request(name, (1, 2, asked.problems[key[0]] + 3), spec, 0, "p") for name, key in names.items()]
-            running, ended = continuations.begin(requests)
-            whole = {names[one.request_id]: one for one in ended}
-            for request in running:
-                key = names[request.request_id]
-                count, start = min(last, ends[key]), request.begun
-                whole[key] = continuations.join(
-                    Response(
-                        request.request_id,
-                        request.prompt_token_ids,
-                        array("i", [100 * self.version + start + at for at in range(count)]),
-                        array("f", [-self.version / 8] * count),
-                        "stop" if count == ends[key] else "abort",
-                        0.0,
-                    )
-                )
-            if fails:
-                raise KeyboardInterrupt
-            winners = {at for at, _ in kept}
-            left = {(asked.problems[at], n): one for (at, n), one in whole.items() if at not in winners}
-            self.held.add(left, self.version)
-            for key in kept:
-                self.check(whole[key])
-            self.trained += [asked.problems[at] for at in sorted(winners)]
-            self.state = self.scheduler.after(state, asked, sorted(winners))
-            self.version += 1
-
-    def check(self, one: Response) -> None:
-        versions = [version for version, count in whole_versions(one, self.version) for _ in range(count)]
-        assert self.version - min(versions, default=self.version) <= self.settings.max_staleness
-        assert list(one.token_ids) == [100 * version + at for at, version in enumerate(versions)]
-        assert list(one.log_probs) == [-version / 8 for version in versions]
-        assert one.finish_reason == "stop"
-
-    def restart(self) -> None:
-        self.held.save(self.folder)
-        self.held = CarriedResponses(self.settings.max_staleness)
-        self.held.load([self.folder])
-
-
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_over_random_schedules_with_failures_no_token_is_too_old(count: int, tmp_path: Path) -> None:
-    for number in range(count):
-        draw = random.Random(number)
-        run = ScheduledRun(draw, tmp_path)
-        for _ in range(5):
-            run.step(fails=draw.random() < 0.1)
-            if draw.random() < 0.05:
-                run.restart()
-        assert len(set(run.trained)) == len(run.trained), "no problem is used twice"
-        waiting = set(run.state.deferred)
-        assert waiting | set(run.trained) == set(range(run.state.next_problem)), "none is lost"
 
 
 def test_another_number_of_ranks_shares_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_tlt.observe.timeline import read_trace
 from megatron_tlt.rewards.types import Reward
 from megatron_tlt.rollout.adaptive import default_strategies
 from megatron_tlt.rollout.token_drafters import token_drafters_of
-from megatron_tlt.rollout.types import DraftStats, Request, SamplingSpec
+from megatron_tlt.rollout.types import DraftStats, Request, Response, SamplingSpec
 from megatron_tlt.speculation.strategy import OFF, StepRecord
 from megatron_tlt.speculation.suffix_file import read_responses
 from megatron_tlt.tasks.mixture import build_sources
@@ -170,6 +171,44 @@ def test_every_engine_drafts_from_what_another_one_decoded(monkeypatch: pytest.M
         made.begin_step()
         assert propose(made, "suffix", "a", [5, 6]) == [7, 8, 9]
         assert propose(made, "suffix", "b", [15, 16]) == [17, 18]
+
+
+def lengths_of(made: SpeculationState) -> dict[str, list[int]]:
+    assert made.chooser is not None
+    return dict(made.chooser.state()["lengths"]["history"]["problems"])
+
+
+def test_a_response_counts_once_on_each_engine_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends on the first engine and waits; the step that trains on it deals its problem to the second one."""
+    problem, other = Problem("a", "s", "?", "1", "math"), Problem("b", "s", "?", "1", "math")
+    engines = []
+    for engine in range(2):
+        as_rank(monkeypatch, engine, 2)
+        made = speculating()
+        assert made.engine is not None and made.chooser is not None and made.chooser.lengths is not None
+        if engine == 0:
+            made.engine.begin_rollout([Request("0-0", (1, 2), SamplingSpec(), 0, "a")])
+            response = Response("0-0", (1, 2), [5] * 7, [-1.0] * 7, "stop", 0.0)
+            made.engine.finished(response, goes_on=True)
+        made.end_round([problem], {(0, 0): 7}, {})
+        engines.append(made)
+    assert [lengths_of(made) for made in engines] == [{"a": [7]}] * 2
+    for made in engines:
+        scored = ScoredResponse(1, 0, 2, 7, "stop", DraftStats(), Reward(1.0, True), versions=((0, 7),))
+        goes_on = replace(scored, problem=0, length=9)  # two tokens of it are new
+        batch = RolloutBatch.of_sequences([(1, 2, *[5] * 9), (1, 2, *[5] * 7)], [2, 2])
+        made.end_rollout([other, problem], [goes_on, scored], batch)
+    assert [lengths_of(made) for made in engines] == [{"a": [7]}, {"a": [7], "b": [9]}]
+
+
+def test_an_aborted_response_that_nothing_continues_is_known_to_be_longer() -> None:
+    made = speculating()
+    assert made.chooser is not None and made.chooser.lengths is not None
+    for length in (10, 20, 30):
+        made.chooser.lengths.record("a", length)
+    problem = Problem("a", "s", "?", "1", "math")
+    made.end_round([problem], {}, {(0, 2): 15, (0, 3): 0})
+    assert lengths_of(made) == {"a": [10, 20, 30, 20]}, "the median of those above 15; nothing of one without tokens"
 
 
 def test_a_problem_that_never_comes_again_takes_no_memory() -> None:

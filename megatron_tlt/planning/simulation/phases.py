@@ -17,7 +17,9 @@ def forward_flops(scenario: Scenario, lengths: Array) -> Array:
     return 2.0 * model.multiplied * tokens + 2.0 * model.layers * model.query * tokens**2
 
 
-def streamed_responses(scenario: Scenario, ends: Array, lengths: Array) -> tuple[NDArray[np.bool_], float]:
+def streamed_responses(
+    scenario: Scenario, ends: Array, lengths: Array, not_before: float = 0.0
+) -> tuple[NDArray[np.bool_], float]:
     """Which responses of a step units of replicas train on in their bubble, and the seconds that the last is late.
 
     As ``trainer.stream``: a unit is idle once all of its engines are, loads the policy, and takes its own responses,
@@ -26,6 +28,7 @@ def streamed_responses(scenario: Scenario, ends: Array, lengths: Array) -> tuple
     Args:
         ends: time at which each engine had no requests left.
         lengths: of the responses, in the order of their engines.
+        not_before: time until which idle engines train the drafter.
     """
     actor = scenario.actor
     unit = int(np.lcm(scenario.engine_devices, actor.shard))
@@ -33,7 +36,7 @@ def streamed_responses(scenario: Scenario, ends: Array, lengths: Array) -> tuple
     streamed = np.zeros(len(lengths), bool)
     if units < 2:
         return streamed, 0.0
-    idle_from = ends.reshape(units, -1).max(axis=1)
+    idle_from = np.maximum(ends.reshape(units, -1).max(axis=1), not_before)
     rate = scenario.device.flops * scenario.constants.training_efficiency
     passes = actor.log_prob_passes + actor.update_passes
     load = scenario.model.parameters * _BYTES / actor.shard / scenario.constants.wake_bandwidth
@@ -106,13 +109,40 @@ def bubble_steps(scenario: Scenario, ends: Array, responses: Array, mean_length:
         ends: time at which each engine had no requests left.
         responses: number of responses that each engine had decoded by then.
     """
+    joins = _joins(scenario, ends, responses)
+    if joins is None:
+        return 0.0
+    return float((ends.max() - joins).sum()) / _engine_seconds(scenario, mean_length)
+
+
+def drafter_done_at(scenario: Scenario, ends: Array, responses: Array, mean_length: float) -> float:
+    """The time at which idle engines have made ``spot.min_steps``, from which on they stream.
+
+    As in ``trainer.bubble``, of a drafter that has its steps and is as good as it was. 0 if no session starts; infinity
+    if the last engine ends before.
+    """
+    joins = _joins(scenario, ends, responses)
+    if joins is None:
+        return 0.0
+    wanted = scenario.spot.min_steps * _engine_seconds(scenario, mean_length)
+    # before each event, all that have joined train since
+    for at, joined in zip([*np.sort(joins)[1:], ends.max()], range(1, len(joins) + 1), strict=True):
+        done = float(np.sort(joins)[:joined].sum() + wanted) / joined
+        if done <= at:
+            return done
+    return np.inf
+
+
+def _joins(scenario: Scenario, ends: Array, responses: Array) -> Array | None:
+    """The time at which each engine joins the drafter's session; None if none starts."""
     spot = scenario.spot
     order = np.argsort(ends, kind="stable")
     idle = np.arange(1, len(ends) + 1)
     ready = (idle >= spot.min_replicas) & (np.cumsum(responses[order]) >= spot.min_entries)
-    if not ready.any():
-        return 0.0
-    start = float(ends[order][np.argmax(ready)])
-    seconds = float((ends.max() - np.maximum(ends, start)).sum()) * scenario.engine_devices
-    rate = scenario.device.flops * scenario.constants.training_efficiency
-    return seconds * rate / drafter_step_flops(scenario, mean_length)
+    return np.maximum(ends, float(ends[order][np.argmax(ready)])) if ready.any() else None
+
+
+def _engine_seconds(scenario: Scenario, mean_length: float) -> float:
+    """Seconds of one engine for an optimizer step of the drafter."""
+    rate = scenario.engine_devices * scenario.device.flops * scenario.constants.training_efficiency
+    return drafter_step_flops(scenario, mean_length) / rate

@@ -20,7 +20,8 @@ Array = NDArray[np.float64]
 class SchedulingPolicy:
     """``speculation`` is off, static (always the first arm) or adaptive (gate and choice).
 
-    ``rounds``: which responses a step waits for; None: all that it began.
+    ``rounds``: which responses a step waits for; None: all that it began. ``streams``: idle engines train the policy,
+    once the drafter has its steps where they train it too.
     """
 
     name: str
@@ -43,16 +44,20 @@ POLICIES = {
         SchedulingPolicy("adaptive", "adaptive"),
         SchedulingPolicy("spot", "adaptive", trains_drafter=True),
         SchedulingPolicy("stream", streams=True),
+        SchedulingPolicy("stream+spot", "adaptive", trains_drafter=True, streams=True),
         SchedulingPolicy("tail", rounds="tail"),
         SchedulingPolicy("continue", rounds="continue"),
         SchedulingPolicy("partial", rounds="partial"),
         SchedulingPolicy("one_step_off", rounds="one_step_off"),
+        SchedulingPolicy("tail+stream", rounds="tail", streams=True),
         SchedulingPolicy("tail+spot", "adaptive", trains_drafter=True, rounds="tail"),
         SchedulingPolicy("continue+spot", "adaptive", trains_drafter=True, rounds="continue"),
         SchedulingPolicy("partial+spot", "adaptive", trains_drafter=True, rounds="partial"),
+        SchedulingPolicy("one_step_off+spot", "adaptive", trains_drafter=True, rounds="one_step_off"),
     )
 }
-"""The last three combine tail batching or partial rollouts with TLT, which is unpublished."""
+"""Those with a plus combine mechanisms of RollPacker, or bounded asynchrony, with TLT, or two of RollPacker; these
+figures are unpublished."""
 
 
 def speculation_of(scenario: Scenario, policy: SchedulingPolicy, alignment: Alignment) -> Speculation:
@@ -78,6 +83,8 @@ class RolloutRound:
     """Time at which each engine was free."""
     responses: Array
     """Number of responses that each engine had decoded by then."""
+    streamable: Array | None
+    """``kept`` in the order of the engines; None where a race decides at the end what is kept."""
 
 
 def spread(lengths_PG: Array, engines: int) -> tuple[Array, NDArray[np.intp]]:
@@ -120,7 +127,8 @@ class Prompts:
         ended = np.zeros(rollout.finished_ER.size)
         ended[place] = one.ended[dealt].ravel()
         responses = ended.reshape(rollout.finished_ER.shape).sum(axis=1)
-        return RolloutRound(rollout, rollout.seconds_in_all, one.kept, rollout.ends_E, responses)
+        streamable = one.reached[dealt].ravel() if one.is_long else None
+        return RolloutRound(rollout, rollout.seconds_in_all, one.kept, rollout.ends_E, responses, streamable)
 
     def _plain_round(self, speculation: Speculation, watched: tuple[int, ...]) -> RolloutRound:
         """Decodes every response of every prompt to its end."""
@@ -129,7 +137,8 @@ class Prompts:
         lengths = one.lengths.at(normal, one.max_response_tokens)
         rollout, _ = self._decode(lengths, speculation, watched)
         responses = (~np.isnan(rollout.finished_ER)).sum(axis=1).astype(np.float64)
-        return RolloutRound(rollout, rollout.seconds_in_all, lengths.ravel(), rollout.ends_E, responses)
+        kept = lengths.ravel()
+        return RolloutRound(rollout, rollout.seconds_in_all, kept, rollout.ends_E, responses, kept)
 
     def _decode(
         self, lengths: Array, speculation: Speculation, watched: tuple[int, ...], decoded: Array | None = None

@@ -68,6 +68,8 @@ class DecodedRound:
     """Lengths of the responses used for training, problem after problem."""
     ended: NDArray[np.bool_]
     """Which responses are at their end, (P, R)."""
+    is_long: bool
+    """All of them are kept."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ class RacingRounds:
             del self._problems[asked.problems[at]]
         self.state = self._scheduler.after(self.state, asked, winners.tolist())
         self._step += 1
-        return DecodedRound(done + decoded, decoded, kept.ravel(), done + decoded >= lengths)
+        return DecodedRound(done + decoded, decoded, kept.ravel(), done + decoded >= lengths, asked.is_long)
 
     def _take(self, index: int, samples: int) -> _Problem:
         """A problem with lengths for a round: new ones, or those of responses that are continued."""

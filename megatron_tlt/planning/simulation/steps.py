@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp
@@ -13,6 +14,7 @@ import numpy as np
 from megatron_tlt.planning.simulation.acceptance import Alignment
 from megatron_tlt.planning.simulation.phases import (
     bubble_steps,
+    drafter_done_at,
     drafter_step_flops,
     reshard_seconds,
     streamed_responses,
@@ -24,6 +26,8 @@ from megatron_tlt.planning.simulation.scenario import Scenario
 PHASES = ("rollout", "log_probs", "update", "drafter", "reshard")
 WATCHED = 8
 """Engines whose running batch is recorded in the first step of the first seed."""
+SATURATED, NEWEST = 0.97, 8
+"""As in ``trainer.bubble``: the share of the best acceptance length of so many steps that a drafter has to have."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ def simulate_policy(
     """Simulates ``steps`` steps of each seed.
 
     A trained drafter starts at its equilibrium: training in a step compensates the loss by a policy update, for the
-    bubble of a first step that is not counted. An untrained drafter stays cold. The same seed gives the same responses
-    to every synchronous policy.
+    bubble of a first step that is not counted. An untrained drafter stays cold. Where the bubble may also be streamed
+    in, it is the drafter's whenever its drafts are worse than they were, by the rule of ``trainer.bubble``. The same
+    seed gives the same responses to every synchronous policy.
     """
     outcome = Outcome(policy)
     for seed in seeds:
@@ -87,12 +92,14 @@ def simulate_policy(
         if policy.trains_drafter:
             trial = _step(scenario, policy, _prompts(scenario, policy, seed), alignment, ())[0]
             alignment.level = _settled(scenario, max(trial.drafter_steps, scenario.spot.min_steps))
-        prompts, own = _prompts(scenario, policy, seed), []
+        prompts, own, accepted = _prompts(scenario, policy, seed), [], deque[float](maxlen=NEWEST)
         for number in range(steps):
             watched = watch and seed == seeds[0] and number == 0
-            step, last = _step(
-                scenario, policy, prompts, alignment, tuple(range(min(WATCHED, scenario.engines))) if watched else ()
-            )
+            if policy.trains_drafter:
+                accepted.append(alignment.tokens(scenario.arms[0]))
+            good = policy.trains_drafter and accepted[-1] >= SATURATED * max(accepted)
+            engines = tuple(range(min(WATCHED, scenario.engines))) if watched else ()
+            step, last = _step(scenario, policy, prompts, alignment, engines, good)
             own.append(step)
             if watched:
                 end = last.seconds
@@ -116,7 +123,12 @@ def _settled(scenario: Scenario, steps: float) -> float:
 
 
 def _step(
-    scenario: Scenario, policy: SchedulingPolicy, prompts: Prompts, alignment: Alignment, watched: tuple[int, ...]
+    scenario: Scenario,
+    policy: SchedulingPolicy,
+    prompts: Prompts,
+    alignment: Alignment,
+    watched: tuple[int, ...],
+    is_drafter_good: bool = False,
 ) -> tuple[Step, RolloutRound]:
     speculation = speculation_of(scenario, policy, alignment)
     one = prompts.round(speculation, watched)
@@ -124,12 +136,17 @@ def _step(
     trained = bubble_steps(scenario, one.ends, one.responses, mean) if policy.trains_drafter else 0.0
     missing = max(0.0, scenario.spot.min_steps - trained) if policy.trains_drafter else 0.0
     rate = scenario.devices * scenario.device.flops * scenario.constants.training_efficiency
-    streamed, late = np.zeros(len(one.kept), bool), 0.0
-    if policy.streams:
-        streamed, late = streamed_responses(scenario, one.ends, one.kept)
+    kept, late, streamed = one.kept, 0.0, np.zeros(len(one.kept), bool)
+    if policy.streams and one.streamable is not None and (is_drafter_good or not policy.trains_drafter):
+        kept, begin = one.streamable, 0.0
+        if policy.trains_drafter:
+            begin = drafter_done_at(scenario, one.ends, one.responses, mean)
+        streamed, late = streamed_responses(scenario, one.ends, kept, begin)
+        if streamed.any():
+            trained = min(trained, float(scenario.spot.min_steps))
     seconds = {
         "rollout": one.seconds + late,
-        **training_seconds(scenario, one.kept[~streamed]),
+        **training_seconds(scenario, kept[~streamed]),
         "drafter": missing * drafter_step_flops(scenario, mean) / rate,
         "reshard": reshard_seconds(scenario),
     }
@@ -140,7 +157,7 @@ def _step(
         idle=float((one.seconds - one.ends).mean() / one.seconds) if one.seconds else 0.0,
         tokens_per_round=_tokens_per_round(rollout.seconds, scenario, alignment),
         drafter_steps=trained,
-        streamed=float(one.kept[streamed].sum() / one.kept.sum()),
+        streamed=float(kept[streamed].sum() / kept.sum()),
         alignment=alignment.level,
         lengths_mean=mean,
         lengths_longest=float(one.kept.max()),

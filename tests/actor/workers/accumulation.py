@@ -27,7 +27,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "moe-dp4": NO_AUXILIARY_LOSS,
     "dp4-whole": {},
     "pp2-whole": PP2,
+    "dp4-lora": {},
+    "tp2-lora": {"tensor_model_parallel_size": 2},
 }
+LORA = {"rank": 4, "alpha": 8.0}
 EARLY = {0: [[0, 2], [4]], 1: [[5]]}
 """Samples that a data-parallel rank accumulates before the step, part by part."""
 LATE = [1, 3]
@@ -38,8 +41,15 @@ def accumulating(folder: Path, name: str) -> Policy:
     """A policy whose step is its gradient, and so long that the rounding of the weights does not hide it."""
     optimizer = {"optimizer": "sgd", "lr": RATE, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
     sharding = "tensor" if name.endswith("-whole") else "element"
+    lora = LORA if name.endswith("-lora") else None
     policy = policy_of(
-        folder, name, megatron=LAYOUTS[name], optimizer=optimizer, optimizer_sharding=sharding, lr_warmup_steps=0
+        folder,
+        name,
+        megatron=LAYOUTS[name],
+        optimizer=optimizer,
+        optimizer_sharding=sharding,
+        lr_warmup_steps=0,
+        lora=lora,
     )
     for group in policy.optimizer.param_groups:  # the first step changes nothing; the second shows what it left
         group["lr"] = 0.0
