@@ -106,11 +106,12 @@ CASES = {
     "coupled": Case("tests.helpers.coupled_optimizer.CoupledRnn", 1e-3, decay=0.0),
     "learned-bf16": Case("megatron_tlt.bench.learned_optimizer.FactoredMlp", 1e-3, bf16=True),
     "muon-lora": Case("torch.optim.Muon", 1e-2, lora=LoraConfig(rank=4)),
+    "vectors": Case("tests.helpers.coupled_optimizer.DecaysVectors", 1e-2, decay=0.1),
     "replacing": Case("tests.helpers.coupled_optimizer.Replacing", 1e-2, decay=0.0),
     # of the package, with random weights; not among the stand-ins
     "pylo-adafaclo": Case("pylo.optim.AdafacLO_naive", 0.1, {"hf_key": "{mlp}"}),
     "pylo-velo": Case("pylo.optim.VeLO_naive", 1e-3, {"hf_key_rnn": "{rnn}", "hf_key_mlp": "{velo}"}),
-    "pylo-celo2": Case("pylo.optim.CELO2_naive", 1e-3, {"hf_key": None, "adam_weight_decay": 0.0}),
+    "pylo-celo2": Case("pylo.optim.CELO2_naive", 1e-3, {"hf_key": None}),
     "pylo-elo": Case("pylo.optim.ELO_naive", 1e-3, {"hf_key": None}),
 }
 STAND_INS = [name for name in CASES if not name.startswith("pylo-")]
@@ -200,7 +201,8 @@ class PlainTorch:
             groups += [{"params": tensors, "highest": lr, **({"weight_decay": of} if decay else {})}] if tensors else []
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return cls(groups, lr=lr, **arguments)
+            # from the constructor's decay a class may derive more, such as that of vectors
+            return cls(groups, lr=lr, **({"weight_decay": 0.0} if decay else {}), **arguments)
 
     def again(self) -> PlainTorch:
         """Another one in the same state; classes cannot be copied."""
