@@ -191,7 +191,7 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         params = _checked(FileParams, task.params, key)
         rows = split_rows(task.path, task.held_out_path, task.held_out_fraction, split, params)
         path = task.held_out_path if split == "held_out" and task.held_out_path is not None else task.path
-        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording, task.budget)
+        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording, task.budget, key)
     source = GeneratedSource(
         label,
         task.verifier,
