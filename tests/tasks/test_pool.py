@@ -125,7 +125,7 @@ def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:
         ('{"tasks": {"pipeline_counting": [{"index": 1}]}}', "a row lacks index, digest, passed or samples"),
         (
             '{"tasks": {"pipeline_counting": [{"index": 1, "digest": "", "passed": 9, "samples": 8}]}}',
-            "problem 1: found 9 of 8 passed",
+            "problem 1: found 9 of 8 passed; allowed: an index from 0, at least one sample, and from 0 to all",
         ),
     ):
         file.write_text(text)
@@ -136,8 +136,8 @@ def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tier_mix": {"easy": 1}, "budget": 3}, "tier_mix and tier_file go together"),
-        ({"tier_file": "t.json"}, "tier_mix and tier_file go together"),
+        ({"tier_mix": {"easy": 1}, "budget": 3}, "found tier_mix without tier_file; allowed: both"),
+        ({"tier_file": "t.json"}, "found tier_file without tier_mix; allowed: both"),
         ({"tier_file": "t.json", "tier_mix": {"easy": 1}}, "tier_mix needs at least one tier, and 'budget'"),
         ({"kind": "generated", "name": "gcd", "held_out": "structure"}, "held_out: structure needs kind procedural"),
         ({"tier_file": "t.json", "tier_mix": {"simple": 1}, "budget": 3}, "simple"),
