@@ -108,7 +108,7 @@ def _actor(config: TltConfig) -> Iterator[str]:
                 "elastic.strict: absent"
             )
     name = actor.optimizer.get("optimizer", "adam")
-    # Megatron's adam, and sgd by default, own slices; others of the whole may be slices only where that is demanded
+    # adam always owns slices, sgd unless whole tensors are asked for; other classes are known to only with `element`
     owns_slices = name == "adam" or actor.optimizer_sharding in (("auto", "element") if name == "sgd" else ("element",))
     if not owns_slices:
         yield (

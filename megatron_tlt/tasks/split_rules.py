@@ -11,9 +11,9 @@ from megatron_tlt.config.task import TaskConfig
 def split_violations(tasks: Sequence[TaskConfig], sets: Sequence[EvaluationSetConfig] = ()) -> list[str]:
     """One line per key by which the train and held-out problems of a generator may overlap.
 
-    A text of the problem alone decides whether it is held out, and which text that is says ``held_out``: so tasks of
-    one generator have the same. A problem that is held out at one fraction is held out at every larger one: so a set of
-    the evaluation may hold out less than the task that is trained on, but not more. Files say which rows they hold out.
+    A text of the problem decides whether it is held out; ``held_out`` says which text, so it is the same for all tasks
+    of a generator. A problem that is held out at one fraction is held out at every larger one. A set of the evaluation
+    may thus have a smaller fraction than the task that is trained on. Tasks of kind file are left out.
 
     Args:
         tasks: to train on.
