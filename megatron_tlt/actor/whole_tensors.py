@@ -149,7 +149,7 @@ class TensorPart:
         if not masters:
             return
         groups = [{"params": tensors} for tensors in several if tensors]
-        self.optimizer = self.choice.build(groups, self.groups[0]["lr"], self.groups[0]["weight_decay"])
+        self.optimizer = self.choice.build(groups, self.groups[0]["lr"])
 
     def step(self, loss: torch.Tensor | None) -> None:
         """Steps the owned tensors, whose gradients are set."""

@@ -158,15 +158,27 @@ def collapses(data: RunData) -> dict[str, float]:
 
 
 def worth_in_easy(easy: Sequence[float], mixed: float) -> float:
-    """How many easy problems reach what a mixture does, by interpolation over the sizes; infinite if none does."""
+    """How many easy problems reach what a mixture does, by interpolation over the sizes.
+
+    Infinite if none does; minus infinity if the fewest do better, as how few are enough is not known.
+    """
     best = np.maximum.accumulate(easy)
     if mixed > best[-1]:
         return float("inf")
-    if mixed <= best[0]:
+    if mixed < best[0]:
+        return float("-inf")
+    if mixed == best[0]:
         return float(SIZES[0])
     at = int(np.searchsorted(best, mixed))
     share = (mixed - best[at - 1]) / (best[at] - best[at - 1])
     return float(SIZES[at - 1] + share * (SIZES[at] - SIZES[at - 1]))
+
+
+def _said(worth: float) -> str:
+    """The result of :func:`worth_in_easy` in words: the JSON file has null for what is not finite."""
+    if np.isinf(worth):
+        return f"above {SIZES[-1]}" if worth > 0 else f"below {SIZES[0]}"
+    return f"{worth:.0f}"
 
 
 def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> BenchmarkResult:
@@ -217,8 +229,17 @@ def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> Benchmark
             )
         ]
         low, high = np.quantile(worth, (0.025, 0.975), method="nearest")  # some are infinite
-        result.rows.append({"table": table, "problems": "easy ones that mixed-100 is worth", "low": low, "high": high})
-        result.target(name, worth_in_easy(easy, means[table, "mixed-100"]) / 100, ">=", 5.0)
+        value = worth_in_easy(easy, means[table, "mixed-100"])
+        result.rows.append(
+            {
+                "table": table,
+                "problems": "easy ones that mixed-100 is worth",
+                "low": low,
+                "high": high,
+                "worth": f"{_said(value)} ({_said(low)} to {_said(high)})",
+            }
+        )
+        result.target(name, value / 100, ">=", 5.0)
         gain = draws[table, "mixed-100"] - draws[table, "easy-100"]
         result.target(
             f"share of draws in which mixed-100 beats easy-100, {table}", float((gain > 0).mean()), ">=", 0.95

@@ -35,6 +35,8 @@ from megatron_tlt.platform.files import atomic_write_bytes
 LEARNED = "megatron_tlt.bench.learned_optimizer.FactoredMlp"
 WINDOW = 20
 """Steps at the end of a warm-up whose mean loss is compared."""
+_BETA2 = 0.98
+"""Of every AdamW in the warm-ups: the quickstart's own."""
 _DECAY = 0.01
 """Weight decay of every warm-up."""
 _TIMEOUT_S = 1800.0
@@ -49,8 +51,15 @@ class Candidate:
     arguments: dict[str, Any] = field(default_factory=dict)
     splits: bool = False
 
-    def overrides(self, lr: float, others: float, decay: float) -> list[str]:
-        """Of the actor's section; ``others``: the rate of what a split leaves; ``decay``: of all matrices."""
+    def overrides(self, lr: float, others: float, decay: float, beta2: float | None = None) -> list[str]:
+        """Of the actor's section.
+
+        Args:
+            lr: the rate.
+            others: the rate of what a split leaves to AdamW.
+            decay: of all matrices.
+            beta2: of every AdamW, alone or beside another optimizer; None: 0.999, the default of both classes.
+        """
         found = [
             f"actor.optimizer.optimizer={self.path}",
             f"actor.optimizer.lr={lr!r}",
@@ -58,8 +67,11 @@ class Candidate:
         ]
         if self.arguments:
             found.append(f"actor.optimizer_arguments={json.dumps(self.arguments)}")
+        betas = {} if beta2 is None else {"optimizer_arguments": {"betas": [0.9, beta2]}}
         if self.splits:
-            found.append(f"actor.optimizer_split={json.dumps({'lr': others, 'weight_decay': decay})}")
+            found.append(f"actor.optimizer_split={json.dumps({'lr': others, 'weight_decay': decay, **betas})}")
+        if self.path == "adam" and beta2 is not None:
+            found.append(f"actor.optimizer.adam_beta2={beta2!r}")
         return found
 
 
@@ -118,16 +130,13 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
 
 
 def _warm_up_overrides(arguments: argparse.Namespace, candidate: Candidate, lr: float, others: float) -> list[str]:
-    overrides = [
+    return [
         *arguments.set,
-        *candidate.overrides(lr, others, _DECAY),
+        *candidate.overrides(lr, others, _DECAY, _BETA2),
         f"model.recipe.supervised.num_steps={arguments.steps}",
         f"model.recipe.supervised.optimizer={json.dumps({'lr': lr, 'weight_decay': _DECAY})}",
         "observe.progress=false",
     ]
-    if candidate.path == "adam":
-        overrides.append("actor.optimizer.adam_beta2=0.98")  # the quickstart's own, found for it
-    return overrides
 
 
 def _warm_up(arguments: argparse.Namespace, what: str, overrides: Sequence[str], out: Path) -> None:
@@ -205,6 +214,7 @@ def judge(
                 "optimizer": name,
                 "rate": candidates[name].middle * factor,
                 "best": best.get(name) == factor,
+                "best at the grid's edge": best.get(name) == factor and factor in (FACTORS[0], FACTORS[-1]),
                 "loss": last_loss(trial),
                 "seconds": trial["seconds"][-1],
                 "state (bytes per weight)": trial["state_bytes"] / trial["weights"],

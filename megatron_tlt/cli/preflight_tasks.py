@@ -18,6 +18,7 @@ from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.mixture import build_sources, evaluation_problems
 from megatron_tlt.tasks.pool import PoolSource
 from megatron_tlt.tasks.sources import GeneratedSource, Split
+from megatron_tlt.tasks.split_rules import split_violations
 from megatron_tlt.tasks.types import Problem
 
 _SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -74,6 +75,7 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
     for position, task in enumerate(config.tasks):
         if task.kind == "file":
             found.add(list(_rows(config, f"tasks[{position}]", task, has_tokenizer=lengths is not None)))
+    found.add(split_violations(config.tasks, config.evaluation.sets))
     for number, settings in enumerate(config.evaluation.sets):
         where = f"evaluation.sets[{number}]."
         lines = _set_violations(config, settings, limit)

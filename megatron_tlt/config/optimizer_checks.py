@@ -83,7 +83,9 @@ def _import_path(where: str, name: str, allowed: str) -> Iterator[str]:
     if not is_import_path(name):
         yield f"{where}: found {name!r}; allowed: {allowed}"
     elif importlib.util.find_spec(package) is None:
-        yield f"{where}: found {name!r}; no package {package!r} is installed"
+        yield (
+            f"{where}: found {name!r}; no package {package!r} is installed; allowed: {allowed}, of a package that is"
+        )
 
 
 def refused_with_whole_tensors(actor: ActorConfig) -> Iterator[str]:

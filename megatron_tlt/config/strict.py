@@ -108,7 +108,9 @@ def _actor(config: TltConfig) -> Iterator[str]:
                 "elastic.strict: absent"
             )
     name = actor.optimizer.get("optimizer", "adam")
-    if name not in ("adam", "sgd") and actor.optimizer_sharding != "element":
+    # adam always owns slices, sgd unless whole tensors are asked for; other classes are known to only with `element`
+    owns_slices = name == "adam" or actor.optimizer_sharding in (("auto", "element") if name == "sgd" else ("element",))
+    if not owns_slices:
         yield (
             f"actor.optimizer_sharding: found {actor.optimizer_sharding} with {name}; whole tensors are gathered from "
             "gradients that Megatron-Core reduces; allowed with elastic.strict: element, or the optimizers adam and sgd"

@@ -120,7 +120,10 @@ class TaskConfig(Section):
         if self.held_out == "structure" and self.kind != "procedural":
             raise ValueError(f"held_out: structure needs kind procedural; kind '{self.kind}' has no structures")
         if (self.tier_mix is None) != (self.tier_file is None):
-            raise ValueError("tier_mix and tier_file go together: the shares, and the file of `tlt calibrate`")
+            there, absent = ("tier_mix", "tier_file") if self.tier_file is None else ("tier_file", "tier_mix")
+            raise ValueError(
+                f"found {there} without {absent}; allowed: both, the shares and the file of `tlt calibrate`, or neither"
+            )
         if self.tier_mix is not None and (self.budget is None or not any(self.tier_mix.model_dump().values())):
             raise ValueError("tier_mix needs at least one tier, and 'budget', the number of problems to share out")
         if self.tier_mix is not None and self.kind == "file":

@@ -14,7 +14,14 @@ from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, probe
-from megatron_tlt.optim.whole_tensor import CannotStep, TensorTraits, probe_tensors, step_argument, step_bytes
+from megatron_tlt.optim.whole_tensor import (
+    CannotStep,
+    TensorTraits,
+    heeds_group_decay,
+    probe_tensors,
+    step_argument,
+    step_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -87,17 +94,19 @@ class TensorOptimizerChoice:
     traits: TensorTraits
     coupled: bool
 
-    def build(self, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
-        """The optimizer over parameter groups; a class that draws its own initial values draws the same every time."""
+    def build(self, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+        """The optimizer over parameter groups, without weight decay, which the schedule sets in each group.
+
+        A class may derive more from the constructor's decay, such as that of vectors (PyLO's ``adam_weight_decay``),
+        which are not to decay. A class that draws its own initial values draws the same every time.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return _build(self.cls, self.arguments, groups, lr, weight_decay)
+            return _build(self.cls, self.arguments, groups, lr, 0.0)
 
     def step_bytes(self) -> float:
         """Bytes per weight of a tensor that a step holds beside weights, gradients and state; measured."""
-        return step_bytes(
-            lambda tensors: self.build([{"params": tensors}], 1e-3, 0.0), with_loss=self.traits.needs_loss
-        )
+        return step_bytes(lambda tensors: self.build([{"params": tensors}], 1e-3), with_loss=self.traits.needs_loss)
 
 
 def _build(cls: type[Optimizer], arguments: dict[str, Any], parameters: Any, lr: float, decay: float) -> Optimizer:
@@ -169,7 +178,8 @@ def choose_optimizer(
 
     Raises:
         ConfigError: the class does not exist, does not accept an argument or its value, takes no learning rate, takes
-            no weight decay although ``weight_decay`` is not 0, or cannot step what ranks own (with the reason).
+            no weight decay although ``weight_decay`` is not 0, does not heed that of a parameter group of whole
+            tensors, or cannot step what ranks own (with the reason).
     """
     cls = load_class(path, keys)
     _check_arguments(path, cls, arguments, weight_decay, keys)
@@ -193,6 +203,11 @@ def choose_optimizer(
     except CannotStep as reason:
         said = f"{path} cannot step whole tensors: {reason}"
         raise ConfigError(f"{keys.name}: {said}; allowed: another class") from reason
+    if weight_decay and not heeds_group_decay(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.0), cls, device):
+        raise ConfigError(
+            f"{keys.weight_decay}: found {weight_decay:g}; {path} does not heed the weight_decay of a parameter group, "
+            "so matrices could not decay without norms and biases; allowed: 0"
+        )
     if traits.coupled and sharding == "tensor":
         depends = f"but a step of {path} on one tensor depends on the others"
         if keys.sharding is None:

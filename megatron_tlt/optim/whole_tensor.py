@@ -157,6 +157,35 @@ def probe_tensors(build: Build, cls: type[Optimizer], device: torch.device | Non
     return TensorTraits(coupled, matrices_only, with_loss, size / together.parameters[0].numel())
 
 
+def heeds_group_decay(build: Build, cls: type[Optimizer], device: torch.device | None = None) -> bool:
+    """Whether the weight decay that is set in a parameter group, after construction without any, changes a step.
+
+    Args:
+        build: as in :func:`probe_tensors`, with a weight decay of 0.
+        cls: its class, of which :func:`probe_tensors` has the traits.
+        device: where it will run.
+    """
+
+    def decaying(decay: float) -> Build:
+        def built(parameters: list[torch.nn.Parameter]) -> Optimizer:
+            optimizer = build(parameters)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = decay
+            return optimizer
+
+        return built
+
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(_MATRICES[0], generator=generator) for _ in range(_STEPS)]
+    tensor = _Tensor(torch.randn(_MATRICES[0], generator=generator), gradients)
+    with torch.random.fork_rng():
+        ends = [
+            _train(decaying(decay), [tensor], device or torch.device("cpu"), step_argument(cls) == "loss").parameters[0]
+            for decay in (0.0, 0.5)
+        ]
+    return not torch.equal(*ends)
+
+
 def step_bytes(build: Build, *, with_loss: bool, size: int = 512) -> float:
     """Bytes per weight that a step holds at most beside weight, gradient and state, measured on a square matrix.
 

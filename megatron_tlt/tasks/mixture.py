@@ -26,6 +26,7 @@ from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sizes import Params
 from megatron_tlt.tasks.sources import FileSource, GeneratedSource, Source, Split, split_rows
 from megatron_tlt.tasks.spell_backward import SpellBackward
+from megatron_tlt.tasks.split_rules import split_violations
 from megatron_tlt.tasks.types import Problem
 from megatron_tlt.tasks.wording import Wording
 
@@ -141,7 +142,7 @@ def build_sources(
             tasks of one generator with different held-out fractions (a prompt would be held out in one and trained on
             in the other).
     """
-    violations = _differing_fractions(tasks)
+    violations = split_violations(tasks)
     names = Counter(task.name for task in tasks)
     sources: list[Source] = []
     for position, task in enumerate(tasks):
@@ -190,7 +191,7 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         params = _checked(FileParams, task.params, key)
         rows = split_rows(task.path, task.held_out_path, task.held_out_fraction, split, params)
         path = task.held_out_path if split == "held_out" and task.held_out_path is not None else task.path
-        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording, task.budget)
+        return FileSource(label, task.verifier, split, rows, seed, path, limit, wording, task.budget, key)
     source = GeneratedSource(
         label,
         task.verifier,
@@ -238,19 +239,3 @@ def _checked(kind: type[P], params: dict[str, Any], key: str) -> P:
             allowed = f"; allowed are {', '.join(kind.model_fields)}" if violation["type"] == "extra_forbidden" else ""
             lines.append(f"{path}: {violation['msg']}{allowed}")
         raise ConfigError("\n".join(lines)) from error
-
-
-def _differing_fractions(tasks: list[TaskConfig]) -> list[str]:
-    first_tasks: dict[str, TaskConfig] = {}
-    lines = []
-    for position, task in enumerate(tasks):
-        if task.kind == "file":
-            continue
-        first = first_tasks.setdefault(f"{task.kind} {task.name}", task)
-        for name in ("held_out_fraction", "held_out"):
-            if (own := getattr(task, name)) != (other := getattr(first, name)):
-                lines.append(
-                    f"tasks[{position}].{name}: {own}, but an earlier '{task.name}' task has {other}; they must be "
-                    "equal, or their train and held-out sets overlap"
-                )
-    return lines

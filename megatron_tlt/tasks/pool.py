@@ -153,15 +153,22 @@ def read_tiers(path: Path, label: str, key: str, split: Split) -> CalibratedTask
         )
     if rows is None:
         raise ConfigError(
-            f"{where}: {path} has nothing about '{label}'; it has {', '.join(sorted(tasks)) or 'no task'}"
+            f"{where}: {path} has nothing about '{label}'; it has {', '.join(sorted(tasks)) or 'no task'}; {_ALLOWED} "
+            "for this task"
         )
     try:
         problems = [(int(r["index"]), str(r["digest"]), int(r["passed"]), int(r["samples"])) for r in rows]
         bad = next((row for row in problems if not 0 <= row[2] <= row[3] or row[3] < 1 or row[0] < 0), None)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {path}, task '{label}': a row lacks index, digest, passed or samples") from error
+        raise ConfigError(
+            f"{where}: {path}, task '{label}': a row lacks index, digest, passed or samples, or has another type; "
+            f"{_ALLOWED}"
+        ) from error
     if bad is not None:
-        raise ConfigError(f"{where}: {path}, task '{label}', problem {bad[0]}: found {bad[2]} of {bad[3]} passed")
+        raise ConfigError(
+            f"{where}: {path}, task '{label}', problem {bad[0]}: found {bad[2]} of {bad[3]} passed; allowed: an index "
+            "from 0, at least one sample, and from 0 to all of them passed"
+        )
     return CalibratedTask(problems)
 
 

@@ -123,10 +123,11 @@ class GeneratedSource:
 
 
 class FileSource:
-    """The rows of one split that ``limit`` accepts, shuffled anew in every epoch; to train on, ``budget`` of them.
+    """The rows of one split that ``limit`` accepts, or ``budget`` of them, shuffled anew in every epoch.
 
     Raises:
-        ConfigError: as ``PromptLimit.fitting``, naming ``path``; or ``budget`` is larger than the number of rows.
+        ConfigError: as ``PromptLimit.fitting``, naming ``path``; or ``budget`` is larger than the number of rows,
+            naming ``key``, that of the task.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class FileSource:
         limit: PromptLimit | None = None,
         wording: Wording = _AS_IT_IS,
         budget: int | None = None,
+        key: str = "tasks[0]",
     ) -> None:
         self.label = label
         self._wording = wording
@@ -152,9 +154,10 @@ class FileSource:
         if limit is not None:
             problems = [self._problem(row) for row in rows]
             self._rows = [rows[i] for i in limit.fitting(problems, [row.number for row in rows], str(path))]
-        if budget is not None and split == "train":
+        if budget is not None:
             if budget > len(self._rows):
-                raise ConfigError(f"{path}: {len(self._rows)} rows to train on; the task's budget is {budget}")
+                what = f"{path} has {len(self._rows)} rows {'to train on' if split == 'train' else 'to test on'}"
+                raise ConfigError(f"{key}.budget: found {budget}; {what}; allowed: at most that many")
             self._rows = random.Random(stable_int(seed, label, "budget")).sample(self._rows, budget)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_each_arm_is_a_pool_of_its_size_and_tiers(tmp_path: Path) -> None:
 
 def test_what_a_mixture_is_worth_in_easy_problems() -> None:
     easy = (0.2, 0.4, 0.5)
-    assert [less.worth_in_easy(easy, mixed) for mixed in (0.1, 0.3, 0.45, 0.6)] == [100, 150, 350, float("inf")]
+    assert [less.worth_in_easy(easy, mixed) for mixed in (0.2, 0.3, 0.45, 0.6)] == [100, 150, 350, float("inf")]
+    assert less.worth_in_easy(easy, 0.19) == float("-inf"), "fewer easy problems may be as good"
     assert less.worth_in_easy((0.4, 0.2, 0.6), 0.4) == 100, "more problems that do worse are not worth more"
 
 
@@ -66,7 +68,7 @@ def test_intervals_are_those_of_problems_and_seeds() -> None:
     assert np.std(spread[:, 0]) > 0.2, "seeds that differ widen it"
 
 
-def test_both_tables_are_judged_and_drawn() -> None:
+def test_both_tables_are_judged_and_drawn(tmp_path: Path) -> None:
     curve = {0: 0.2, 15: 0.3, 30: 0.4, 45: 0.4, 60: 0.4, 75: 0.5}
     found = {(arm, seed): run_with(curve) for arm in less._names() for seed in SEEDS}
     found |= {("mixed-100", seed): run_with(curve | {75: 0.9}) for seed in SEEDS}
@@ -74,7 +76,19 @@ def test_both_tables_are_judged_and_drawn() -> None:
     assert len(result.rows) == 14
     rows = {(row["table"], row["problems"]): row for row in result.rows}
     worth = rows["fixed epochs", "easy ones that mixed-100 is worth"]
-    assert worth["low"] == 100 and worth["high"] < 200, "it is worth 100 at fixed epochs, give or take"
+    assert worth["low"] == float("-inf") and 100 <= worth["high"] < 200, "it is worth 100 at fixed epochs, give or take"
+    assert worth["worth"].startswith("100 (below 100 to 1")
+    above = rows["fixed steps", "easy ones that mixed-100 is worth"]["worth"]
+    assert above == "above 500 (above 500 to above 500)"
+    found |= {("mixed-100", seed): run_with(dict.fromkeys(curve, 0.1)) for seed in SEEDS}
+    worse = less.judge(found, SEEDS, prompts_per_step=8)
+    below = [row["worth"] for row in worse.rows if "worth" in row]
+    assert below == ["below 100 (below 100 to below 100)"] * 2
+    worse.write(tmp_path / "less.json")
+    written = json.loads((tmp_path / "less.json").read_text())
+    name = "easy problems that mixed-100 is worth, over 100, fixed steps"
+    assert written["targets"][name]["value"] is None and not written["targets"][name]["met"]
+    found |= {("mixed-100", seed): run_with(curve | {75: 0.9}) for seed in SEEDS}
     assert rows["fixed epochs", "easy-100"]["pass rate"] == pytest.approx(0.3)
     assert rows["fixed epochs", "easy-500"]["pass rate"] == rows["fixed steps", "easy-100"]["pass rate"] == 0.5
     met = {name: entry["met"] for name, entry in result.targets.items()}

@@ -41,6 +41,18 @@ def test_every_candidate_is_a_valid_config_with_its_own_rate() -> None:
         assert (split is None) != candidate.splits and (split is None or split.lr == 0.25)
 
 
+def test_every_adamw_of_the_warm_ups_has_the_same_betas() -> None:
+    arguments = argparse.Namespace(set=[], steps=3)
+    found = {}
+    for name in ("adamw", "muon"):
+        candidate = optimizers.CANDIDATES[name]
+        found[name] = load_config(CONFIG, optimizers._warm_up_overrides(arguments, candidate, 0.02, 2e-3)).actor
+    split = found["muon"].optimizer_split
+    assert split is not None and split.optimizer == "torch.optim.AdamW"
+    alone = found["adamw"].optimizer
+    assert split.optimizer_arguments["betas"] == [alone.get("adam_beta1", 0.9), alone["adam_beta2"]] == [0.9, 0.98]
+
+
 def test_a_result_of_other_settings_is_not_taken(tmp_path: Path) -> None:
     out = tmp_path / "of" / "trial.json"
     assert not kept_result(out, ["lr=1"])
@@ -83,7 +95,10 @@ def test_rows_and_targets() -> None:
     assert met["gain of adamw"] and not met["gain of sgd"] and "gain of learned, random" not in met
     assert met["Muon's steps to AdamW's last loss, over AdamW's"]
     (row,) = (row for row in result.rows if row["part"] == "warm-up" and row["optimizer"] == "sgd" and row["best"])
-    assert row["rate"] == 0.1 and row["state (bytes per weight)"] == 8
+    assert row["rate"] == 0.1 and row["state (bytes per weight)"] == 8 and not row["best at the grid's edge"]
+    edge = {**best, "sgd": optimizers.FACTORS[0]}
+    rows = optimizers.judge(TRIALS, edge, found, optimizers.CANDIDATES, SEEDS).rows
+    assert [row["optimizer"] for row in rows if row.get("best at the grid's edge")] == ["sgd"]
     ElementTree.fromstring(optimizers.plot(TRIALS, best, found))
     nothing = optimizers.judge({}, {}, {}, optimizers.CANDIDATES, SEEDS)
     assert {entry["op"] for entry in nothing.targets.values()} == {"incomplete"}

@@ -127,6 +127,9 @@ def test_data_sets_of_the_evaluation_are_checked_like_tasks(write: Callable[...,
     assert len(found) == 3
     twice = [{"name": "one", "tasks": [{"name": "gcd"}]}] * 2
     assert "different names" in violations(write(GOOD, evaluation={"sets": twice}))[0]
+    more = [{"name": "one", "tasks": [{"name": "gcd", "held_out_fraction": 0.2}]}]
+    (line,) = violations(write(GOOD, tasks=[{"name": "gcd"}], evaluation={"sets": more}))
+    assert "evaluation.sets[0].tasks[0].held_out_fraction: found 0.2; the 'gcd' task to train on has 0.1" in line
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "config", "plan", "simulate"])

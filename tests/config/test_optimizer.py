@@ -28,7 +28,10 @@ SPLIT = "actor.optimizer_split={lr: 1.0e-3}"
             "found actor.optimizer_sharding element, which owns",
         ),
         ([MUON, "actor.optimizer_split={lr: 0.1, optimizer: adamw}"], "optimizer_split.optimizer: found 'adamw'"),
-        ([MUON, "actor.optimizer_split={lr: 0.1, optimizer: nowhere.A}"], "no package 'nowhere' is installed"),
+        (
+            [MUON, "actor.optimizer_split={lr: 0.1, optimizer: nowhere.A}"],
+            "no package 'nowhere' is installed; allowed: a class's import path",
+        ),
         (
             [MUON, "actor.optimizer_split={lr: 0.1, optimizer_arguments: {weight_decay: 1}}"],
             "optimizer_split.optimizer_arguments.weight_decay: cannot be set here",

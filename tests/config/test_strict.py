@@ -49,6 +49,8 @@ def violations(sections: dict[str, Any], model: dict[str, Any] | None = None) ->
         {"actor": {"megatron": {"attention_dropout": 0.0, "virtual_pipeline_model_parallel_size": None}}},
         {"actor": {"optimizer": {"lr": 1e-5, "adam_beta2": 0.95, "clip_grad": 1.0}, "ddp": {"bucket_size": 1000}}},
         {"actor": {"optimizer": {"optimizer": "torch.optim.NAdam"}, "optimizer_sharding": "element"}},
+        {"actor": {"optimizer": {"optimizer": "sgd"}}},
+        {"actor": {"optimizer": {"optimizer": "sgd"}, "optimizer_sharding": "element"}},
     ],
 )
 def test_what_goes_together(sections: dict[str, Any]) -> None:
@@ -89,6 +91,13 @@ def test_what_goes_together(sections: dict[str, Any]) -> None:
         (
             {"actor": {"optimizer": {"optimizer": "torch.optim.Muon"}}},
             "actor.optimizer_sharding: found auto with torch.optim.Muon",
+        ),
+        *(
+            (
+                {"actor": {"optimizer": {"optimizer": "sgd"}, "optimizer_sharding": sharding}},
+                f"actor.optimizer_sharding: found {sharding} with sgd",
+            )
+            for sharding in ("tensor", "coupled")
         ),
         ({"actor": {"lora": {}, "transformer_impl": "local"}}, "actor.lora: found a section"),
     ],

@@ -1,4 +1,4 @@
-"""Optimizers with odd habits: one with VeLO's interface, and one that replaces what it steps."""
+"""Optimizers with odd habits: VeLO's interface, CELO2's second weight decay, and new tensors in place of the old."""
 
 from __future__ import annotations
 
@@ -68,3 +68,38 @@ class Replacing(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.data = p.data - group["lr"] * p.grad / (p.grad.norm() + 1e-6)
+
+
+class DecaysVectors(torch.optim.Optimizer):
+    """Decays vectors by a number of its own, as PyLO's CELO2 does: by default the constructor's weight decay.
+
+    Matrices follow their gradient over its norm, vectors the gradient's sign.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, adam_weight_decay: float | None = None
+    ) -> None:
+        of_vectors = weight_decay if adam_weight_decay is None else adam_weight_decay
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "adam_weight_decay": of_vectors})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                decay = group["weight_decay" if p.dim() > 1 else "adam_weight_decay"]
+                p.mul_(1.0 - group["lr"] * decay)
+                p.sub_(group["lr"] * (p.grad / (p.grad.norm() + 1e-6) if p.dim() > 1 else p.grad.sign()))
+
+
+class DecayOfItsOwn(torch.optim.SGD):
+    """Remembers the constructor's weight decay, whatever its parameter groups have; steps depend on the norm."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr)
+        self.decay = weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad / (p.grad.norm() + 1e-6) + self.decay * p))

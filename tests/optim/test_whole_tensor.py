@@ -92,6 +92,15 @@ def test_the_true_reason_is_given(path: str, sharding: Any, reason: str) -> None
         choose_optimizer(path, {}, sharding=sharding)
 
 
+def test_a_decay_that_groups_cannot_set_is_refused() -> None:
+    path = "tests.helpers.coupled_optimizer.DecayOfItsOwn"
+    assert choose_optimizer(path, {})
+    with pytest.raises(
+        ConfigError, match=r"^actor\.optimizer\.weight_decay: found 0\.1; .* does not heed.*allowed: 0$"
+    ):
+        choose_optimizer(path, {}, 0.1)
+
+
 def test_a_split_with_a_coupled_class_is_refused_by_its_key() -> None:
     actor = ActorConfig.model_validate(
         {

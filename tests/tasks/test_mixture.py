@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tlt.config.evaluation import EvaluationSetConfig
 from megatron_tlt.config.task import TaskConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks import GENERATORS, Problem, build_sources
 from megatron_tlt.tasks.limit import PromptLimit
-from megatron_tlt.tasks.mixture import shares
+from megatron_tlt.tasks.mixture import evaluation_problems, shares
+from megatron_tlt.tasks.pool import identity_of
 from megatron_tlt.tasks.sources import GeneratedSource
+from megatron_tlt.tasks.split_rules import split_violations
 
 ALL = [TaskConfig(name=name) for name in sorted(GENERATORS)]
 
@@ -192,3 +197,52 @@ def test_what_is_wrong_with_several_tasks_is_said_at_once(tmp_path: Path) -> Non
         build_sources([TaskConfig(name="chain_summ"), TaskConfig(name="gcd", params={"x": 1}), absent], "train", 0)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["tasks[0].name", "tasks[1].params.x", "tasks[2].path"]
+
+
+def _counting(**fields: Any) -> TaskConfig:
+    small = {"filters": [1], "transforms": [0, 1], "numbers": {"min": 3, "max": 3, "tail": 0.0}, "max_value": 9}
+    return TaskConfig.model_validate({"kind": "procedural", "name": "pipeline_counting", "params": small, **fields})
+
+
+def _shared(trained: TaskConfig, tested: TaskConfig) -> int:
+    """How many of 100 test problems are among 1500 to train on."""
+    train = {identity_of(problem) for problem in build_sources([trained], "train", 0).problems(0, 1500)}
+    return sum(identity_of(problem) in train for problem in evaluation_problems([tested], 100, 0))
+
+
+@pytest.mark.parametrize(
+    ("trained", "tested", "refused"),
+    [
+        ({"held_out": "structure", "held_out_fraction": 0.3}, {}, "held_out: found prompt; .*; allowed: structure"),
+        (
+            {"held_out": "structure"},
+            {"held_out": "structure", "held_out_fraction": 0.3},
+            r"held_out_fraction: found 0\.3; .*; allowed: at most 0\.1",
+        ),
+        ({}, {"held_out_fraction": 0.9}, r"held_out_fraction: found 0\.9; .*; allowed: at most 0\.1"),
+        ({}, {}, None),
+        ({"held_out_fraction": 0.3}, {"held_out_fraction": 0.05}, None),
+        (
+            {"held_out": "structure", "held_out_fraction": 0.3},
+            {"held_out": "structure", "held_out_fraction": 0.1},
+            None,
+        ),
+    ],
+)
+def test_sets_of_the_evaluation_share_no_problem_with_the_training(
+    trained: dict[str, Any], tested: dict[str, Any], refused: str | None
+) -> None:
+    one, other = _counting(**trained), _counting(**tested)
+    sets = [EvaluationSetConfig(name="set", tasks=[TaskConfig(name="gcd"), other])]
+    found = split_violations([one], sets)
+    if refused is None:
+        assert found == [] and _shared(one, other) == 0
+    else:
+        (line,) = found
+        assert re.fullmatch(rf"evaluation\.sets\[0\]\.tasks\[1\]\.{refused}", line) and _shared(one, other) > 0
+
+
+def test_sets_of_generators_that_are_not_trained_on_are_free(tmp_path: Path) -> None:
+    file = _file(tmp_path / "p.jsonl", ["q"]).model_copy(update={"held_out_fraction": 0.5})
+    free = [TaskConfig(name="gcd", held_out_fraction=0.5), file]
+    assert split_violations([_counting(), file], [EvaluationSetConfig(name="set", tasks=free)]) == []

@@ -51,8 +51,22 @@ def test_a_files_budget_is_a_sample_of_its_rows(tmp_path: Path) -> None:
     mixture = build_sources([TaskConfig.model_validate({**fields, "budget": 10})], "train", 1)
     first, second = ({p.prompt for p in mixture.problems(at, 10)} for at in (0, 10))
     assert first == second and len(first) == 10
-    with pytest.raises(ConfigError, match=r"rows\.jsonl: \d+ rows to train on; the task's budget is 60"):
+    with pytest.raises(
+        ConfigError, match=r"^tasks\[0\]\.budget: found 60; .*rows\.jsonl has \d+ rows to train on; allowed"
+    ):
         build_sources([TaskConfig.model_validate({**fields, "budget": 60})], "train", 1)
+
+
+def test_a_file_of_an_evaluation_set_has_a_budget_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1", "answer": f"#### {n + 1}"}) + "\n" for n in range(50)))
+    one = TaskConfig(kind="file", name="f", path=path, budget=10)
+    found = evaluation_problems([one], 50, 1)
+    assert len(found) == 10 and found == evaluation_problems([one], 50, 1)
+    with pytest.raises(
+        ConfigError, match=r"^tasks\[0\]\.budget: found 60; .* has 50 rows to test on; allowed: at most"
+    ):
+        evaluation_problems([one.model_copy(update={"budget": 60})], 50, 1)
 
 
 def tiers_file(path: Path, one: TaskConfig, count: int = 60) -> Path:
@@ -111,7 +125,7 @@ def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:
         ('{"tasks": {"pipeline_counting": [{"index": 1}]}}', "a row lacks index, digest, passed or samples"),
         (
             '{"tasks": {"pipeline_counting": [{"index": 1, "digest": "", "passed": 9, "samples": 8}]}}',
-            "problem 1: found 9 of 8 passed",
+            "problem 1: found 9 of 8 passed; allowed: an index from 0, at least one sample, and from 0 to all",
         ),
     ):
         file.write_text(text)
@@ -122,8 +136,8 @@ def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tier_mix": {"easy": 1}, "budget": 3}, "tier_mix and tier_file go together"),
-        ({"tier_file": "t.json"}, "tier_mix and tier_file go together"),
+        ({"tier_mix": {"easy": 1}, "budget": 3}, "found tier_mix without tier_file; allowed: both"),
+        ({"tier_file": "t.json"}, "found tier_file without tier_mix; allowed: both"),
         ({"tier_file": "t.json", "tier_mix": {"easy": 1}}, "tier_mix needs at least one tier, and 'budget'"),
         ({"kind": "generated", "name": "gcd", "held_out": "structure"}, "held_out: structure needs kind procedural"),
         ({"tier_file": "t.json", "tier_mix": {"simple": 1}, "budget": 3}, "simple"),

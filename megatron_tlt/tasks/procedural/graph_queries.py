@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from megatron_tlt.tasks.procedural.family import Cell, Instance, ProblemFamily, ProceduralParams
 from megatron_tlt.tasks.procedural.graph_checks import witness_problem
 from megatron_tlt.tasks.procedural.graph_data import PlainGraph
+from megatron_tlt.tasks.procedural.graph_form import graph_digest
 from megatron_tlt.tasks.procedural.graph_questions import QUESTIONS
 from megatron_tlt.tasks.procedural.integers import integer_closeness
 from megatron_tlt.tasks.sizes import Sizes
@@ -76,14 +77,15 @@ class GraphQueries(ProblemFamily):
         if found is None:
             return None
         answer, steps, optimum = found
+        nodes, further = arguments[: question.node_arguments], arguments[question.node_arguments :]
         asked = " ".join(map(str, [cell["query"], *arguments]))
         return Instance(
             compact=f"graph {_compact(graph)}|{asked}",
             natural=f"{_natural(graph)} {question.text.format(*arguments)} Answer with JSON: {question.form}.",
             answer=json.dumps(answer, separators=(",", ":")),
             steps=steps,
-            canonical=json.dumps([asked.split(" ")[0], _canonical(graph, arguments, numbers=True)]),
-            structure=json.dumps([asked.split(" ")[0], _canonical(graph, arguments, numbers=False)]),
+            canonical=json.dumps([cell["query"], further, _canonical(graph, nodes, numbers=True)]),
+            structure=json.dumps([cell["query"], _canonical(graph, nodes, numbers=False)]),
             check={"graph": graph.plain, "query": cell["query"], "arguments": arguments, "optimum": optimum},
         )
 
@@ -141,23 +143,8 @@ def _natural(graph: PlainGraph) -> str:
     )
 
 
-def _canonical(graph: PlainGraph, arguments: list[int], *, numbers: bool) -> list[Any]:
-    """The same for isomorphic problems (Weisfeiler and Lehman's hash); without ``numbers`` also for other weights."""
-    marked = graph.networkx.copy()
-    for node in marked:
-        marked.nodes[node]["is"] = ",".join(str(i) for i, one in enumerate(arguments) if one == node)
-    for _, _, data in marked.edges(data=True):
-        data["is"] = str(data["weight"]) if numbers else ""
-    backwards = _hash(marked.reverse()) if graph.directed else ""  # the hash follows edges one way
-    return [graph.directed, graph.weighted, graph.nodes, len(graph.edges), _hash(marked), backwards]
-
-
-def _hash(marked: Any) -> str:
-    import warnings
-
-    import networkx
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that hashes of another release differ
-        found: str = networkx.weisfeiler_lehman_graph_hash(marked, node_attr="is", edge_attr="is", iterations=4)
-    return found
+def _canonical(graph: PlainGraph, nodes: list[int], *, numbers: bool) -> list[Any]:
+    """The same for isomorphic problems about these nodes; without ``numbers`` also for other weights."""
+    marks = [",".join(str(i) for i, one in enumerate(nodes) if one == node) for node in range(graph.nodes)]
+    form = graph_digest(graph, marks, weights=numbers)
+    return [graph.directed, graph.weighted, graph.nodes, len(graph.edges), form]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.models.lora_weights import LORA_A, LORA_B
 from megatron_tlt.optim.whole_tensor import step_argument
+from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 from tests.actor.workers.layouts import batch, equal, samples, weights_of
 from tests.actor.workers.optimizers import save
@@ -46,9 +48,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 ONLY_UNDER = {
     "ep2": ("learned", "muon"),
-    "tp2": ("muon", "adafactor", "soap", "coupled", "muon-lora"),  # the slowest layout on two cores
+    "tp2": ("muon", "adafactor", "soap", "coupled", "muon-lora", "pylo-adafaclo"),  # the slowest layout on two cores
 }
-RESUMED_UNDER = {"tp2": "dp2", "tp2pp2sp": "pp2dp2"}
+RESUMED_UNDER = {"tp2": "dp2", "ep2": "dp2", "tp2pp2sp": "pp2dp2"}
+RESUME = "--resume="
+"""Option of a run of two ranks: the folder of one of four, whose checkpoints it resumes."""
 RESUMED_ALIKE = ("dp2", "pp2dp2")
 
 
@@ -106,11 +110,12 @@ CASES = {
     "coupled": Case("tests.helpers.coupled_optimizer.CoupledRnn", 1e-3, decay=0.0),
     "learned-bf16": Case("megatron_tlt.bench.learned_optimizer.FactoredMlp", 1e-3, bf16=True),
     "muon-lora": Case("torch.optim.Muon", 1e-2, lora=LoraConfig(rank=4)),
+    "vectors": Case("tests.helpers.coupled_optimizer.DecaysVectors", 1e-2, decay=0.1),
     "replacing": Case("tests.helpers.coupled_optimizer.Replacing", 1e-2, decay=0.0),
     # of the package, with random weights; not among the stand-ins
     "pylo-adafaclo": Case("pylo.optim.AdafacLO_naive", 0.1, {"hf_key": "{mlp}"}),
     "pylo-velo": Case("pylo.optim.VeLO_naive", 1e-3, {"hf_key_rnn": "{rnn}", "hf_key_mlp": "{velo}"}),
-    "pylo-celo2": Case("pylo.optim.CELO2_naive", 1e-3, {"hf_key": None, "adam_weight_decay": 0.0}),
+    "pylo-celo2": Case("pylo.optim.CELO2_naive", 1e-3, {"hf_key": None}),
     "pylo-elo": Case("pylo.optim.ELO_naive", 1e-3, {"hf_key": None}),
 }
 STAND_INS = [name for name in CASES if not name.startswith("pylo-")]
@@ -137,7 +142,7 @@ def case_of(name: str, weights: Path) -> Case:
     return replace(found, arguments=given)
 
 
-def policy_of(folder: Path, case: Case, layout: str, processes: int) -> Policy:
+def policy_of(folder: Path, case: Case, layout: str, processes: int, model: str | None = None) -> Policy:
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -154,7 +159,7 @@ def policy_of(folder: Path, case: Case, layout: str, processes: int) -> Policy:
         lora=case.lora,
         max_tokens_per_micro_batch=64,
     )
-    return Policy(folder / model_of(layout), actor, seed=0, total_steps=TOTAL)
+    return Policy(folder / (model or model_of(layout)), actor, seed=0, total_steps=TOTAL)
 
 
 def model_of(layout: str) -> str:
@@ -175,6 +180,19 @@ def gathered(optimizer: WholeTensorOptimizer, tensors: dict[str, torch.Tensor]) 
         found[name] = tensors[name].clone() if owner == rank() else torch.zeros(optimizer.shapes[name])
         dist.broadcast(found[name], owner)
     return found
+
+
+def digests(policy: Policy) -> dict[str, str]:
+    """Of the float32 weights and each leaf of the state of all tensors, by name; the same on every rank."""
+    found = {}
+    for part in policy.optimizer.parts:
+        for name, master in part.masters.items():
+            for path, leaf in {"weights": master.data, **part.leaves_of(name)}.items():
+                if isinstance(leaf, torch.Tensor):
+                    data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    what = f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(data).hexdigest()}"
+                found[f"{name}/{path}"] = what if isinstance(leaf, torch.Tensor) else repr(leaf)
+    return {key: value for one in all_gather_data(found, dict[str, str]) for key, value in one.items()}
 
 
 class PlainTorch:
@@ -200,7 +218,8 @@ class PlainTorch:
             groups += [{"params": tensors, "highest": lr, **({"weight_decay": of} if decay else {})}] if tensors else []
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return cls(groups, lr=lr, **arguments)
+            # from the constructor's decay a class may derive more, such as that of vectors
+            return cls(groups, lr=lr, **({"weight_decay": 0.0} if decay else {}), **arguments)
 
     def again(self) -> PlainTorch:
         """Another one in the same state; classes cannot be copied."""
@@ -310,12 +329,12 @@ def run(models: Path, out: Path, name: str, layout: str, processes: int) -> dict
     row: dict[str, Any] = {"gradient_off": gradient_distance(policy, metrics[0]["grad_norm"], expected)}
     metrics += train(policy, begun - 1, plain)
     early, plain_early = trained(policy), plain.again()
-    halfway = save(policy, out / f"{name}-{layout}-2") if layout != "ep2" else None
+    halfway, state = save(policy, out / f"{name}-{layout}-2"), digests(policy)
     metrics += train(policy, rest, plain)
     row |= {"losses": [each["loss"] for each in metrics], "distance": distance(policy, plain)}
     row["owners"] = len(set(policy.optimizer.owners.values()))
     after = trained(policy)
-    if fresh is not None and halfway is not None:
+    if fresh is not None:
         again = policy_of(models, case, layout, processes)
         load_policy(again, fresh)
         train(again, begun)
@@ -323,17 +342,34 @@ def run(models: Path, out: Path, name: str, layout: str, processes: int) -> dict
         load_policy(again, halfway)
         train(again, rest)
         row["resume_is_bit_equal"] = equal(after, trained(again))
-    elif halfway is not None:
-        other = policy_of(models, case, RESUMED_UNDER[layout], processes)
+    else:
+        other = policy_of(models, case, RESUMED_UNDER[layout], processes, model)
         load_policy(other, halfway)
+        row["state"] = state
+        row["resharded_state_is_equal"] = digests(other) == state
         row["resharded_losses"] = [each["loss"] for each in train(other, rest, plain_early)]
         row["resharded_distance"] = distance(other, plain_early)
     return row
 
 
+def resume(models: Path, saved: Path, name: str) -> dict[str, Any]:
+    """Goes on under two ranks from what four saved."""
+    policy = policy_of(models, case_of(name, saved), "dp2", 2)
+    load_policy(policy, saved / f"{name}-tp2pp2sp-2")
+    state = digests(policy)
+    return {"state": state, "losses": [each["loss"] for each in train(policy, STEPS - 2)]}
+
+
 def main(models: str, out: str, *names: str) -> None:
     initialize_distributed(120)
     processes = dist.get_world_size()
+    if names[0].startswith(RESUME):
+        saved, *names_of_four = names
+        found = {name: resume(Path(models), Path(saved.removeprefix(RESUME)), name) for name in names_of_four}
+        if rank() == 0:
+            Path(out, "rows.json").write_text(json.dumps(found))
+        barrier()
+        return
     if rank() == 0 and any(name.startswith("pylo-") for name in names):
         write_pylo_weights(Path(out))
     barrier()
