@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.launch import slowness
 from tests.trainer.conftest import Runs, rows_of
+from tests.trainer.test_run import assert_same_samples, wait_for_rows, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -67,6 +70,54 @@ def test_partial_rollouts_go_on_in_the_next_step(runs: Runs) -> None:
     assert [row["tail/deferred"] for row in rows] == [2, 2, 2, 2], "a step begins half as many again as it trains on"
     assert rows[0]["tail/continued"] == 0 and all(row["tail/continued"] > 0 for row in rows[1:])
     assert all(0 <= row["tail/staleness"] <= 3 for row in rows)
+
+
+MANY = ("algorithm.group_size=8", "rollout.vllm.max_num_seqs=4")  # a rollout takes several seconds
+PARTIAL = (*CONTINUE[1:], *MANY, "evaluation.every=0", "rollout.tensor_parallel_size=2", "trainer.keep_checkpoints=5")
+PARTIAL += ("schedule={kind: partial, eta_prompts: 1.5, max_staleness: 3}",)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_partial(runs: Runs) -> Path:
+    runs.train("partial-whole", *PARTIAL)
+    return runs.folder / "partial-whole"
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update and save"])
+def test_a_run_of_one_engine_killed_in_any_phase_ends_with_the_same_bits(
+    runs: Runs, undisturbed_partial: Path, phase: str
+) -> None:
+    """Killed twice: in the middle of a rollout, or about when it updates and then while a checkpoint is written."""
+    name, whole = f"partial-{phase.partition(' ')[0]}", rows_of(undisturbed_partial)
+    folder = runs.folder / name / "checkpoints"
+    for kill in (1, 2):
+        process = runs.start(name, *PARTIAL, fresh=False)
+        if phase == "rollout":
+            wait_for_rows(runs, name, kill, process)
+            time.sleep(0.5 * float(whole[kill]["time/rollout"] or 0))
+        elif kill == 1:
+            wait_for_rows(runs, name, kill, process)
+            times = [
+                float(whole[kill][f"time/{before}"] or 0) for before in ("rollout", "reward", "log_probs", "update")
+            ]
+            time.sleep(sum(times) - 0.5 * times[-1])
+        else:
+            deadline = time.monotonic() + 600 * slowness()
+            while not any(file.name.startswith(f".step_{kill + 1:06d}") for file in folder.glob(".*")):
+                assert time.monotonic() < deadline and process.poll() is None, runs.log(name)
+                time.sleep(0.005)
+        runs.kill(name)
+        process.wait()
+        assert len(rows_of(runs.folder / name)) < 4, "it was killed before its end"
+    assert "from the checkpoint of step" in runs.train(name, *PARTIAL)
+    resumed = runs.folder / name
+    assert weights(resumed) == weights(undisturbed_partial)
+    assert_same_samples(resumed, undisturbed_partial)
+    rows = rows_of(resumed)
+    for key in ("tail/deferred", "tail/continued", "tail/staleness", "length/mean", "reward/mean", "actor/grad_norm"):
+        assert [row[key] for row in rows] == [row[key] for row in whole], key
+    assert all(row["tail/continued"] > 0 for row in rows[1:]) and all(row["actor/grad_norm"] > 1e-3 for row in rows)
+    assert deferred(resumed, 4) == deferred(undisturbed_partial, 4) != []
 
 
 def test_a_resumed_run_one_step_off_ends_with_the_same_bits(runs: Runs) -> None:
