@@ -166,7 +166,7 @@ def read_resolved(path: Path) -> dict[str, Any]:
     """
     values = migrate(read_yaml(path), str(path))
     text = path.read_text(encoding="utf-8")
-    if text.startswith("---\n") and not text.endswith("\n...\n"):
+    if text.startswith("---\n") and text.splitlines()[-1] != "...":
         raise ConfigError(f"{path}: is cut off; its last line is {text.splitlines()[-1]!r}, allowed: '...'")
     return values
 

@@ -331,9 +331,11 @@ def test_a_resolved_config_that_is_cut_off_is_refused_wherever_it_is_cut(tmp_pat
         path.write_text("".join(lines[:count]), encoding="utf-8")
         with pytest.raises(ConfigError, match=re.escape(str(path))):
             read_resolved(path)
-    path.write_text(text.rstrip(), encoding="utf-8")
+    path.write_text("".join(lines[:-1]), encoding="utf-8")
     with pytest.raises(ConfigError, match="is cut off"):
         read_resolved(path)
+    path.write_text(text.rstrip(), encoding="utf-8")  # an editor's
+    assert read_resolved(path)
 
 
 def test_a_resolved_config_of_a_newer_release_is_refused_by_its_version(tmp_path: Path) -> None:
