@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.elastic_layouts import measure_layouts, rows_of, worst
-from megatron_tlt.bench.outside import ranks_below, recorded_steps
+from megatron_tlt.bench.outside import ranks_below
 from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.training_runs import kept_result
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.environment import describe_environment
-from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics, recorded_steps
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.preload import NOT_FORKED
 

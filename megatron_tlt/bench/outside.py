@@ -1,19 +1,10 @@
-"""What a benchmark sees of a run from outside: its processes, and how far it is."""
+"""The processes of a run, as a benchmark sees them from outside."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 
-from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
 from megatron_tlt.platform.processes import RANK_NAME
-
-
-def recorded_steps(folder: Path) -> int:
-    """The newest step in a run's metrics; 0 before the first."""
-    file = folder / METRICS_FILE
-    return max((int(row["step"] or 0) for row in read_metrics(file)), default=0) if file.is_file() else 0
 
 
 def processes_below(launcher: int) -> list[psutil.Process]:

@@ -20,7 +20,7 @@ from megatron_tlt.config.loader import RESOLVED, compare_resolved, dump_resolved
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.jsonl import finite
-from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.observe.metrics import recorded_steps
 from megatron_tlt.observe.summary import SUMMARY_FILE, read_summary
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.memory_folder import memory_folder
@@ -121,7 +121,7 @@ def progress(folder: Path) -> tuple[int, int]:
     """Steps that the folder's run has done, and the step of its newest checkpoint; 0 if there is none."""
     done = 0
     with contextlib.suppress(RunError):
-        done = max((int(row["step"] or 0) for row in read_metrics(folder / METRICS_FILE)), default=0)
+        done = recorded_steps(folder)
     return done, latest_step(folder / "checkpoints")
 
 

@@ -31,6 +31,12 @@ def read_metrics(path: Path | str) -> list[dict[str, float | None]]:
     return read_jsonl(path)
 
 
+def recorded_steps(folder: Path) -> int:
+    """The newest step in the metrics of a run's folder; 0 before the first. Raises as :func:`read_metrics` does."""
+    file = folder / METRICS_FILE
+    return max((int(row["step"] or 0) for row in read_metrics(file)), default=0) if file.is_file() else 0
+
+
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Writes a run's metrics into its folder; used on rank 0 only.
 

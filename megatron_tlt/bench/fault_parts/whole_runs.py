@@ -23,12 +23,12 @@ import psutil
 from megatron_tlt.bench.fault_parts import wild, wild_loss
 from megatron_tlt.bench.fault_parts.storage import delete, flip, truncate
 from megatron_tlt.bench.fault_parts.trial import Broken, check
-from megatron_tlt.bench.outside import processes_below, ranks_below, recorded_steps
+from megatron_tlt.bench.outside import processes_below, ranks_below
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import PHASES
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.jsonl import read_jsonl
-from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics, recorded_steps
 from megatron_tlt.observe.samples import SAMPLES_FILE
 
 _RUN_LIMIT_S = 1800.0
