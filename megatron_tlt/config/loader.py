@@ -23,7 +23,7 @@ from megatron_tlt.config.migrations import MIGRATIONS, VERSION_KEY, migrate
 from megatron_tlt.config.passthrough import check_passthrough
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import find_config
-from megatron_tlt.config.source import apply_overrides, read_inherited, read_yaml
+from megatron_tlt.config.source import apply_overrides, parse_yaml, read_inherited, read_text
 from megatron_tlt.errors import ConfigError
 
 _LONGEST_NAME = 80
@@ -164,8 +164,8 @@ def read_resolved(path: Path) -> dict[str, Any]:
         ConfigError: the file is not one, or it is cut off: it then begins as a YAML document and does not end as one.
             Files of earlier releases begin without ``---``; in them the keys that are cut off look like later keys.
     """
-    values = migrate(read_yaml(path), str(path))
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
+    values = migrate(parse_yaml(text, path), str(path))
     if text.startswith("---\n") and text.splitlines()[-1] != "...":
         raise ConfigError(f"{path}: is cut off; its last line is {text.splitlines()[-1]!r}, allowed: '...'")
     return values

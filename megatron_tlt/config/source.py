@@ -36,13 +36,22 @@ _UniqueKeyLoader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads one file; a ConfigError names the file, and the line if the YAML error has one."""
+def read_text(path: Path) -> str:
+    """The text of a config; raises ConfigError if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: cannot read the config: {reason}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads one file; a ConfigError names the file, and the line if the YAML error has one."""
+    return parse_yaml(read_text(path), path)
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    """The values of a file's text; raises as :func:`read_yaml` does."""
     try:
         value = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
