@@ -49,20 +49,13 @@ READ_AT_IMPORT = (
 )
 PRELOADED = (
     "torch.distributed.run",
-    "megatron_tlt.actor",  # prepares the platform, before anything of Megatron
-    "megatron_tlt.trainer.loop",
+    "megatron_tlt.cli.workers.imports_training",
+    "megatron_tlt.cli.workers.imports_vllm",
     "megatron_tlt.trainer.supervised",
     "megatron_tlt.cli",
     "megatron_tlt.cli.workers.convert",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.llama_eagle3",
-    "vllm.model_executor.model_loader",
-    "vllm.model_executor.warmup.kernel_warmup",
-    "vllm.model_executor.layers.quantization.online.base",
     "transformers.models.qwen2.modeling_qwen2",
     "pytest",
 )
@@ -294,10 +287,7 @@ def serve(path: str, stand_in: str) -> types.CodeType:
     """Comes back in each fork, with what it is to execute."""
     base_path = [entry for entry in sys.path if entry not in ("", os.getcwd())]
     die_with_parent(signal.SIGKILL)
-    from megatron_tlt.rollout.vllm_setup import prepare_environment
-
     before = set(os.environ)
-    prepare_environment()
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # another release has it elsewhere: left to the forks
             importlib.import_module(name)
