@@ -92,7 +92,9 @@ class _Child:
         obsolete: Callable[[], bool],
         meanwhile: Callable[[], None],
     ) -> int:
-        """Waits for a torchrun that was just started, and returns its status; calls ``meanwhile`` each second.
+        """Waits for a torchrun that was just started, and returns its status.
+
+        Calls ``meanwhile`` each second until a stop is requested.
 
         If it ``failed`` and has no workers left, it may search for the first node for minutes: then this does not wait.
         If it is ``obsolete``, it is ended after some seconds, in which its workers may notice why themselves.
@@ -104,7 +106,8 @@ class _Child:
         while left:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(1)
-            meanwhile()
+            if self.signal is None:
+                meanwhile()
             if self._asked_s is not None and time.monotonic() - self._asked_s > _ASKED_AGAIN_S:
                 self._end_torchrun()  # an interpreter can lose a signal while it starts
             left = left - 1 if not self._workers() and failed() else _MEETING_ENDS_S
@@ -292,8 +295,8 @@ class _Reserve:
     Earlier it would take the time of the ranks that start.
     """
 
-    def __init__(self, torchruns: Torchruns, start: LaunchStart, progress: Progress) -> None:
-        self._torchruns, self._start, self._progress = torchruns, start, progress
+    def __init__(self, torchruns: Torchruns, launcher: LauncherConfig, progress: Progress) -> None:
+        self._torchruns, self._launcher, self._progress = torchruns, launcher, progress
         self._least: int | None = None
         self._next_look = 0.0
         self._done = not torchruns.preloads
@@ -308,7 +311,7 @@ class _Reserve:
         if steps > self._least:
             self._done = True
             try:
-                self._torchruns.prepare(self._start.launcher)
+                self._torchruns.prepare(self._launcher)
             except OSError as error:
                 print(f"warning: the next start is not prepared: {error}", file=sys.stderr, flush=True)
 
@@ -371,12 +374,9 @@ def launch(
             assert start is not None
             if restarts is not None and start.changed:
                 restarts.note_change()
-            reserve = _Reserve(torchruns, start, progress) if progress is not None else None
-
-            def meanwhile(reserve: _Reserve | None = reserve) -> None:
-                if reserve is not None and child.signal is None and restarts is not None and restarts.are_left:
-                    reserve.look()
-
+            meanwhile: Callable[[], None] = lambda: None  # noqa: E731
+            if progress is not None and restarts is not None and restarts.are_left:
+                meanwhile = _Reserve(torchruns, start.launcher, progress).look
             obsolete = elastic.is_obsolete if elastic else lambda: False
             ended = _run_once(child, torchruns, start, memory, obsolete, meanwhile)
             if child.signal is not None or restarts is None or not restarts.allow(ended):

@@ -11,9 +11,9 @@ from megatron_tlt.config.schema import LauncherConfig
 from megatron_tlt.platform.nodes import Nodes
 from megatron_tlt.platform.preload import PreloadedTorchrun, Start
 from megatron_tlt.platform.processes import (
-    end_with_parent,
     launch_environment,
     numa_binding,
+    start_torchrun,
     torchrun_arguments,
     torchrun_command,
 )
@@ -63,14 +63,7 @@ class Torchruns:
         nproc = launcher.nproc_per_node
         everything = launch_environment(launcher.threads_per_process, nodes) | dict(environment)
         if not self._preload:
-            return subprocess.Popen(
-                torchrun_command(self._module, args, nproc, **meeting),
-                env=everything,
-                stderr=self._stderr,
-                # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from the launcher
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+            return start_torchrun(torchrun_command(self._module, args, nproc, **meeting), everything, self._stderr)
         start = Start(torchrun_arguments(self._module, args, nproc, **meeting), everything, nproc)
         if self._reserve is not None and not (self._reserve.is_there and self._threads == launcher.threads_per_process):
             self.close()

@@ -63,8 +63,7 @@ def read_failures(file: Path) -> list[Failure]:
     return []
 
 
-@contextlib.contextmanager
-def others_killed_at_once() -> Iterator[None]:
+def kill_others_at_once() -> None:
     """Has torchrun kill all ranks of a single node once a signal has killed one; it would let them go on for 30 s.
 
     They may notice that it has gone only when their rollout ends. Several nodes have that time: their ranks find out
@@ -84,10 +83,6 @@ def others_killed_at_once() -> Iterator[None]:
         close(context, death_sig, timeout)
 
     setattr(SubprocessContext, "close", close_at_once)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(SubprocessContext, "close", close)  # noqa: B010
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 A rank that starts from nothing imports torch, Megatron-Core and vLLM first, and so does torchrun in part. Here one
 process per node does it for all of them: :class:`PreloadedTorchrun` starts it, and it waits (:func:`wait_for_start`)
-until it is told what to run. A launch that has one in reserve imports nothing when it restarts.
+until it receives a :class:`Start`. A launch that has one in reserve imports nothing when it restarts.
 
 The forks are made while that process has one thread, before torchrun starts more, and wait for torchrun to hand them
 out (:class:`RankForks`). They are its children, as ranks that it starts from nothing are. What differs: they share a
@@ -36,8 +36,8 @@ from megatron_tlt.platform.processes import (
     RANK_NAME,
     TORCHRUN,
     die_with_parent,
-    end_with_parent,
     name_thread,
+    start_torchrun,
 )
 
 PRELOAD = "--preload"
@@ -69,16 +69,10 @@ class PreloadedTorchrun:
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes] | None) -> None:
         theirs, self._pipe = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", TORCHRUN, PRELOAD, ",".join(modules), str(theirs)],
-                # numpy's library starts its threads when it is loaded
-                env={"OPENBLAS_NUM_THREADS": "1", **environment},
-                stderr=stderr,
-                pass_fds=(theirs,),
-                # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from the launcher
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+            command = [sys.executable, "-m", TORCHRUN, PRELOAD, ",".join(modules), str(theirs)]
+            # numpy's library starts its threads when it is loaded
+            own = {"OPENBLAS_NUM_THREADS": "1", **environment}
+            self._process = start_torchrun(command, own, stderr, pass_fds=(theirs,))
         except BaseException:
             os.close(self._pipe)
             raise

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -182,6 +183,21 @@ def die_with_parent(signum: int) -> None:
     """Asks the kernel to send ``signum`` to this process when its parent ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def start_torchrun(
+    command: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes] | None, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a launcher's torchrun; ``stderr``: None is this process's; ``pass_fds``: descriptors that it inherits."""
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stderr=stderr,
+        pass_fds=pass_fds,
+        # Ctrl-C in a terminal reaches a whole group; the workers must receive it once, from the launcher
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
 
 
 def end_with_parent() -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_tlt.cli import launch as launching
-from megatron_tlt.cli.launch import LaunchStart, launch
+from megatron_tlt.cli.launch import launch
 from megatron_tlt.cli.torchruns import Torchruns
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.config.schema import LauncherConfig
@@ -152,8 +152,7 @@ def test_the_next_start_is_prepared_once_and_a_failure_ends_nothing(capsys: pyte
             raise BlockingIOError("no process")
 
     steps = iter([8, 5, 5, 6, 7])
-    first = LaunchStart([], LauncherConfig(), None, 0)
-    reserve = launching._Reserve(NoProcess("m", None, ["time"]), first, lambda: (next(steps), 0))
+    reserve = launching._Reserve(NoProcess("m", None, ["time"]), LauncherConfig(), lambda: (next(steps), 0))
     for _ in range(5):
         reserve._next_look = 0.0
         reserve.look()
