@@ -8,7 +8,17 @@ import pytest
 
 from megatron_tlt.bench.recorded_lengths import RECORDED, LengthsByProblem, lengths_of_problems
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.bench.tail import PERIOD, SCHEDULES, TAILS, add_simulated, judge, of_periods, summarize
+from megatron_tlt.bench.tail import (
+    EVERYTHING,
+    PERIOD,
+    SCHEDULES,
+    TAILS,
+    add_simulated,
+    judge,
+    of_periods,
+    parts_of,
+    summarize,
+)
 from megatron_tlt.bench.tail_simulated import MeasuredEngine, simulated_seconds
 from megatron_tlt.rollout.types import Request, SamplingSpec
 
@@ -17,6 +27,12 @@ def rows(arm: str, rollout: float, rest: float, count: int = 2 * PERIOD + 2) -> 
     common = {"length/mean": 20.0, "tail/long_round": 0.0, "tail/wasted": 0.25}
     times = {"time/rollout": rollout, "time/total": rollout + rest}
     return [{"arm": arm, "round": number, **common, **times} for number in range(count)]
+
+
+def test_an_arm_says_what_it_adds_to_which() -> None:
+    assert parts_of("off") == ("off", ()) and parts_of("SD + spot") == ("SD + spot", ())
+    assert parts_of("continued") == ("off", ("continued",)) and parts_of("SD + partial") == ("SD", ("partial",))
+    assert parts_of(EVERYTHING) == ("SD + spot", ("both", "stream"))
 
 
 def test_only_whole_periods_count() -> None:

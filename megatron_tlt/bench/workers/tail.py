@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.bench.recorded_lengths import LengthsByProblem
-from megatron_tlt.bench.tail import PERIOD, SCHEDULES, STREAM, TAILS, base_of
+from megatron_tlt.bench.tail import PERIOD, SCHEDULES, STREAM, TAILS, parts_of
 from megatron_tlt.bench.workers.rl_steps import Position, measure_pinned, serving, steps_in_turns
 from megatron_tlt.bench.workers.spot import arm_config, first_head, quickstart
 from megatron_tlt.config.algorithm import CorrectionConfig
@@ -22,25 +22,25 @@ from megatron_tlt.trainer.loop import Run
 
 
 def tail_config(config: TltConfig, arm: str, work: Path) -> TltConfig:
-    """The config with the tail batching, schedule or stream that the arm's name ends in, and a folder of its own."""
-    ending = arm.rpartition(" + ")[2]
+    """The config with the tail batching, schedule or stream that the arm adds, and a folder of its own."""
     changes: dict[str, Any] = {"run": config.run.model_copy(update={"dir": work / arm.replace(" ", "")})}
     if continues(arm):
         correction = CorrectionConfig(weights="token")
         changes["algorithm"] = config.algorithm.model_copy(update={"correction": correction})
-    if ending in TAILS:
-        changes["tail"] = TailConfig(**TAILS[ending])
-    if ending in SCHEDULES:
-        changes["schedule"] = ScheduleConfig(**SCHEDULES[ending])
-    if ending == STREAM:
-        changes["stream"] = StreamConfig()
+    for part in parts_of(arm)[1]:
+        if part in TAILS:
+            changes["tail"] = TailConfig(**TAILS[part])
+        elif part in SCHEDULES:
+            changes["schedule"] = ScheduleConfig(**SCHEDULES[part])
+        elif part == STREAM:
+            changes["stream"] = StreamConfig()
     return config.model_copy(update=changes)
 
 
 def continues(arm: str) -> bool:
     """Whether a step continues responses of steps before."""
-    ending = arm.rpartition(" + ")[2]
-    return ending in SCHEDULES or TAILS.get(ending, {}).get("deferred") == "continue"
+    added = parts_of(arm)[1]
+    return any(part in SCHEDULES or TAILS.get(part, {}).get("deferred") == "continue" for part in added)
 
 
 def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def measure(given: Mapping[str, Any], work: Path) -> dict[str, Any]:
     lengths, same = (LengthsByProblem(given["longest"], given["seed"], given["law"]) for _ in range(2))
     runs = {}
     for arm in given["arms"]:
-        config = arm_config(target, head, base_of(arm), given, work)
+        config = arm_config(target, head, parts_of(arm)[0], given, work)
         # a continued response has the length that it had; one that is generated anew has another of its problem's
         runs[arm] = Run(tail_config(config, arm, work), same if continues(arm) else lengths)
     positions = {arm: Position() for arm in runs}
