@@ -17,6 +17,16 @@ SNAPSHOTS = "TLT_SNAPSHOTS"
 _OWNER = "owner"
 
 
+def memory_folder_of(parent: Path, run: Path, node: int) -> Path:
+    """The folder below ``parent`` that a launch of the run in the folder ``run`` has on a node, by its number."""
+    name = hashlib.sha256(f"{run.resolve()}/{node}".encode()).hexdigest()[:12]
+    return parent / f"{_prefix()}{name}"
+
+
+def _prefix() -> str:
+    return f"tlt-{os.getuid()}-"
+
+
 @contextlib.contextmanager
 def memory_folder(parent: Path, run: Path, node: int) -> Iterator[Path]:
     """An empty folder below ``parent`` for one launch of a run on one node; it is removed in the end.
@@ -26,11 +36,9 @@ def memory_folder(parent: Path, run: Path, node: int) -> Iterator[Path]:
     Raises:
         ConfigError: ``parent`` cannot be written to.
     """
-    prefix = f"tlt-{os.getuid()}-"
-    name = hashlib.sha256(f"{run.resolve()}/{node}".encode()).hexdigest()[:12]
-    folder = parent / f"{prefix}{name}"
+    folder = memory_folder_of(parent, run, node)
     try:
-        for left in parent.glob(f"{prefix}*"):
+        for left in parent.glob(f"{_prefix()}*"):
             if left == folder or _has_no_owner(left):
                 shutil.rmtree(left, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)

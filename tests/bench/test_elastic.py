@@ -16,7 +16,8 @@ from tests.helpers.launch import REPOSITORY
 
 
 def trial(seconds: float, copy_s: float | None) -> dict[str, Any]:
-    return {"seconds": seconds, "steps": [4.0, 5.0, 6.0], "copies": [] if copy_s is None else [copy_s] * 3}
+    memory = {"bytes": 104, "planned_bytes": 100.0} if copy_s is not None else {"bytes": 0, "planned_bytes": 0.0}
+    return {"seconds": seconds, "steps": [4.0, 5.0, 6.0], "copies": [] if copy_s is None else [copy_s] * 3, **memory}
 
 
 def test_arms_differ_in_where_they_restart_from_and_how_ranks_start_alone() -> None:
@@ -39,11 +40,22 @@ def test_a_restart_and_the_copies_are_judged() -> None:
     }
     result = elastic.judge(found, repeats=2)
     met = [target["met"] for target in result.targets.values()]
-    assert met == [False, True, False, True], "no layouts were measured, and 28 is more than half of 42"
+    assert met == [False, True, False, True, True], "no layouts were measured, and 28 is more than half of 42"
     assert [row["ratio"] for row in result.rows[-2:]] == [32 / 42, 28 / 42] and result.rows[0]["copy (ms)"] is None
     assert result.rows[2]["copy (ms)"] == 20.0 and result.rows[2]["kill to next update (s)"] == 30.0
     found["memory"].pop()
     assert {target["op"] for target in elastic.judge(found, repeats=2).targets.values()} == {"incomplete"}
+
+
+def test_arms_that_were_not_asked_for_have_no_target() -> None:
+    memory = {"memory": [trial(30.0, 0.02), trial(34.0, 0.04)]}
+    only = elastic.judge(memory, repeats=2, with_layouts=False)
+    assert [name.partition(",")[0] for name in only.targets] == ["copies into memory", "memory of snapshots"]
+    assert all(target["met"] for target in only.targets.values())
+    memory["memory"][0]["bytes"] = 90
+    again = elastic.judge(memory, 2, with_layouts=False).targets
+    assert not again["memory of snapshots, difference from the plan"]["met"]
+    assert elastic.judge({"checkpoint": [trial(9.0, None)] * 2}, 2, with_layouts=False).targets == {}
 
 
 def test_one_tensor_with_other_bits_is_enough() -> None:
