@@ -59,6 +59,15 @@ def _options(part: TensorPart) -> dict[str, Any]:
     }
 
 
+def _without_decay(options: dict[str, Any]) -> dict[str, Any]:
+    """Saved options that a class may have changed in its steps.
+
+    Weight decay is the config's, as that of the schedule is: classes were once built with the decay of matrices, from
+    which they may have derived that of vectors (PyLO's ``adam_weight_decay``).
+    """
+    return {key: value for key, value in options.items() if not key.endswith("weight_decay")}
+
+
 def _own_leaves(part: TensorPart) -> Iterator[tuple[str, dict[str, Leaf]]]:
     """Of each owned tensor: its name, and its float32 weights and its state."""
     for name, master in part.masters.items():
@@ -162,7 +171,7 @@ def restore(
             further = unflatten(_filled(f"{_PREFIX}.{_FURTHER}{number}", found["further"], loaded))
             inner.load_state_dict({**inner.state_dict(), "state": {}, **further})
         for owned, group in zip(part.owned_groups, inner.param_groups, strict=True):
-            group.update(found["options"][_GROUPS[owned]])
+            group.update(_without_decay(found["options"][_GROUPS[owned]]))
         for name, master in part.masters.items():
             leaves = _filled(f"{_PREFIX}.{name}", found["tensors"][name], loaded)
             values = leaves.pop(_MASTER)

@@ -11,6 +11,8 @@ from megatron_tlt.algorithms.policy_loss import PolicyLoss, clip_metrics
 class CispoLoss(PolicyLoss):
     """-sg(clip(r)) A log p with r = p / p_old (MiniMax-M1, 2506.13585, eqs. 4, 5): no token loses its gradient."""
 
+    corrections = (*PolicyLoss.corrections, "bypass")
+
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         config = self.config
         ratio = torch.exp(log_probs_BT.detach() - inputs.old_log_probs_BT)

@@ -14,6 +14,8 @@ class ClippedPolicyLoss(PolicyLoss):
     ``dual_clip`` c bounds the loss of tokens with a negative advantage by -c A (Dual-Clip PPO, 1912.09729, eq. 5).
     """
 
+    corrections = (*PolicyLoss.corrections, "bypass")
+
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         config, advantages_BT = self.config, inputs.advantages_BT
         ratio = torch.exp(log_probs_BT - inputs.old_log_probs_BT)

@@ -15,6 +15,8 @@ class GspoLoss(PolicyLoss):
     gradient: s = sg(s_response) p / sg(p). With one advantage per response, that is GSPO.
     """
 
+    corrections = (*PolicyLoss.corrections, "bypass")
+
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         config = self.config
         tokens_B1 = inputs.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

@@ -37,7 +37,13 @@ class LossInputs:
 
 
 class Loss(Protocol):
-    """The objective of an update: its sum over micro-batches and ranks, divided by the sum of the denominators."""
+    """The objective of an update: its sum over micro-batches and ranks, divided by the sum of the denominators.
+
+    Its optional attribute ``corrections`` names the keys of ``algorithm.correction`` that it applies: ``weights``
+    multiplies the loss of each token by ``inputs.token_weights_BT``, ``opsm_delta`` leaves out responses by it, and
+    ``bypass`` depends on the ratio of the policy to ``inputs.old_log_probs_BT``, which are the rollout's then. A config
+    that asks for another one is refused (``algorithms.loss_correction``).
+    """
 
     def denominator(self, inputs: LossInputs) -> torch.Tensor:
         """The micro-batch's part of the denominator, a scalar; computed without a forward pass."""

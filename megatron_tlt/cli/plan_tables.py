@@ -53,6 +53,12 @@ def print_step(summary: dict[str, Any]) -> None:
             "(elastic.memory_dir)",
             highlight=False,
         )
+    if summary["base_copy_bytes"]:
+        console.print(
+            f"the engines' copies of the base without adapters take {summary['base_copy_bytes'] / 1e9:.1f} GB of host "
+            "memory on a node (actor.lora)",
+            highlight=False,
+        )
     memory = summary["memory"]
     verdict = "fits" if memory["fits"] else "does not fit"
     console.print(

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import megatron_tlt
+from megatron_tlt.algorithms.loss_correction import correction_problems
 from megatron_tlt.algorithms.registry import algorithm_problems
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
 from megatron_tlt.config.loader import load_config
@@ -79,6 +80,7 @@ def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -
     if lines := unchecked(config):
         found += Findings(lines) if starts else Findings(notes=[line.replace("cannot be", "not") for line in lines])
     found.add(algorithm_problems(config.algorithm))
+    found.add(correction_problems(config))
     if values := config.algorithm.recipe_values:
         said = ", ".join(f"{key}: {value}" for key, value in values.items())
         found.notes.append(f"algorithm.name: {config.algorithm.name} sets {said}")

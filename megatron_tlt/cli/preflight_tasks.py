@@ -75,7 +75,8 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
     for position, task in enumerate(config.tasks):
         if task.kind == "file":
             found.add(list(_rows(config, f"tasks[{position}]", task, has_tokenizer=lengths is not None)))
-    found.add(split_violations(config.tasks, config.evaluation.sets))
+    supervised = config.model.recipe.supervised.data if config.model.recipe is not None else ()
+    found.add(split_violations(config.tasks, config.evaluation.sets, supervised))
     for number, settings in enumerate(config.evaluation.sets):
         where = f"evaluation.sets[{number}]."
         lines = _set_violations(config, settings, limit)

@@ -51,6 +51,12 @@ OptionalSchedule = Annotated[ScheduleConfig | None, BeforeValidator(_without_syn
 """The section, or None: ``schedule: sync``, which is the default."""
 
 
+def trains_on_other_policies(config: TltConfig) -> bool:
+    """Whether responses have tokens that neither the actor nor an engine with its weights sampled, by the config."""
+    continues = config.schedule is not None or (config.tail is not None and config.tail.deferred == "continue")
+    return continues or config.reshard.method == "none"
+
+
 def schedule_violations(config: TltConfig) -> Iterator[str]:
     """One line for each key that bounded asynchrony contradicts."""
     schedule = config.schedule

@@ -112,19 +112,19 @@ def _layer_traffic(job: Job, machine: Machine, tokens: float) -> float:
     each), keys and values over CP, two over EP."""
     model, actor, layout = job.model, job.actor, job.actor.layout
     size, per_node = actor.itemsize, job.devices_per_node
-    rate = machine.node_link if layout.tp <= per_node else machine.network
+    rate = machine.link(layout.tp, per_node)
     seconds = 0.0
     if layout.tp > 1:
         parts = 1 + _scatters(machine) if layout.sp else 2
         amount = parts * (layout.tp - 1) / layout.tp * tokens * model.hidden * size
         seconds += 2 * (amount / rate + (2 if layout.sp else 1) * machine.latency(layout.tp))
     if layout.cp > 1:
-        rate = machine.node_link if layout.tp * layout.cp <= per_node else machine.network
+        rate = machine.link(layout.tp * layout.cp, per_node)
         amount = 2 * model.key / layout.tp * tokens * (layout.cp - 1) * size
         seconds += amount / rate + machine.latency(layout.cp)
     if layout.ep > 1:
         expert_tensor = layout.etp or layout.tp
-        rate = machine.node_link if expert_tensor * layout.ep <= per_node else machine.network
+        rate = machine.link(expert_tensor * layout.ep, per_node)
         amount = tokens * model.top_k * expert_tensor / layout.tp / expert_tensor
         amount *= model.hidden * size * (layout.ep - 1) / layout.ep
         seconds += 2 * (amount / rate + machine.latency(layout.ep))
@@ -169,7 +169,7 @@ def pass_seconds(job: Job, machine: Machine, work: Workload, sequences: float, *
             for seconds, stage in zip(stages, stage_memory(job), strict=True)
         ]
     between = own * model.hidden * actor.itemsize / (layout.tp if layout.sp else 1)
-    link = machine.node_link if job.world <= job.devices_per_node else machine.network
+    link = machine.link(job.world, job.devices_per_node)
     hop = (1 if forward_only else 2) * between / link if layout.pp > 1 else 0.0
     if machine.is_cpu:
         # all ranks' work over the cores; while one rank waits, another computes
@@ -197,8 +197,7 @@ def optimizer_seconds(job: Job, machine: Machine) -> float:
     stepped = weights * (actor.optimizer.state_bytes + actor.gradient_bytes) * passes / replicas
     seconds = (stepped + weights * (actor.gradient_bytes + actor.itemsize)) / machine.memory_bandwidth
     if replicas > 1:
-        spans = layout.tp * replicas > job.devices_per_node
-        rate = machine.network if spans else machine.node_link
+        rate = machine.link(layout.tp * replicas, job.devices_per_node)
         amount = weights * (_scatters(machine) * actor.gradient_bytes + actor.itemsize) * (replicas - 1) / replicas
         seconds += amount / rate * (1.0 - machine.overlap if actor.overlap else 1.0)
     return seconds * machine.sharing(job.world)
@@ -214,11 +213,11 @@ def _whole_tensor_seconds(job: Job, machine: Machine, weights: float, passes: fl
     seconds = owned * (actor.optimizer.state_bytes + actor.gradient_bytes) * passes / machine.memory_bandwidth
     seconds += weights * (actor.gradient_bytes + actor.itemsize) / machine.memory_bandwidth
     if replicas > 1:
-        rate = machine.network if layout.tp * replicas > job.devices_per_node else machine.node_link
+        rate = machine.link(layout.tp * replicas, job.devices_per_node)
         amount = weights * 2 * actor.gradient_bytes * (replicas - 1) / replicas
         seconds += amount / rate * (1.0 - machine.overlap if actor.overlap else 1.0)
     if layout.world > 1:
-        rate = machine.network if layout.world > job.devices_per_node else machine.node_link
+        rate = machine.link(layout.world, job.devices_per_node)
         gathered = owned * actor.gradient_bytes
         # one owner sends each rank its weights; many owners send and receive at the same time
         sent = weights * actor.itemsize * (layout.world if actor.optimizer.owned == "all" else 1)
@@ -241,8 +240,7 @@ def step_time(job: Job, machine: Machine, memory: MemoryPlan, mean_response: flo
     work = Workload.of(job, lengths)
     engine = engine_memory(job, None)
     if reshard is None:
-        link = machine.node_link if job.world <= job.devices_per_node else machine.network
-        reshard = engine.weights / link
+        reshard = engine.weights / machine.link(job.world, job.devices_per_node)
     scored = pass_seconds(job, machine, work, work.sequences, forward_only=True)
     return StepTime(
         rollout=rollout_seconds(job, machine, engine, memory.cache_tokens, lengths),

@@ -65,6 +65,14 @@ def engine_memory(job: Job, graphs: GraphPlan | None) -> EngineMemory:
     )
 
 
+def base_copy(job: Job) -> float:
+    """Bytes of the host memory in which a rank of an engine keeps its weights without adapters (``reshard.adapters``).
+
+    0 without adapters: then an engine's weights are on its device alone.
+    """
+    return engine_memory(job, None).weights if job.adapters else 0.0
+
+
 def _graphs(plan: GraphPlan, model_layers: int, activations: float) -> float:
     """The V1 runner's piecewise graphs, one for each number of tokens, and the largest one's activations."""
     sizes = {(graph.kind != "target", graph.num_tokens) for graph in plan.graphs}

@@ -129,6 +129,8 @@ class Job:
     """Responses per step; each engine needs at least one."""
     snapshots: bool = False
     """Whether ranks keep copies of their state in host memory."""
+    adapters: bool = False
+    """Whether engines keep their weights without adapters in host memory."""
 
     @property
     def world(self) -> int:
@@ -159,6 +161,7 @@ def job_of(config: TltConfig) -> Job:
         prompts=config.trainer.prompts_per_step,
         draft_tokens=config.speculation.num_speculative_tokens if config.speculation.enabled else 0,
         snapshots=config.elastic is not None,
+        adapters=config.actor.lora is not None,
     )
 
 

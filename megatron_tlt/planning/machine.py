@@ -75,6 +75,10 @@ class Machine:
         """Seconds of a collective among ``ranks`` ranks without its bytes (log-linear interpolation)."""
         return _between(self.collective_latency, ranks)
 
+    def link(self, ranks: int, devices_per_node: int) -> float:
+        """Bytes per second and device in a group of ``ranks`` that fill nodes: the network's if it needs two."""
+        return self.node_link if ranks <= devices_per_node else self.network
+
     def sharing(self, processes: int) -> float:
         """Number of processes per core; 1 if each has a device."""
         return max(1.0, processes / self.cores) if self.cores is not None else 1.0

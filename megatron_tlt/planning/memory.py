@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_tlt.planning.actor_memory import StageMemory, stage_memory
-from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
+from megatron_tlt.planning.engine_memory import base_copy, drafter_memory, engine_memory
 from megatron_tlt.planning.job import Job
 from megatron_tlt.planning.machine import constants
 from megatron_tlt.speculation.graph_pool import GraphPlan
@@ -76,7 +76,8 @@ def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: 
     """Memory on devices of ``capacity`` bytes; ``graphs`` are an engine's CUDA graphs.
 
     ``on_gpu``: there are a CUDA context, NCCL buffers and allocator fragmentation, and the actor is offloaded while
-    engines decode. Raises ConfigError like ``stage_memory``.
+    engines decode. Without, what ranks keep on the host takes the same memory. Raises ConfigError like
+    ``stage_memory``.
     """
     own = constants()["memory"]
     engine = engine_memory(job, graphs)
@@ -94,6 +95,8 @@ def plan_memory(job: Job, capacity: float, graphs: GraphPlan | None, *, on_gpu: 
         decoding["drafter"] = engine.drafter
     if not on_gpu:
         resident |= {f"engine's {name}": size for name, size in decoding.items()}
+        if copy := base_copy(job):
+            resident["engine's weights without adapters"] = copy
     phases = []
     for number, stage in enumerate(stage_memory(job)):
         for phase, parts in _phases(job, stage, decoding, loaded, on_gpu).items():

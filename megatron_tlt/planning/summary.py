@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_tlt.planning.cost import StepTime
+from megatron_tlt.planning.engine_memory import base_copy
 from megatron_tlt.planning.job import Job
 from megatron_tlt.planning.layout_search import SearchResult, overrides_of
 from megatron_tlt.planning.machine import Machine
@@ -38,6 +39,8 @@ def summarize_step(job: Job, machine: Machine, memory: MemoryPlan, seconds: Step
         "seconds": {**asdict(seconds), "total": seconds.total},
         "reshard_bytes": moved,
         "snapshot_bytes": snapshot_bytes(job) if job.snapshots else 0.0,
+        # on CPUs a part of each phase
+        "base_copy_bytes": 0.0 if machine.is_cpu else min(job.devices_per_node, job.world) * base_copy(job),
     }
 
 

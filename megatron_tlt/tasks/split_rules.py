@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_tlt.config.evaluation import EvaluationSetConfig
 from megatron_tlt.config.task import TaskConfig
 
 
-def split_violations(tasks: Sequence[TaskConfig], sets: Sequence[EvaluationSetConfig] = ()) -> list[str]:
-    """One line per key by which the train and held-out problems of a generator may overlap.
+def split_violations(
+    tasks: Sequence[TaskConfig], sets: Sequence[EvaluationSetConfig] = (), supervised: Sequence[Path] = ()
+) -> list[str]:
+    """One line per key by which the train and held-out problems of a generator or a file may overlap.
 
     A text of the problem decides whether it is held out; ``held_out`` says which text, so it is the same for all tasks
     of a generator. A problem that is held out at one fraction is held out at every larger one. A set of the evaluation
-    may thus have a smaller fraction than the task that is trained on. Tasks of kind file are left out.
+    may thus have a smaller fraction than the task that is trained on. A set has all rows of its file, so no split keeps
+    it apart from a task that trains on that file.
 
     Args:
         tasks: to train on.
-        sets: of the evaluation; generators that are not trained on are free.
+        sets: of the evaluation; generators and files that are not trained on are free.
+        supervised: files of the supervised start.
     """
     first_tasks: dict[str, TaskConfig] = {}
     lines = []
@@ -33,15 +38,41 @@ def split_violations(tasks: Sequence[TaskConfig], sets: Sequence[EvaluationSetCo
                 )
     for number, settings in enumerate(sets):
         for position, task in enumerate(settings.tasks):
-            trained = first_tasks.get(_generator(task))
-            if trained is None or task.kind == "file":
-                continue
             key = f"evaluation.sets[{number}].tasks[{position}]"
+            if task.kind == "file":
+                lines += _trained_file(key, task, tasks, supervised)
+                continue
+            trained = first_tasks.get(_generator(task))
+            if trained is None:
+                continue
             if task.held_out != trained.held_out:
                 lines.append(_overlapping(f"{key}.held_out", task, task.held_out, trained.held_out, ""))
             if (own := task.held_out_fraction) > (other := trained.held_out_fraction):
                 lines.append(_overlapping(f"{key}.held_out_fraction", task, own, other, "at most "))
     return lines
+
+
+def _trained_file(key: str, task: TaskConfig, tasks: Sequence[TaskConfig], supervised: Sequence[Path]) -> Iterator[str]:
+    """A line if the file of a set's task is trained on: the second file, if it has one, is the one that is tested."""
+    name, tested = ("path", task.path) if task.held_out_path is None else ("held_out_path", task.held_out_path)
+    trained = [(f"tasks[{i}].path", each.path) for i, each in enumerate(tasks)]
+    trained += [("model.recipe.supervised.data", path) for path in supervised]
+    for where, path in trained:
+        if tested is not None and path is not None and _is_same_file(tested, path):
+            yield (
+                f"{key}.{name}: found {tested}, the file of {where}, which is trained on; a set has all rows of its "
+                "file; allowed: another file; tasks[].held_out_fraction or held_out_path evaluate on rows that are not "
+                "trained on"
+            )
+            return
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """By whatever links; a file that does not exist is reported where it is read."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _generator(task: TaskConfig) -> str:

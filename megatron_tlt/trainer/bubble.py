@@ -6,12 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_tlt.speculation.saturation import is_saturated
+
 BubbleUse = Literal["drafter", "stream", "nothing"]
-SATURATED = 0.97
-"""A drafter whose acceptance length is this share of its best gains little from further training."""
 _MOST_ROLLOUTS = 8
-MOST_ACCEPTANCES = 8
-"""Steps of which the best acceptance counts: one lucky step does not count for ever."""
 
 
 class RolloutHistory:
@@ -70,4 +68,4 @@ class Bubble:
     def _is_drafter_done(self) -> bool:
         if self.drafter_steps < self.least_drafter_steps or self.acceptance is None or self.best_acceptance is None:
             return False
-        return self.acceptance >= SATURATED * self.best_acceptance
+        return is_saturated(self.acceptance, self.best_acceptance)

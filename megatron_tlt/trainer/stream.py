@@ -29,7 +29,8 @@ from megatron_tlt.observe.timeline import Timeline
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import collective_timeout_s, rank, world_size
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
-from megatron_tlt.trainer.bubble import MOST_ACCEPTANCES, Bubble, RolloutHistory
+from megatron_tlt.speculation.saturation import MOST_ACCEPTANCES
+from megatron_tlt.trainer.bubble import Bubble, RolloutHistory
 from megatron_tlt.trainer.experience import Scored
 from megatron_tlt.trainer.responses import ScoredResponse
 from megatron_tlt.trainer.scoring import BatchScorer
@@ -59,12 +60,15 @@ def parts_of(samples: Sequence[int], part: float) -> list[list[int]]:
 
 
 class RolloutArrivals:
-    """Which ranks are done with a rollout, in the process group's store; all ranks create one for the same rollout."""
+    """Which ranks are done with a rollout; all ranks create one for the same rollout.
+
+    ``store`` is shared by all ranks; None: the process group's.
+    """
 
     _numbers = itertools.count()
 
-    def __init__(self) -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store()
+    def __init__(self, store: dist.Store | None = None) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store() if store is None else store
         self._name = f"stream/{next(self._numbers)}"
 
     def arrive(self, place: str) -> None:
@@ -74,6 +78,11 @@ class RolloutArrivals:
     def count(self, place: str) -> int:
         """How many are or were there."""
         return int(self._store.add(f"{self._name}/{place}", 0))
+
+    def wait(self, place: str, ranks: int) -> None:
+        """Returns when so many are there; the limit of the phase ends a wait for a rank that never comes."""
+        while self.count(place) < ranks:
+            time.sleep(_POLL_S)
 
     def forget(self, place: str) -> None:
         """Removes the count of ``place``, which no rank asks for any more."""
@@ -165,8 +174,7 @@ class StreamTrainer:
         bubble, or none.
         """
         self._arrivals.arrive(f"unit {self._unit[0]}")
-        while self._arrivals.count(f"unit {self._unit[0]}") < len(self._unit):
-            time.sleep(_POLL_S)
+        self._arrivals.wait(f"unit {self._unit[0]}", len(self._unit))
         willing = all_gather_data(answers is not None, bool, self._group)
         if answers is None or not all(willing) or not self._agree():
             return

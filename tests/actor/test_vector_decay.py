@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
-from megatron_tlt.actor.whole_tensors import TensorPart
+from megatron_tlt.actor import whole_tensor_state
+from megatron_tlt.actor.whole_tensors import TensorPart, WholeTensorOptimizer
 from megatron_tlt.optim.choice import TensorOptimizerChoice, choose_optimizer
 
 OWN = "tests.helpers.coupled_optimizer.DecaysVectors"
@@ -38,3 +42,25 @@ def test_vectors_do_not_decay(path: str) -> None:
 def test_vectors_decay_by_an_argument_of_the_class() -> None:
     without, decayed = steps(OWN, {}, 0.0), steps(OWN, {"adam_weight_decay": 0.5}, 0.0)
     assert torch.equal(without["m"], decayed["m"]) and (decayed["v"] < without["v"]).all()
+
+
+@pytest.mark.parametrize(("arguments", "decay_of_vectors"), [({}, 0.0), ({"adam_weight_decay": 0.3}, 0.3)])
+def test_a_resumed_class_has_the_decay_of_the_config(arguments: dict[str, float], decay_of_vectors: float) -> None:
+    choice = choose_optimizer(OWN, arguments, 0.5, sharding="tensor")
+    assert isinstance(choice, TensorOptimizerChoice)
+    part = TensorPart(choice, {"m": (4, 3), "v": (3,)}, lr=0.1, min_lr=0.0, weight_decay=0.5)
+    part.own({name: torch.nn.Parameter(torch.ones(shape)) for name, shape in part.shapes.items()})
+    assert part.optimizer is not None
+    saved: dict[str, Any] = {
+        "class": OWN,
+        "tensors": {n: {"param": {"dtype": "float32", "shape": list(s)}} for n, s in part.shapes.items()},
+        # of a class that was built with the decay of matrices
+        "options": {group: {"adam_weight_decay": 0.5, "steps": 7} for group in ("several dimensions", "vectors")},
+        "further": {},
+    }
+    optimizer = cast(WholeTensorOptimizer, SimpleNamespace(parts=[part], write_back=lambda: None))
+    loaded = {f"optimizer.whole.{name}.param": torch.full(shape, 2.0) for name, shape in part.shapes.items()}
+    whole_tensor_state.restore(optimizer, [saved], loaded)
+    for group in part.optimizer.param_groups:
+        assert (group["adam_weight_decay"], group["steps"]) == (decay_of_vectors, 7)
+    assert torch.equal(part.masters["v"], torch.full((3,), 2.0))

@@ -81,6 +81,16 @@ def test_what_moves_takes_time_by_the_link_it_goes_over() -> None:
     assert optimizer_seconds(hidden, H100) < optimizer_seconds(job(layout=Layout(16)), H100)
 
 
+def test_a_group_takes_the_network_as_soon_as_it_needs_two_nodes() -> None:
+    apart = replace(H100, node_link=3.0, network=2.0)
+    assert [apart.link(ranks, 8) for ranks in (1, 8, 9, 64)] == [3.0, 3.0, 2.0, 2.0]
+    # only the groups that span nodes get slower with the network
+    fast, slow = (replace(H100, network=rate) for rate in (H100.network, H100.network / 10))
+    for layout, per_node, spans in ((Layout(16, tp=8), 8, True), (Layout(16, tp=8), 16, False), (Layout(8), 8, False)):
+        one = job(layout=layout, devices_per_node=per_node)
+        assert (optimizer_seconds(one, slow) > optimizer_seconds(one, fast)) is spans
+
+
 def test_a_step_touches_state_as_often_as_its_optimizer_does_and_clears_gradients() -> None:
     slow = replace(BARE, memory_bandwidth=1e9)
     weights, cleared = SEVEN.parameters / 1e9, 4 + 2

@@ -20,12 +20,15 @@ from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.models.lora_weights import adapter_shapes
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.actor_memory import layer_activations, micro_batches, stage_memory
-from megatron_tlt.planning.engine_memory import drafter_memory, engine_memory
+from megatron_tlt.planning.cost import step_time
+from megatron_tlt.planning.engine_memory import base_copy, drafter_memory, engine_memory
 from megatron_tlt.planning.job import DrafterJob, Job, Recompute, adapter_weights
+from megatron_tlt.planning.machine import find_machine
 from megatron_tlt.planning.memory import plan_memory
 from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.optimizer_state import OptimizerMemory
 from megatron_tlt.planning.remedies import remedies
+from megatron_tlt.planning.summary import summarize_step
 from tests.helpers.launch import run_torchrun
 from tests.planning.jobs import MOE, SEVEN, job
 
@@ -200,3 +203,25 @@ def test_at_the_start_the_engine_is_alone_and_the_policies_have_no_engine_beside
     assert engine.total == phases["rollout"].total and not {"gradients", "optimizer"} & engine.parts.keys()
     on_cpu = {phase.phase for phase in plan_memory(job(SEVEN, Layout(8, tp=2)), 80e9, None, on_gpu=False).phases}
     assert "start, engine" not in on_cpu, "there everything shares one memory"
+
+
+def test_adapters_cost_an_engine_its_weights_once_more_on_the_host() -> None:
+    plain = job(SEVEN, Layout(8, tp=2))
+    plain = replace(plain, engine=replace(plain.engine, tp=2))
+    adapted = replace(plain, adapters=True)
+    weights = engine_memory(plain, None).weights
+    assert (base_copy(plain), base_copy(adapted)) == (0.0, weights)
+    assert weights == pytest.approx(SEVEN.parameters / 2 * 2, rel=0.01), "bfloat16, over two ranks"
+    # on a GPU the device has nothing more; on CPUs its memory is the host's, in every phase
+    assert plan_memory(adapted, 80e9, None) == plan_memory(plain, 80e9, None)
+    more, less = (plan_memory(one, 80e9, None, on_gpu=False).phases for one in (adapted, plain))
+    assert [a.total - b.total for a, b in zip(more, less, strict=True)] == pytest.approx([weights] * len(less))
+
+
+@pytest.mark.parametrize(("per_node", "machine", "copies"), [(8, "H100-80GB", 8), (4, "H100-80GB", 4), (8, "cpu", 0)])
+def test_the_figures_have_a_nodes_copies_of_the_base(per_node: int, machine: str, copies: int) -> None:
+    one = replace(job(SEVEN, Layout(8, tp=2)), adapters=True, devices_per_node=per_node)
+    on = find_machine(machine)
+    memory = plan_memory(one, 80e9, None, on_gpu=not on.is_cpu)
+    figures = summarize_step(one, on, memory, step_time(one, on, memory, 3584.0, None), 0)
+    assert figures["base_copy_bytes"] == copies * base_copy(one)

@@ -23,9 +23,8 @@ from megatron_tlt.planning.simulation.policies import Prompts
 from megatron_tlt.planning.simulation.rollout import Speculation
 from megatron_tlt.planning.simulation.rounds import RacingRounds, RoundKind, race
 from megatron_tlt.planning.simulation.scenario import Actor
-from megatron_tlt.planning.simulation.steps import NEWEST, SATURATED, simulate, summarize
+from megatron_tlt.planning.simulation.steps import simulate, summarize
 from megatron_tlt.tasks.rounds import TailRound, TokenRace, select
-from megatron_tlt.trainer import bubble
 from tests.planning.simulated import scenario
 
 
@@ -127,7 +126,6 @@ def test_the_drafter_has_the_bubble_first_and_the_stream_what_is_left() -> None:
     owed = replace(small, spot=replace(small.spot, min_steps=1.1 * whole))
     assert drafter_done_at(owed, ends, responses, 600.0) == np.inf
     assert drafter_done_at(replace(small, spot=replace(small.spot, min_replicas=9)), ends, responses, 600.0) == 0
-    assert (SATURATED, NEWEST) == (bubble.SATURATED, bubble.MOST_ACCEPTANCES)
 
 
 def test_of_tail_batching_long_rounds_alone_are_streamed() -> None:

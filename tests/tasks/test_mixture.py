@@ -243,6 +243,36 @@ def test_sets_of_the_evaluation_share_no_problem_with_the_training(
 
 
 def test_sets_of_generators_that_are_not_trained_on_are_free(tmp_path: Path) -> None:
-    file = _file(tmp_path / "p.jsonl", ["q"]).model_copy(update={"held_out_fraction": 0.5})
-    free = [TaskConfig(name="gcd", held_out_fraction=0.5), file]
+    file, other = (_file(tmp_path / name, ["q"]) for name in ("p.jsonl", "q.jsonl"))
+    free = [TaskConfig(name="gcd", held_out_fraction=0.5), other.model_copy(update={"held_out_fraction": 0.5})]
     assert split_violations([_counting(), file], [EvaluationSetConfig(name="set", tasks=free)]) == []
+
+
+@pytest.mark.parametrize("link", ["none", "symbolic", "hard"])
+def test_a_file_that_is_trained_on_is_no_set_of_the_evaluation(link: str, tmp_path: Path) -> None:
+    file, other = (_file(tmp_path / name, ["p", "q"]) for name in ("p.jsonl", "q.jsonl"))
+    assert file.path is not None and other.path is not None
+    same = tmp_path / "same.jsonl"
+    if link == "symbolic":
+        same.symlink_to(file.path)
+    elif link == "hard":
+        same.hardlink_to(file.path)
+    else:
+        same = file.path.parent / "." / file.path.name
+
+    def found(tested: TaskConfig, trained: TaskConfig = file) -> list[str]:
+        sets = [EvaluationSetConfig(name="set", tasks=[TaskConfig(name="gcd"), tested])]
+        return split_violations([_counting(), trained], sets)
+
+    (line,) = found(other.model_copy(update={"path": same}))
+    assert line.startswith(
+        f"evaluation.sets[0].tasks[1].path: found {same}, the file of tasks[1].path, which is trained on; "
+    )
+    (line,) = found(other.model_copy(update={"held_out_path": same}))
+    assert line.startswith(f"evaluation.sets[0].tasks[1].held_out_path: found {same}, the file of tasks[1].path")
+    tested_alone = {"path": same, "held_out_path": other.path}  # the set tests the second file
+    assert found(file.model_copy(update=tested_alone)) == []
+    assert found(other, file.model_copy(update={"held_out_path": other.path})) == []  # which is not trained on
+    sets = [EvaluationSetConfig(name="set", tasks=[file.model_copy(update={"path": same})])]
+    (line,) = split_violations([other], sets, [file.path])
+    assert "the file of model.recipe.supervised.data, which is trained on" in line

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.actor.scores import PolicyScores
 from megatron_tlt.algorithms.registry import ALGORITHMS, WHOLE_BATCH, build_algorithm, is_per_problem
 from megatron_tlt.config.algorithm import AlgorithmConfig
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import RanksLost, RunError
+from megatron_tlt.platform import lost_ranks, phase_watch
+from megatron_tlt.platform.phase_watch import PhaseWatch
 from megatron_tlt.trainer.bubble import Bubble, RolloutHistory
-from megatron_tlt.trainer.stream import parts_of, units_of
+from megatron_tlt.trainer.stream import RolloutArrivals, parts_of, units_of
 from megatron_tlt.trainer.streamed import Streamed
 from tests.helpers.samples import Sample, batch_of
 
@@ -54,6 +58,30 @@ def test_parts_cover_all_samples() -> None:
     assert (
         parts_of([3, 5], 1.0) == [[3, 5]] and parts_of([3, 5, 7], 0.01) == [[3], [5], [7]] and parts_of([], 0.5) == []
     )
+
+
+def test_a_wait_for_a_rank_that_never_comes_is_ended_by_the_limit_of_the_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, errors = dist.HashStore(), list[RanksLost]()
+    arrivals = RolloutArrivals(store)
+
+    def end_once(error: RanksLost, end: object) -> None:
+        errors.append(error)
+        arrivals.arrive("unit 0")  # where the process would have ended
+
+    monkeypatch.setattr(lost_ranks, "end_once", end_once)
+    monkeypatch.setattr(phase_watch, "_EVERY_S", 0.05)
+    monkeypatch.setattr(phase_watch, "_LISTEN_S", 0.5)
+    watch = PhaseWatch({"rollout": 0.3}, store, 0, 2, tmp_path)
+    store.set("phase/1", "rollout")  # rank 1 stands still
+    watch.begin("rollout")
+    arrivals.arrive("unit 0")
+    arrivals.wait("unit 0", 2)
+    watch.close()
+    (error,) = errors
+    assert "in phase 'rollout' for longer than launcher.phase_timeouts_s allows, 0.3 s" in str(error)
+    assert "megatron_tlt/trainer/stream.py:" in str(error) and "standing still: rank 1 in 'rollout'" in str(error)
 
 
 def test_the_rest_of_a_rollout_is_the_mean_of_those_that_took_longer() -> None:

@@ -22,12 +22,11 @@ from megatron_tlt.planning.simulation.phases import (
 )
 from megatron_tlt.planning.simulation.policies import POLICIES, Prompts, RolloutRound, SchedulingPolicy, speculation_of
 from megatron_tlt.planning.simulation.scenario import Scenario
+from megatron_tlt.speculation.saturation import MOST_ACCEPTANCES, is_saturated
 
 PHASES = ("rollout", "log_probs", "update", "drafter", "reshard")
 WATCHED = 8
 """Engines whose running batch is recorded in the first step of the first seed."""
-SATURATED, NEWEST = 0.97, 8
-"""As in ``trainer.bubble``: the share of the best acceptance length of so many steps that a drafter has to have."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,12 @@ def simulate_policy(
         if policy.trains_drafter:
             trial = _step(scenario, policy, _prompts(scenario, policy, seed), alignment, ())[0]
             alignment.level = _settled(scenario, max(trial.drafter_steps, scenario.spot.min_steps))
-        prompts, own, accepted = _prompts(scenario, policy, seed), [], deque[float](maxlen=NEWEST)
+        prompts, own, accepted = _prompts(scenario, policy, seed), [], deque[float](maxlen=MOST_ACCEPTANCES)
         for number in range(steps):
             watched = watch and seed == seeds[0] and number == 0
             if policy.trains_drafter:
                 accepted.append(alignment.tokens(scenario.arms[0]))
-            good = policy.trains_drafter and accepted[-1] >= SATURATED * max(accepted)
+            good = policy.trains_drafter and is_saturated(accepted[-1], max(accepted))
             engines = tuple(range(min(WATCHED, scenario.engines))) if watched else ()
             step, last = _step(scenario, policy, prompts, alignment, engines, good)
             own.append(step)
