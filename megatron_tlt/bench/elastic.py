@@ -186,7 +186,7 @@ def judge(
         result.target(f"kill to next update, {ratio}", spread["ratio"], "<=", least)
         result.rows.append({"restart from": ratio, **spread})
     rows = found.get("memory", ())
-    if not complete and "memory" in found:
+    if "memory" in found and len(rows) < repeats:
         result.incomplete(copied)
         result.incomplete(memory)
     elif rows:
