@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from megatron_tlt.platform.device import barrier, log_once, rank, warn, world_si
 from megatron_tlt.platform.file_exchange import FolderTransfer, exchange_folders
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import node_index
+from megatron_tlt.platform.threads import started_pool
 from megatron_tlt.trainer.checkpoints import TrainerState
 
 _SLOTS = ("slot_0", "slot_1")
@@ -42,6 +43,9 @@ class Snapshots:
         root: the folder of all snapshots of this launch on this node, on tmpfs.
         parts: state saved in addition to the actor's.
         node: this node's number.
+
+    Raises:
+        RunError: the thread cannot be started.
     """
 
     def __init__(self, root: Path, parts: Sequence[CheckpointPart], node: int = 0) -> None:
@@ -53,7 +57,7 @@ class Snapshots:
         self._slots = [MemorySlot(root / name / _folder(rank())) for name in _SLOTS]
         self._next = 0
         self._step: int | None = None  # of the snapshot that is begun and not committed
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._pool = started_pool(1, "snapshot")
         self._checksum: Future[int] | None = None
         self._sent: Future[None] | None = None
         self._layout: dict[str, int] = {}
