@@ -26,10 +26,10 @@ from megatron_tlt.planning.scale_table import PAYS, payback_probability, payback
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.membership import (
     MEMBERSHIP,
-    Choice,
     LaunchMember,
     LaunchRound,
     Membership,
+    RoundChoice,
     RoundEnd,
     left_out_nodes,
 )
@@ -161,7 +161,7 @@ class ElasticNodes:
         line = f"warning: the run goes on with {devices} ({nodes}): actor {layout}{without}"
         print(line, file=sys.stderr, flush=True)
 
-    def _choose(self, came: Sequence[LaunchMember]) -> Choice:
+    def _choose(self, came: Sequence[LaunchMember]) -> RoundChoice:
         """The nodes that take part, and their config; raises ConfigError if too few devices are left."""
         left_out = left_out_nodes(self._folder)
         if left_out and (kept := [member for member in came if member.index not in left_out]):
@@ -169,7 +169,7 @@ class ElasticNodes:
                 return self._choose_from(kept)
         return self._choose_from(came)
 
-    def _choose_from(self, came: Sequence[LaunchMember]) -> Choice:
+    def _choose_from(self, came: Sequence[LaunchMember]) -> RoundChoice:
         launcher, least = self._config.launcher, self._elastic.min_devices
         devices = [member.devices for member in came]
         if len(came) == launcher.nnodes and min(devices) == launcher.nproc_per_node:

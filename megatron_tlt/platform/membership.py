@@ -93,7 +93,7 @@ class Arrival:
     end: RoundEnd
 
 
-Choice = tuple[Sequence[LaunchMember], str]
+RoundChoice = tuple[Sequence[LaunchMember], str]
 """Who takes part in a round, and the config of all of them."""
 
 
@@ -205,7 +205,7 @@ class Membership:
         return self._round(number).is_dir()
 
     def gather(
-        self, number: int, choose: Callable[[Sequence[LaunchMember]], Choice], end: RoundEnd = RoundEnd()
+        self, number: int, choose: Callable[[Sequence[LaunchMember]], RoundChoice], end: RoundEnd = RoundEnd()
     ) -> LaunchRound | None:
         """Enters round ``number`` and waits until it is published; None if this launcher was told to stop.
 
@@ -343,7 +343,7 @@ def waiting_nodes(watch: BeatWatch) -> list[int]:
 def _chosen(
     number: int,
     came: Sequence[LaunchMember],
-    choose: Callable[[Sequence[LaunchMember]], Choice],
+    choose: Callable[[Sequence[LaunchMember]], RoundChoice],
 ) -> LaunchRound:
     try:
         members, config = choose(came)

@@ -16,11 +16,11 @@ from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.membership import (
     Beat,
     BeatWatch,
-    Choice,
     LaunchMember,
     LaunchRound,
     LaunchTimes,
     Membership,
+    RoundChoice,
     RoundEnd,
     waiting_nodes,
     with_history,
@@ -33,7 +33,7 @@ def member(index: int) -> LaunchMember:
     return LaunchMember(index, f"10.0.0.{index}", 8)
 
 
-def everybody(came: Sequence[LaunchMember]) -> Choice:
+def everybody(came: Sequence[LaunchMember]) -> RoundChoice:
     return came, f"{len(came)} nodes"
 
 
@@ -50,7 +50,7 @@ def together(*calls: Callable[[], LaunchRound | None]) -> list[LaunchRound | Non
 def test_all_read_the_same_round_and_one_chooses(tmp_path: Path) -> None:
     chose = []
 
-    def choose(came: Sequence[LaunchMember]) -> Choice:
+    def choose(came: Sequence[LaunchMember]) -> RoundChoice:
         chose.append(threading.get_ident())
         return came, str(threading.get_ident())
 
@@ -93,7 +93,7 @@ def test_after_the_first_round_a_lost_node_is_not_waited_for_and_a_living_one_is
 
 
 def test_what_nobody_can_do_is_a_problem_of_all(tmp_path: Path) -> None:
-    def refuse(came: Sequence[LaunchMember]) -> Choice:
+    def refuse(came: Sequence[LaunchMember]) -> RoundChoice:
         raise ConfigError(f"elastic.min_devices: found {len(came)}")
 
     nodes = [node(tmp_path, index, 2) for index in range(2)]

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from megatron_tlt.bench.fault_parts.trial import Part, check, wait_until
 from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.platform.membership import Choice, LaunchMember, LaunchTimes, Membership
+from megatron_tlt.platform.membership import LaunchMember, LaunchTimes, Membership, RoundChoice
 
 _TIMES = LaunchTimes(beat_s=0.05, poll_s=0.01, silent_s=0.6)
 _WAIT_S = 3.0
 _LIMIT_S = 30.0
 
 
-def _everybody(came: Sequence[LaunchMember]) -> Choice:
+def _everybody(came: Sequence[LaunchMember]) -> RoundChoice:
     return came, f"{len(came)} nodes, by {os.getpid()}"
 
 
