@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +27,7 @@ _STAGED = ".rewriting"
 FORMAT = 1
 # For each older format, converts a manifest's JSON to the next format. A release that raises FORMAT adds one.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-_HASH_THREADS = 8
+HASH_THREADS = 8
 
 
 class ManifestError(RunError):
@@ -71,10 +71,15 @@ def _sha256(path: Path) -> FileSum:
         return FileSum(None, error.strerror or str(error))
 
 
-def sha256_sums(files: Sequence[Path], done: Callable[[int], object] = lambda size: None) -> list[FileSum]:
-    """Computes the sums of files with the threads of this process.
+def sha256_sums(
+    files: Sequence[Path], done: Callable[[int], object] = lambda size: None, threads: Executor | None = None
+) -> list[FileSum]:
+    """Computes the sums of files with the threads of this process, that of a single one without further threads.
 
-    ``done`` is called, by these threads, with the bytes of each file that has been hashed.
+    Args:
+        files: to hash.
+        done: called, by these threads, with the bytes of each file that has been hashed.
+        threads: to use; None starts some for several files.
     """
 
     def summed(path: Path) -> FileSum:
@@ -82,7 +87,11 @@ def sha256_sums(files: Sequence[Path], done: Callable[[int], object] = lambda si
         done(path.stat().st_size if path.is_file() else 0)
         return found
 
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashing releases the GIL
+    if len(files) == 1:
+        return [summed(files[0])]
+    if threads is not None:
+        return list(threads.map(summed, files))
+    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing releases the GIL
         return list(pool.map(summed, files))
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 
 from megatron_tlt.checkpoint.files import atomic_folder, set_latest
-from megatron_tlt.checkpoint.manifest import write_manifest
+from megatron_tlt.checkpoint.manifest import HASH_THREADS, sha256_sums, write_manifest
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import write_errors
+from megatron_tlt.platform.threads import started_pool
 
 
 def remove_older(folder: Path, keep: int) -> None:
@@ -30,6 +32,15 @@ def remove_older(folder: Path, keep: int) -> None:
             print(f"warning: cannot remove old checkpoint {old}: {error}", file=sys.stderr, flush=True)
 
 
+def publication_threads() -> Executor:
+    """The threads that publish the checkpoints of a process, one at a time; they serve for the whole run.
+
+    Raises:
+        RunError: they cannot be started.
+    """
+    return started_pool(1 + HASH_THREADS, "publish")
+
+
 class Publication:
     """Fill ``temporary``, then call ``start``, then ``done``; or ``abandon`` before the start. Raises RunError.
 
@@ -43,16 +54,14 @@ class Publication:
         self.temporary = self._writing.enter_context(atomic_folder(folder))
         self._result: Future[None] | None = None
 
-    def start(self) -> None:
-        """Hashes, renames, moves ``latest`` and removes old checkpoints, in a thread."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._result = pool.submit(self._publish)
-        pool.shutdown(wait=False)
+    def start(self, threads: Executor) -> None:
+        """Hashes, renames, moves ``latest`` and removes old checkpoints, in :func:`publication_threads`."""
+        self._result = threads.submit(self._publish, threads)
 
-    def _publish(self) -> None:
+    def _publish(self, threads: Executor) -> None:
         with write_errors(self._folder):
             with self._writing:
-                write_manifest(self.temporary)
+                write_manifest(self.temporary, partial(sha256_sums, threads=threads))
             set_latest(self._folder.parent, self._folder.name)
         remove_older(self._folder, self._keep)
 

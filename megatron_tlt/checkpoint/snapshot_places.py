@@ -32,19 +32,53 @@ class Copy:
     target: int
 
 
-def whole_steps(present: Mapping[int, Mapping[int, Collection[int]]], worlds: Mapping[int, int]) -> set[int]:
-    """The steps of which every rank's snapshot is on some node.
+@dataclass(frozen=True)
+class SavedPart:
+    """One rank's snapshot on some node.
+
+    Attributes:
+        save: what identifies the snapshot of all ranks together that it belongs to; grows from one to the next.
+        step: after which it was made.
+        slot: its slot's name.
+        world: number of ranks that made it.
+        rank: the one whose part this is.
+    """
+
+    save: str
+    step: int
+    slot: str
+    world: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class WholeSnapshot:
+    """A snapshot of which every rank's part is on some node; ``present`` has, by node, the ranks whose parts it has."""
+
+    step: int
+    slot: str
+    world: int
+    present: Mapping[int, list[int]]
+
+
+def newest_whole(found: Mapping[int, Collection[SavedPart]]) -> WholeSnapshot | None:
+    """The whole snapshot of the highest step, of several the one made last; None without one.
+
+    Ranks that repeat a step after a restart save it again, maybe with other bits or under another layout. Until all
+    nodes have written over the earlier parts, there are parts of both.
 
     Args:
-        present: by node, by step, the ranks whose snapshots are there.
-        worlds: by step, the number of ranks that made it.
+        found: by node, the parts that are there.
     """
-    steps = set()
-    for step, world in worlds.items():
-        here = {saved for node in present.values() for saved in node.get(step, ())}
-        if here >= set(range(world)):
-            steps.add(step)
-    return steps
+    saves: dict[tuple[int, str, str, int], dict[int, list[int]]] = {}
+    for node, parts in found.items():
+        for part in parts:
+            present = saves.setdefault((part.step, part.save, part.slot, part.world), {each: [] for each in found})
+            present[node].append(part.rank)
+    for (step, _, slot, world), present in sorted(saves.items(), reverse=True):
+        if {one for ranks in present.values() for one in ranks} >= set(range(world)):
+            return WholeSnapshot(step, slot, world, present)
+    return None
 
 
 def needed_copies(present: Mapping[int, Collection[int]], needed: Mapping[int, Collection[int]]) -> list[Copy]:

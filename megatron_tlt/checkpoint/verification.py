@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_tlt.checkpoint.files import LATEST
 from megatron_tlt.checkpoint.manifest import MANIFEST, FileSum, Sums, files_below, verify_manifest
 from megatron_tlt.errors import RunError
+from megatron_tlt.platform.threads import start_thread
 
 _CHUNK_BYTES = 4 << 20
 _LOWEST_PRIORITY = 19
@@ -87,6 +88,9 @@ class BackgroundVerification:
 
     The thread has the lowest priority and reads one file at a time, from the disk instead of from the cache of what was
     just written, if the file system allows it. It ends with its process.
+
+    Raises:
+        RunError: the thread cannot be started.
     """
 
     def __init__(self) -> None:
@@ -95,15 +99,12 @@ class BackgroundVerification:
         self._busy = False
         self._closed = False
         self._found: list[str] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = start_thread(self._run, "verify-checkpoints")
 
     def start(self, folder: Path) -> None:
         """Verifies ``folder`` once the one in progress is verified; it replaces another that still waits."""
         with self._changed:
             self._waiting = folder
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="verify-checkpoints", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     def poll(self) -> list[str] | None:
@@ -125,8 +126,7 @@ class BackgroundVerification:
                 self._changed.wait_for(lambda: self._waiting is None and not self._busy)
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):

@@ -24,12 +24,19 @@ from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.machine import documented
 from megatron_tlt.planning.scale_table import PAYS, payback_probability, payback_seconds
 from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.platform.membership import MEMBERSHIP, LaunchMember, LaunchRound, Membership, left_out_nodes
+from megatron_tlt.platform.membership import (
+    MEMBERSHIP,
+    LaunchMember,
+    LaunchRound,
+    Membership,
+    RoundChoice,
+    RoundEnd,
+    left_out_nodes,
+)
 from megatron_tlt.platform.nodes import Nodes
 from megatron_tlt.platform.owner import Owner
 
 _JOB = "TLT_JOB"
-_CONFIG = "config"
 _FIRST_WAIT_S = 300.0  # as torchrun waits for nodes
 _PORTS = 6
 """Rendezvous ports that rounds take in turn after the first; job scripts leave 8 to each job."""
@@ -63,6 +70,7 @@ class ElasticNodes:
         self._membership: Membership | None = None
         self._stopped: Callable[[], bool] = lambda: False
         self._round: LaunchRound | None = None
+        self._gains: dict[tuple[LaunchMember, ...], tuple[float, int]] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[ElasticNodes]:
@@ -81,8 +89,10 @@ class ElasticNodes:
             problem = self._round is not None and bool(self._round.problem)
             self._membership.end(launch=problem or self._stopped() or self._finished())
 
-    def next(self, stopped: Callable[[], bool]) -> LaunchStart | None:
+    def next(self, stopped: Callable[[], bool], end: RoundEnd) -> LaunchStart | None:
         """Gathers the nodes; None if this node has no part in the rest of the launch, or was told to stop.
+
+        ``end``: of the start before.
 
         Raises:
             RunError: too few devices are left, or no layout fits them.
@@ -96,7 +106,7 @@ class ElasticNodes:
             if not self._membership.wait_for_next(found, self._pays):
                 return None
         while True:
-            found = self._membership.gather(0 if found is None else found.number + 1, self._choose)
+            found = self._membership.gather(0 if found is None else found.number + 1, self._choose, end)
             if found is None:
                 return None
             before, self._round = self._round, found
@@ -106,6 +116,7 @@ class ElasticNodes:
                 return self._start(found, position, before)
             if not self._membership.wait_for_next(found, self._pays):
                 return None
+            end = RoundEnd()
 
     def is_obsolete(self) -> bool:
         """Whether another node has entered the next round."""
@@ -114,7 +125,7 @@ class ElasticNodes:
 
     def _start(self, found: LaunchRound, position: int, before: LaunchRound | None) -> LaunchStart:
         path = self._config.run.dir / RESOLVED
-        text = found.settings[_CONFIG]
+        text = found.config
         # the run's own file stays that of the whole launch
         if self._own.index or text != dump_resolved(self._config):
             path = self._config.run.dir / "logs" / f"config.node{self._own.index}.round{found.number}.yaml"
@@ -132,9 +143,9 @@ class ElasticNodes:
                 self._nodes.address, self._nodes.interface,
             )  # fmt: skip
         number = 1 + found.number % _PORTS
-        changed = before is not None and before.members != found.members
         environment = {MEMBERSHIP: str(self._folder)}
-        return LaunchStart([str(path), *self._args], config.launcher, nodes, number, environment, changed)
+        args, again = [str(path), *self._args], found.failed_after
+        return LaunchStart(args, config.launcher, nodes, number, environment, found.restarts, again)
 
     def _say(self, members: Sequence[int], config: TltConfig) -> None:
         devices = f"{config.launcher.world_size} of {self._config.launcher.world_size} devices"
@@ -150,7 +161,7 @@ class ElasticNodes:
         line = f"warning: the run goes on with {devices} ({nodes}): actor {layout}{without}"
         print(line, file=sys.stderr, flush=True)
 
-    def _choose(self, came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
+    def _choose(self, came: Sequence[LaunchMember]) -> RoundChoice:
         """The nodes that take part, and their config; raises ConfigError if too few devices are left."""
         left_out = left_out_nodes(self._folder)
         if left_out and (kept := [member for member in came if member.index not in left_out]):
@@ -158,11 +169,11 @@ class ElasticNodes:
                 return self._choose_from(kept)
         return self._choose_from(came)
 
-    def _choose_from(self, came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
+    def _choose_from(self, came: Sequence[LaunchMember]) -> RoundChoice:
         launcher, least = self._config.launcher, self._elastic.min_devices
         devices = [member.devices for member in came]
         if len(came) == launcher.nnodes and min(devices) == launcher.nproc_per_node:
-            return came, {_CONFIG: dump_resolved(self._config)}
+            return came, dump_resolved(self._config)
         choice = self._best(devices) if sum(devices) else None
         if choice is None or choice.used < (least or 0):
             names = ", ".join(f"{member.devices} on node {member.index}" for member in came)
@@ -171,7 +182,7 @@ class ElasticNodes:
                 f"least {least}"
             )
         used = [came[at] for at in choice.nodes_of(devices)]
-        return used, {_CONFIG: dump_resolved(self._fitted(choice, used))}
+        return used, dump_resolved(self._fitted(choice, used))
 
     def _best(self, devices: Sequence[int]) -> ElasticChoice:
         config, shards = self._config, logical_shards(self._config)
@@ -212,21 +223,25 @@ class ElasticNodes:
         found = self._membership.newest()
         if found is None or self._own.index in left_out_nodes(self._folder):
             return False
+        if found.members not in self._gains:  # asked every few seconds, while it changes only with them
+            self._gains[found.members] = self._gain(found.members)
+        speedup, used = self._gains[found.members]
+        taken = documented()["recovery"]["snapshots_s"]["value"]
+        seconds = taken if self._elastic.reconfigure_s is None else self._elastic.reconfigure_s
+        lasts = payback_probability(used, documented()["failures"]["device_mtbf_hours"]["value"], seconds, speedup)
+        return lasts >= PAYS and payback_seconds(seconds, speedup) < self._seconds_left()
+
+    def _gain(self, nodes: Sequence[LaunchMember]) -> tuple[float, int]:
+        """Speedup of a step if this node joins these, 1 if it cannot; and the devices that are used then."""
+        members = {member.index: member for member in nodes}
         with contextlib.suppress(ConfigError, RunError):
-            members = {member.index: member for member in found.members}
             now = self._best([member.devices for member in members.values()])
             more = [*(members | {self._own.index: self._own}).values()]
             grown = self._best([member.devices for member in more])
             used = [more[at] for at in grown.nodes_of([member.devices for member in more])]
             self._fitted(grown, used)  # or the launch would end the ranks for a config that nobody can use
-            taken = documented()["recovery"]["snapshots_s"]["value"]
-            seconds = taken if self._elastic.reconfigure_s is None else self._elastic.reconfigure_s
-            speedup = now.total / grown.total
-            lasts = payback_probability(
-                grown.used, documented()["failures"]["device_mtbf_hours"]["value"], seconds, speedup
-            )
-            return lasts >= PAYS and payback_seconds(seconds, speedup) < self._seconds_left()
-        return False
+            return now.total / grown.total, grown.used
+        return 1.0, sum(member.devices for member in nodes)
 
     def _seconds_left(self) -> float:
         """Seconds that the run still takes at the speed of its newest steps."""

@@ -18,15 +18,15 @@ from typing import IO, Protocol
 
 import psutil
 
+from megatron_tlt.cli.restarts import EndedStart, Progress, Restarts
 from megatron_tlt.cli.torchruns import Torchruns
-from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, WorkerError, has_reported, read_first_error
+from megatron_tlt.cli.worker import ERROR_FOLDER, NOTHING_SAVED, has_reported, read_first_error
 from megatron_tlt.config.schema import LauncherConfig
-from megatron_tlt.platform.deaths import FAILURES, Death, first_death, read_failures
+from megatron_tlt.platform.deaths import FAILURES, first_death, read_failures
+from megatron_tlt.platform.membership import RoundEnd
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import Nodes
 from megatron_tlt.platform.processes import END_TORCHRUN, FORK_NAME, PRELOADING_NAME, kill_with_children
-
-Progress = Callable[[], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class LaunchStart:
         nodes: this node among those that take part; None without others.
         number: of this start, the same on all nodes; each start has its own rendezvous port.
         environment: variables for the processes, in addition to those of every launch.
-        changed: whether other nodes take part than in the start before.
+        restarts: of the launch so far, where its launchers have agreed on them; else None.
+        failed_after: with it, steps that were done when the same nodes lost ranks in the start before.
     """
 
     args: Sequence[str]
@@ -47,14 +48,18 @@ class LaunchStart:
     nodes: Nodes | None
     number: int
     environment: Mapping[str, str] = field(default_factory=dict)
-    changed: bool = False
+    restarts: int | None = None
+    failed_after: int | None = None
 
 
 class LaunchNodes(Protocol):
     """Decides before each start which nodes take part in it."""
 
-    def next(self, stopped: Callable[[], bool]) -> LaunchStart | None:
-        """The next start; None if this node has no part in the rest of the launch, or was told to stop."""
+    def next(self, stopped: Callable[[], bool], end: RoundEnd) -> LaunchStart | None:
+        """The next start; None if this node has no part in the rest of the launch, or was told to stop.
+
+        ``end``: of the start before.
+        """
 
     def is_obsolete(self) -> bool:
         """Whether other nodes have left the newest start for the next one."""
@@ -161,25 +166,12 @@ class _Child:
             kill_with_children(self._process.pid)
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """How one torchrun ended: its status, the first rank killed by a signal, the error to show.
-
-    ``obsolete``: other nodes had left it for the next start.
-    """
-
-    code: int
-    death: Death | None
-    error: WorkerError | None
-    obsolete: bool = False
-
-
-def _needs_log(child: _Child, ended: _Ended) -> bool:
+def _needs_log(child: _Child, ended: EndedStart) -> bool:
     """Whether the message of :func:`_status` refers to the log."""
     return ended.death is not None or (ended.error is None and ended.code != 0 and child.signal is None)
 
 
-def _status(child: _Child, ended: _Ended, log: Path | None, nodes: Nodes | None) -> int:
+def _status(child: _Child, ended: EndedStart, log: Path | None, nodes: Nodes | None) -> int:
     where = f"; its output is in {log}" if log else ""
     error = ended.error
     said = error is not None and error.message != NOTHING_SAVED.format("SIGINT")
@@ -214,7 +206,7 @@ def _run_once(
     memory: Path | None,
     obsolete: Callable[[], bool],
     meanwhile: Callable[[], None],
-) -> _Ended:
+) -> EndedStart:
     with tempfile.TemporaryDirectory(prefix="tlt-launch-") as folder:
         failures = Path(folder, "failures.json")
         told = {ERROR_FOLDER: folder, FAILURES: str(failures), "PYTHONUNBUFFERED": "1", **start.environment}
@@ -225,68 +217,7 @@ def _run_once(
         death = first_death(read_failures(failures), code)
         if death is not None and death.rank is not None and has_reported(Path(folder), death.rank):
             death = None  # it was killed while it left with its error, such as by torch, whose other ranks had gone
-        return _Ended(code, death, read_first_error(Path(folder)), code != 0 and obsolete())
-
-
-class _Restarts:
-    """Decides whether a launch restarts after a killed rank, and reports the reason."""
-
-    def __init__(
-        self, most: int, progress: Progress, log: IO[bytes] | None, has_snapshots: bool, is_elastic: bool
-    ) -> None:
-        self._most, self._progress, self._log, self._has_snapshots = most, progress, log, has_snapshots
-        self._is_elastic = is_elastic
-        self._count = 0
-        self._done: int | None = None  # steps done at the last death
-
-    def note_change(self) -> None:
-        """Other nodes take part from here on, so a step that failed before may succeed."""
-        self._done = None
-
-    def allow(self, ended: _Ended) -> bool:
-        error = ended.error
-        if error is not None and error.exit_status > 1:
-            return False  # the request is invalid, or a stop was requested
-        # nodes that did not meet leave no error; an obsolete start was ended by its launcher
-        lost = ended.death is not None or ended.obsolete or (error is not None and error.ranks_lost)
-        lost |= self._is_elastic and error is None and ended.code != 0
-        if error is not None and error.nodes_change:
-            self._say(f"{error.message}; all ranks restart")
-            return True
-        if not lost:
-            return False
-        done, saved = self._progress()
-        cause = "ranks of other nodes were lost"
-        if ended.death is not None and not (ended.obsolete and ended.death.rank is None):
-            cause = str(ended.death)
-        elif error is not None:
-            cause = error.message
-        what, again = f"{cause} in step {done + 1}", done == self._done
-        self._done = done
-        if not self._most:
-            return False
-        if again:
-            self._say(f"{what}, as before: not restarted")
-            return False
-        if self._count == self._most:
-            self._say(f"{what}; launcher.max_restarts, {self._most}, is used up: not restarted")
-            return False
-        self._count += 1
-        start = f"the checkpoint of step {saved}" if saved else "step 0"
-        start = f"the newest snapshot in memory, else {start}" if self._has_snapshots else start
-        self._say(f"{what}; all ranks restart from {start} (restart {self._count} of {self._most})")
-        return True
-
-    @property
-    def are_left(self) -> bool:
-        """Whether a rank that is killed now leads to a restart, if its step has not failed before."""
-        return self._count < self._most
-
-    def _say(self, line: str) -> None:
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-        if self._log is not None:
-            self._log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode())
-            self._log.flush()
+        return EndedStart(code, death, read_first_error(Path(folder)), code != 0 and obsolete())
 
 
 class _Reserve:
@@ -366,14 +297,16 @@ def launch(
         stack.callback(torchruns.close)
         restarts = None
         if progress is not None:
-            restarts = _Restarts(launcher.max_restarts, progress, stderr, memory is not None, elastic is not None)
+            restarts = Restarts(launcher.max_restarts, progress, stderr, memory is not None, elastic is not None)
         while True:
             start: LaunchStart | None = LaunchStart(args, launcher, nodes, next(_launches))
-            if elastic is not None and (start := elastic.next(lambda: child.signal is not None)) is None:
-                return 0 if child.signal is None else 128 + child.signal
+            if elastic is not None:
+                end = restarts.end if restarts is not None else RoundEnd()
+                if (start := elastic.next(lambda: child.signal is not None, end)) is None:
+                    return 0 if child.signal is None else 128 + child.signal
             assert start is not None
-            if restarts is not None and start.changed:
-                restarts.note_change()
+            if restarts is not None:
+                restarts.adopt(start.restarts, start.failed_after)
             meanwhile: Callable[[], None] = lambda: None  # noqa: E731
             if progress is not None and restarts is not None and restarts.are_left:
                 meanwhile = _Reserve(torchruns, start.launcher, progress).look

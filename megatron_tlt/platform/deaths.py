@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +19,10 @@ ERROR_FOLDER = "TLT_ERROR_FILE"
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # torchrun terminates the other ranks and kills them after 30 s; its timestamps are whole seconds.
 _TOGETHER_S = 2
+ENDS_LATE = "if a signal kills a rank, the others end up to 30 s later"
+"""Begins a warning on standard error with the reason."""
+# What kill_others_at_once uses of torch's SubprocessContext.
+_ATTRIBUTES, _CLOSE = ("_failures", "envs"), ["self", "death_sig", "timeout"]
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,17 @@ def kill_others_at_once() -> None:
 
     They may notice that it has gone only when their rollout ends. Several nodes have that time: their ranks find out
     which ones are lost. So have those that were left by a rank that was killed after it had reported its error.
+    Where torch's interface is another one, a warning says so, and the ranks have that time too.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+    if reason := _differs(SubprocessContext):
+        print(f"warning: {ENDS_LATE}: {reason}", file=sys.stderr, flush=True)
+        return
     close = SubprocessContext.close
 
     def close_at_once(context: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        failures = getattr(context, "_failures", {})
-        killed = [rank for rank, one in failures.items() if one.exitcode < 0 and -one.exitcode not in _ASKED]
+        killed = [rank for rank, one in context._failures.items() if one.exitcode < 0 and -one.exitcode not in _ASKED]
         alone = all(env.get("GROUP_WORLD_SIZE") == "1" for env in context.envs.values())
         reported = os.environ.get(ERROR_FOLDER, "")
         if death_sig is None and alone and killed and not any(Path(reported, f"rank{n}.json").exists() for n in killed):
@@ -83,6 +92,16 @@ def kill_others_at_once() -> None:
         close(context, death_sig, timeout)
 
     setattr(SubprocessContext, "close", close_at_once)  # noqa: B010
+
+
+def _differs(context: type) -> str:
+    """What :func:`kill_others_at_once` uses of this class of torch and does not find; empty if all is there."""
+    codes = [getattr(vars(kind).get("__init__"), "__code__", None) for kind in context.__mro__]
+    set_by_init = {name for code in codes if code is not None for name in code.co_names}
+    if lacking := [name for name in _ATTRIBUTES if name not in set_by_init]:
+        return f"torch's {context.__name__} has no {', no '.join(lacking)}"
+    found = list(inspect.signature(getattr(context, "close", _differs)).parameters)
+    return "" if found == _CLOSE else f"torch's {context.__name__}.close takes {found}, needed: {_CLOSE}"
 
 
 @contextlib.contextmanager

@@ -2,19 +2,21 @@
 
 A launch is a sequence of rounds; a round ends when ranks are lost or nodes join. For each round, every launcher writes
 its node's file. When the nodes that are alive are there, or after a time limit, one launcher publishes who takes part
-and with which settings: the name can be created only once, so all read the same. A node without a part in a round waits
-for the next one. Each launcher counts in a file of its own once a second: one that stands still is lost. Counts are
-compared with a launcher's own clock, so the clocks of nodes may differ.
+and with which config: the name can be created only once, so all read the same. They also read how many restarts there
+were, and so give up at the same one. A node without a part in a round waits for the next one. Each launcher counts in a
+file of its own once a second: one that stands still is lost. Counts are compared with a launcher's own clock, so the
+clocks of nodes may differ.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +28,7 @@ from megatron_tlt.platform.files import atomic_write_bytes, temporary_sibling
 MEMBERSHIP = "TLT_MEMBERSHIP"
 """Environment variable that names the folder to the ranks of a launch."""
 T = TypeVar("T")
-_PUBLISHED, _ENDED, _LEFT_OUT = "members.json", "ended.json", "left-out-"
+_PUBLISHED, _MEMBERS, _ENDED, _LEFT_OUT = "published", "members.json", "ended.json", "left-out-"
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,47 @@ class LaunchTimes:
 
 @dataclass(frozen=True)
 class LaunchRound:
-    """Who takes part in a round, the first of them as its host, and the ``settings`` that all of them use.
+    """Who takes part in a round, the first of them as its host, and what all of them know.
 
-    ``problem``: why nobody can; then there are no members.
+    Attributes:
+        number: from 0.
+        members: ascending.
+        config: that all members use, a resolved one as text.
+        problem: why nobody can take part; then there are no members.
+        restarts: rounds so far that began because ranks were lost.
+        failed_after: steps that were done when the same members lost ranks in the round before; None if they did not.
     """
 
     number: int
     members: tuple[LaunchMember, ...]
-    settings: dict[str, str]
+    config: str = ""
     problem: str = ""
+    restarts: int = 0
+    failed_after: int | None = None
 
     def position(self, index: int) -> int | None:
         """The position of the node with this index among the members."""
         return next((at for at, member in enumerate(self.members) if member.index == index), None)
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """Why a launcher has left its round: ranks were lost after so many steps, or nodes change; neither: it had none."""
+
+    failed_after: int | None = None
+    nodes_change: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A node that enters a round, and why its launcher has left the one before."""
+
+    member: LaunchMember
+    end: RoundEnd
+
+
+RoundChoice = tuple[Sequence[LaunchMember], str]
+"""Who takes part in a round, and the config of all of them."""
 
 
 @dataclass(frozen=True)
@@ -175,25 +205,33 @@ class Membership:
         return self._round(number).is_dir()
 
     def gather(
-        self, number: int, choose: Callable[[Sequence[LaunchMember]], tuple[Sequence[LaunchMember], dict[str, str]]]
+        self, number: int, choose: Callable[[Sequence[LaunchMember]], RoundChoice], end: RoundEnd = RoundEnd()
     ) -> LaunchRound | None:
         """Enters round ``number`` and waits until it is published; None if this launcher was told to stop.
 
         Args:
-            choose: of the nodes that came, ascending, those that take part and their settings. One launcher calls it.
+            choose: of the nodes that came, ascending, those that take part and their config. One launcher calls it.
                 A ConfigError becomes the round's ``problem``.
+            end: of the round before, as this launcher saw it.
+
+        Raises:
+            RunError: the file system does not let a round be published.
         """
         place = self._round(number)
-        atomic_write_bytes(place / f"node-{self._own.index:05d}.json", msgspec.json.encode(self._own), durable=False)
+        own = msgspec.json.encode(Arrival(self._own, end))
+        atomic_write_bytes(place / f"node-{self._own.index:05d}.json", own, durable=False)
         began, wait_s = time.monotonic(), self._wait_s if number else self._first_wait_s
         while not self._stopped():
-            found = _read(place / _PUBLISHED, LaunchRound)
+            found = _read(place / _PUBLISHED / _MEMBERS, LaunchRound)
             if found is not None:
                 self._takes_part = found.position(self._own.index) is not None
                 return found
-            came = [one for file in sorted(place.glob("node-*.json")) if (one := _read(file, LaunchMember))]
-            if self._is_complete(came, number) or time.monotonic() - began > wait_s:
-                self._publish(place / _PUBLISHED, _chosen(number, came, choose))
+            came = [one for file in sorted(place.glob("node-*.json")) if (one := _read(file, Arrival))]
+            members = [one.member for one in came]
+            if self._is_complete(members, number) or time.monotonic() - began > wait_s:
+                before = _read(self._round(number - 1) / _PUBLISHED / _MEMBERS, LaunchRound) if number else None
+                ends = [one.end for one in came]
+                self._publish(place / _PUBLISHED, with_history(_chosen(number, members, choose), before, ends))
             else:
                 time.sleep(self._times.poll_s)
         return None
@@ -205,15 +243,20 @@ class Membership:
             return True
         return number > 0 and indices >= set(self._watch.look())
 
-    def _publish(self, path: Path, found: LaunchRound) -> None:
-        temporary = temporary_sibling(path)
-        temporary.write_bytes(msgspec.json.encode(found))
+    def _publish(self, folder: Path, found: LaunchRound) -> None:
+        temporary = temporary_sibling(folder)
         try:
-            os.link(temporary, path)  # unlike a rename, fails if another launcher was first
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink(missing_ok=True)
+            temporary.mkdir()
+            (temporary / _MEMBERS).write_bytes(msgspec.json.encode(found))
+            # unlike that of a file, fails if another launcher was first; hard links, which would too, may be missing
+            os.rename(temporary, folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not (folder / _MEMBERS).exists():
+                raise RunError(
+                    f"{folder}: not published: {error.strerror or error}; needed: a file system that all nodes can "
+                    "write to and that renames folders"
+                ) from error
 
     def wait_for_next(self, after: LaunchRound, pays: Callable[[], bool]) -> bool:
         """Waits without a part in round ``after`` until the next one begins; False if the launch ends before.
@@ -257,8 +300,28 @@ class Membership:
 
 def newest_round(folder: Path) -> LaunchRound | None:
     """The newest round of a launch that was published; None before the first."""
-    rounds = sorted(folder.glob(f"round-*/{_PUBLISHED}"))
+    rounds = sorted(folder.glob(f"round-*/{_PUBLISHED}/{_MEMBERS}"))
     return _read(rounds[-1], LaunchRound) if rounds else None
+
+
+def with_history(found: LaunchRound, before: LaunchRound | None, ends: Sequence[RoundEnd]) -> LaunchRound:
+    """A round with the restarts up to it; pure.
+
+    It counts as a restart unless a launcher has left the round before for a change of nodes: the others may then have
+    seen no more than lost ranks. A step that failed before may succeed with other members.
+
+    Args:
+        found: the round.
+        before: the one before; None for the first.
+        ends: of that one, as the launchers that came saw it.
+    """
+    if before is None:
+        return found
+    if any(end.nodes_change for end in ends):
+        return replace(found, restarts=before.restarts)
+    done = [end.failed_after for end in ends if end.failed_after is not None]
+    again = max(done) if done and found.members == before.members else None
+    return replace(found, restarts=before.restarts + 1, failed_after=again)
 
 
 def leave_out(folder: Path, nodes: Iterable[int]) -> None:
@@ -280,13 +343,13 @@ def waiting_nodes(watch: BeatWatch) -> list[int]:
 def _chosen(
     number: int,
     came: Sequence[LaunchMember],
-    choose: Callable[[Sequence[LaunchMember]], tuple[Iterable[LaunchMember], dict[str, str]]],
+    choose: Callable[[Sequence[LaunchMember]], RoundChoice],
 ) -> LaunchRound:
     try:
-        members, settings = choose(came)
+        members, config = choose(came)
     except ConfigError as error:
-        return LaunchRound(number, (), {}, str(error))
-    return LaunchRound(number, tuple(members), settings)
+        return LaunchRound(number, (), problem=str(error))
+    return LaunchRound(number, tuple(members), config)
 
 
 def _read(file: Path, kind: type[T]) -> T | None:

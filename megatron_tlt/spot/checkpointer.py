@@ -43,6 +43,7 @@ from megatron_tlt.checkpoint.payload import STATE, Payload, read_payload, write_
 from megatron_tlt.checkpoint.publication import remove_older
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.platform.files import write_errors
+from megatron_tlt.platform.threads import start_thread
 from megatron_tlt.spot.staging import StagingBuffer
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class SelectiveCheckpointer:
 
     Raises:
         ValueError: ``keep`` is below 1.
+        RunError: the thread cannot be started.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -107,7 +109,7 @@ class SelectiveCheckpointer:
         self._free = [StagingBuffer(), StagingBuffer()]
         self._writing = False
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread = start_thread(self._write_all, "spot-checkpoint")
 
     @property
     def counts(self) -> CheckpointCounts:
@@ -144,9 +146,6 @@ class SelectiveCheckpointer:
             return self._count_save(began, 0)
         with self._changed:
             self._waiting = _Staged(version, payload.kind, header, buffer)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="spot-checkpoint", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
         return self._count_save(began, buffer.nbytes)
 
@@ -182,7 +181,7 @@ class SelectiveCheckpointer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if done and self._thread is not None:
+        if done:
             self._thread.join()
         return done
 

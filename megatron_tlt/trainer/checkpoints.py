@@ -17,7 +17,7 @@ from megatron_tlt.checkpoint.files import find_latest_whole, latest_step
 from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import Sums, verify_manifest
 from megatron_tlt.checkpoint.parts import CheckpointPart, load_parts, save_parts
-from megatron_tlt.checkpoint.publication import Publication
+from megatron_tlt.checkpoint.publication import Publication, publication_threads
 from megatron_tlt.checkpoint.shared import run_together, with_shared_sums
 from megatron_tlt.checkpoint.verification import BackgroundVerification
 from megatron_tlt.errors import RunError
@@ -103,6 +103,9 @@ class Checkpoints:
             can make a Hugging Face folder of it.
         in_background: False makes ``save`` wait until its checkpoint is published.
         verify: rank 0 verifies each published checkpoint in the background (``checkpoint.verification``).
+
+    Raises:
+        RunError: rank 0 cannot start the threads that publish and verify.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Checkpoints:
         self._began: float | None = None  # start time of the save in progress
         self._write: BackgroundWrite | None = None
         self._publication: Publication | None = None  # on rank 0
+        self._threads = publication_threads() if rank() == 0 else None
         self._verify = verify
         self._verification = BackgroundVerification() if verify and rank() == 0 else None
         self._folder: Path | None = None  # of the newest save
@@ -164,8 +168,8 @@ class Checkpoints:
                 if not self._write.done():
                     return False
                 self._write = None
-                if self._publication is not None:
-                    self._publication.start()
+                if self._publication is not None and self._threads is not None:
+                    self._publication.start(self._threads)
             with failing_together():
                 published = self._publication is not None and self._publication.done()
             if not any_rank(published):

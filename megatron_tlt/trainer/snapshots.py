@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,17 +17,18 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.checkpoint.memory_slots import INDEX, BlockSource, MemorySlot, SlotReader
 from megatron_tlt.checkpoint.parts import CheckpointPart, save_parts
 from megatron_tlt.checkpoint.shared import run_together
-from megatron_tlt.checkpoint.snapshot_places import buddies, needed_copies, whole_steps
+from megatron_tlt.checkpoint.snapshot_places import SavedPart, WholeSnapshot, buddies, needed_copies, newest_whole
 from megatron_tlt.errors import ConfigError, RunError
-from megatron_tlt.platform.collectives import all_gather_data, failing_together
+from megatron_tlt.platform.collectives import all_gather_data, broadcast_data, failing_together
 from megatron_tlt.platform.device import barrier, log_once, rank, warn, world_size
 from megatron_tlt.platform.file_exchange import FolderTransfer, exchange_folders
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import node_index
+from megatron_tlt.platform.threads import started_pool
 from megatron_tlt.trainer.checkpoints import TrainerState
 
 _SLOTS = ("slot_0", "slot_1")
-_STATE, _WORLD, _LAYOUT, _RANK = "state", "world_size", "layout", "rank"
+_STATE, _WORLD, _LAYOUT, _RANK, _SAVE = "state", "world_size", "layout", "rank", "save"
 
 
 class Snapshots:
@@ -42,6 +43,9 @@ class Snapshots:
         root: the folder of all snapshots of this launch on this node, on tmpfs.
         parts: state saved in addition to the actor's.
         node: this node's number.
+
+    Raises:
+        RunError: the thread cannot be started.
     """
 
     def __init__(self, root: Path, parts: Sequence[CheckpointPart], node: int = 0) -> None:
@@ -49,11 +53,13 @@ class Snapshots:
         self._parts = parts
         self._nodes = all_gather_data(node, int)
         self._buddies = buddies(self._nodes)
+        self._attempt = broadcast_data(time.time_ns() if rank() == 0 else None, int)
+        self._begun = 0
         self._group = dist.new_group(backend="gloo") if len(set(self._nodes)) > 1 else None
         self._slots = [MemorySlot(root / name / _folder(rank())) for name in _SLOTS]
         self._next = 0
         self._step: int | None = None  # of the snapshot that is begun and not committed
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._pool = started_pool(1, "snapshot")
         self._checksum: Future[int] | None = None
         self._sent: Future[None] | None = None
         self._layout: dict[str, int] = {}
@@ -86,7 +92,7 @@ class Snapshots:
         """Copies the state after ``step``; if memory is short, warns and makes no snapshots from then on."""
         if self._failed:
             return
-        began = time.perf_counter()
+        began, self._begun = time.perf_counter(), self._begun + 1
         slot, self._next = self._slots[self._next], 1 - self._next
         self._layout = policy.layout
         try:
@@ -126,6 +132,7 @@ class Snapshots:
         assert self._checksum is not None and state.step == self._step
         slot = self._slots[1 - self._next]
         described = {_STATE: asdict(state), _WORLD: world_size(), _LAYOUT: self._layout, _RANK: rank()}
+        described[_SAVE] = f"{self._attempt:020d}-{self._begun:08d}"
         slot.complete(self._step, self._checksum.result(), described)
         self.newest_step, self._step = self._step, None
         if self._group is not None:
@@ -145,44 +152,40 @@ class Snapshots:
 
         Where ranks have left snapshots that cannot be used, a warning says why; the policy is then undefined.
         """
-        here = self._present()
-        everywhere = all_gather_data(here, dict[int, tuple[str, int, list[int]]])
-        present = dict(zip(self._nodes, everywhere, strict=True))
-        worlds = {step: world for found in everywhere for step, (_, world, _) in found.items()}
-        whole = whole_steps({n: {s: ranks for s, (_, _, ranks) in f.items()} for n, f in present.items()}, worlds)
-        if not whole:
-            if worlds:
+        everywhere = all_gather_data(self._present(), list[SavedPart])
+        whole = newest_whole(dict(zip(self._nodes, everywhere, strict=True)))
+        if whole is None:
+            if any(everywhere):
                 warn("no snapshot in memory is whole: the run restarts from its newest checkpoint")
             return None
-        if (step := max(whole)) < least:
+        if (step := whole.step) < least:
             return None
-        slot = next(found[step][0] for found in everywhere if step in found)
-        of_step = {node: found[step][2] if step in found else [] for node, found in present.items()}
         try:
-            state = self._restored(policy, self._root / slot, worlds[step], of_step)
+            state = self._restored(policy, whole)
         except RunError as error:
             warn(f"the snapshot of step {step} cannot be used: {error}; the run restarts from its newest checkpoint")
             self.forget()
             return None
-        self._next, self.newest_step = 1 - _SLOTS.index(slot), step
+        self._next, self.newest_step = 1 - _SLOTS.index(whole.slot), step
         log_once(f"resumed from the snapshot of step {step} in memory")
         return state
 
-    def _present(self) -> dict[int, tuple[str, int, list[int]]]:
-        """By step: the slot, the number of ranks that made it, and those whose parts are on this node."""
-        found: dict[int, tuple[str, int, list[int]]] = {}
+    def _present(self) -> list[SavedPart]:
+        """The ranks' snapshots on this node."""
+        found = []
         for name in _SLOTS:
             for folder in sorted((self._root / name).glob("rank_*")):
                 if (reader := _reader(folder)) is not None:
-                    _, _, ranks = found.setdefault(reader.step, (name, int(reader.described[_WORLD]), []))
-                    ranks.append(int(reader.described[_RANK]))
+                    save, world, saved = (reader.described[key] for key in (_SAVE, _WORLD, _RANK))
+                    found.append(SavedPart(save, reader.step, name, world, saved))
         return found
 
     def forget(self) -> None:
         """Makes all slots incomplete, as steps that are repeated from a checkpoint must not meet their snapshots.
 
-        Copies that are still on their way arrive first.
+        Copies that are still on their way arrive first. One that is begun is not committed any more.
         """
+        self.newest_step, self._step = 0, None
         if self._sent is not None:
             self._sent.result()
         barrier()
@@ -191,7 +194,8 @@ class Snapshots:
                 (folder / INDEX).unlink(missing_ok=True)
         barrier()
 
-    def _restored(self, policy: Policy, slot: Path, world: int, present: dict[int, list[int]]) -> TrainerState:
+    def _restored(self, policy: Policy, whole: WholeSnapshot) -> TrainerState:
+        slot, world, present = self._root / whole.slot, whole.world, whole.present
         layouts = all_gather_data(self._layout_of(slot, present), dict[str, int] | None)
         alike = world == world_size() and all(found in (None, policy.layout) for found in layouts)
         node = self._nodes[rank()]
@@ -214,7 +218,7 @@ class Snapshots:
                 warn(f"the snapshot has no {part.name!r}: that part starts anew")
         return TrainerState(**readers[0].described[_STATE])
 
-    def _layout_of(self, slot: Path, present: dict[int, list[int]]) -> dict[str, int] | None:
+    def _layout_of(self, slot: Path, present: Mapping[int, list[int]]) -> dict[str, int] | None:
         ranks = present[self._nodes[rank()]]
         return dict(SlotReader(slot / _folder(ranks[0])).described[_LAYOUT]) if ranks else None
 

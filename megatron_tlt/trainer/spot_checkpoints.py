@@ -21,7 +21,7 @@ _POLL_S = 0.02
 
 
 class SpotCheckpoints:
-    """One rank's checkpoint writer and reader; the first save creates its thread and memory.
+    """One rank's checkpoint writer and reader; its thread is there from the start, its memory from the first save.
 
     One rank writes at a time: a former leader enters another leader's session only when it is ``idle``.
 
@@ -32,7 +32,7 @@ class SpotCheckpoints:
 
     def __init__(self, folder: Path, every: int, trainer: DrafterTrainer) -> None:
         self._folder, self._every, self._trainer = folder, every, trainer
-        self._checkpointer: SelectiveCheckpointer | None = None
+        self._checkpointer = SelectiveCheckpointer(folder, _KEEP)
         self._saved: int | None = None
 
     def step_done(self, rl_step: int) -> None:
@@ -45,19 +45,17 @@ class SpotCheckpoints:
         version = self._trainer.version
         if version == self._saved:
             return
-        if self._checkpointer is None:
-            self._checkpointer = SelectiveCheckpointer(self._folder, _KEEP)
         self._checkpointer.save(version, payload_of(self._trainer.state, {"step": rl_step}))
         self._saved = version
 
     def idle(self) -> bool:
         """Whether this rank has no write in progress."""
-        return self._checkpointer is None or self._checkpointer.wait(0.0)
+        return self._checkpointer.wait(0.0)
 
     @property
     def failed(self) -> int:
         """Number of failed saves of this rank."""
-        return 0 if self._checkpointer is None else self._checkpointer.counts.failed
+        return self._checkpointer.counts.failed
 
     def take_over(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Loads the newest checkpoint if it is newer than the trainer's state; returns whether it was.
@@ -98,5 +96,4 @@ class SpotCheckpoints:
 
     def close(self, timeout_s: float) -> None:
         """Waits for the write in progress, for ``timeout_s`` at most."""
-        if self._checkpointer is not None:
-            self._checkpointer.close(timeout_s)
+        self._checkpointer.close(timeout_s)

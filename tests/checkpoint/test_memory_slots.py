@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.checkpoint.memory_slots import DATA, INDEX, Block, BlockSource, MemorySlot, SlotReader
-from megatron_tlt.checkpoint.snapshot_places import buddies, needed_copies, whole_steps
+from megatron_tlt.checkpoint.snapshot_places import SavedPart, buddies, needed_copies, newest_whole
 from megatron_tlt.errors import RunError
 
 
@@ -119,12 +120,44 @@ def test_a_buddy_is_on_another_node_and_none_has_much_more_than_others(nodes: li
 @given(st.data(), st.integers(1, 4), st.integers(1, 6))
 def test_each_node_gets_what_it_needs_from_one_that_has_it(data: st.DataObject, nodes: int, world: int) -> None:
     present = {node: data.draw(st.sets(st.integers(0, world - 1))) for node in range(nodes)}
-    whole = whole_steps({node: {3: ranks} for node, ranks in present.items()}, {3: world})
-    assert (whole == {3}) == (set().union(*present.values()) == set(range(world)))
-    if not whole:
+    parts = {node: [SavedPart("a", 3, "slot_0", world, one) for one in ranks] for node, ranks in present.items()}
+    whole = newest_whole(parts)
+    assert (whole is not None) == (set().union(*present.values()) == set(range(world)))
+    if whole is None:
         return
+    assert {node: set(ranks) for node, ranks in whole.present.items()} == present
     needed = {node: data.draw(st.sets(st.integers(0, world - 1))) for node in range(nodes)}
     for copy in needed_copies(present, needed):
         assert copy.saved in present[copy.source] and copy.saved not in present[copy.target]
         present[copy.target].add(copy.saved)
     assert all(present[node] >= needed[node] for node in needed)
+
+
+PARTS = st.builds(
+    SavedPart,
+    st.sampled_from("abc"),
+    st.integers(1, 2),
+    st.sampled_from(["x", "y"]),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+
+
+@given(st.dictionaries(st.integers(0, 2), st.lists(PARTS, unique=True, max_size=12), min_size=1))
+def test_a_whole_snapshot_has_all_ranks_of_one_save_and_is_the_newest(found: dict[int, list[SavedPart]]) -> None:
+    def of_save(part: SavedPart) -> set[int]:
+        same = [one for parts in found.values() for one in parts if replace(one, rank=0) == replace(part, rank=0)]
+        return {one.rank for one in same}
+
+    every = [part for parts in found.values() for part in parts]
+    whole = {(one.step, one.save, one.slot, one.world) for one in every if of_save(one) >= set(range(one.world))}
+    newest = newest_whole(found)
+    if newest is None:
+        assert not whole
+        return
+    step, save, slot, world = max(whole)
+    assert (newest.step, newest.slot, newest.world) == (step, slot, world)
+    for node, ranks in newest.present.items():
+        assert sorted(ranks) == sorted(
+            one.rank for one in found[node] if (one.step, one.save, one.slot, one.world) == (step, save, slot, world)
+        )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_tlt.checkpoint.files import find_latest_whole
-from megatron_tlt.checkpoint.publication import Publication
+from megatron_tlt.checkpoint.publication import Publication, publication_threads
 from megatron_tlt.errors import RunError
 from tests.conftest import mounted
+from tests.helpers.launch import run_python
+
+THREADS = publication_threads()
 
 
 def publish(folder: Path, keep: int) -> None:
     publication = Publication(folder, keep)
     (publication.temporary / "state.json").write_text("{}")
-    publication.start()
+    publication.start(THREADS)
     deadline = time.monotonic() + 20
     while not publication.done():
         assert time.monotonic() < deadline
@@ -54,3 +58,16 @@ def test_any_failure_of_its_thread_is_an_error_of_the_run(
     monkeypatch.setattr("megatron_tlt.checkpoint.publication.set_latest", broken)
     with pytest.raises(RunError, match=r"step_2.*broken disk"):
         publish(tmp_path / "step_2", keep=2)
+
+
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        ("after", r"^published$"),
+        ("before", r"^error: thread 'publish' not started: can't start new thread; needed: more memory or threads \("),
+    ],
+)
+def test_a_memory_limit_hits_the_start_of_a_run_and_no_checkpoint(tmp_path: Path, when: str, said: str) -> None:
+    worker = Path(__file__).parent / "workers" / "short_memory.py"
+    found = run_python(worker, [str(tmp_path), when], timeout_s=60, fresh=True)
+    assert re.search(said, found, re.MULTILINE), found

@@ -14,7 +14,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import LAUNCH
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.planning.job import job_of
-from megatron_tlt.platform.membership import LaunchMember, LaunchRound, leave_out
+from megatron_tlt.platform.membership import LaunchMember, LaunchRound, RoundEnd, leave_out
 
 
 def config_of(folder: Path, *overrides: str, name: str = "qwen2.5-32b-4n8g") -> TltConfig:
@@ -33,9 +33,9 @@ def members(*devices: int) -> list[LaunchMember]:
 
 
 def chosen(config: TltConfig, folder: Path, *devices: int) -> tuple[list[int], TltConfig]:
-    used, settings = ElasticNodes(config)._choose(members(*devices))
+    used, text = ElasticNodes(config)._choose(members(*devices))
     path = folder / "chosen.yaml"
-    path.write_text(settings["config"])
+    path.write_text(text)
     return [member.index for member in used], load_resolved(path)
 
 
@@ -111,9 +111,24 @@ def test_a_place_pays_if_enough_of_the_run_is_left(tmp_path: Path) -> None:
     assert elastic._seconds_left() == 99 * 50.0
 
 
+def test_the_layout_is_searched_once_for_the_same_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = ElasticNodes(config_of(tmp_path, "elastic.reconfigure_s=60", "trainer.steps=1000"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/total": 50.0}) + "\n")
+    searches, best = [], elastic._best
+    monkeypatch.setattr(elastic, "_best", lambda devices: (searches.append(list(devices)), best(devices))[1])
+    with elastic.open():
+        membership = elastic._membership
+        assert membership is not None
+        for number, nodes in enumerate((members(0, 8, 8), members(0, 8, 8, 8))):
+            monkeypatch.setattr(membership, "newest", lambda n=number, m=nodes: LaunchRound(n, tuple(m)))
+            paid = [elastic._pays() for _ in range(3)]
+            assert paid == [paid[0]] * 3
+    assert searches == [[8, 8], [8, 8, 8], [8, 8, 8], [8, 8, 8, 8]] and paid[0]
+
+
 def started(elastic: ElasticNodes, number: int, *devices: int) -> tuple[TltConfig, LaunchStart]:
-    used, settings = elastic._choose(members(*devices))
-    start = elastic._start(LaunchRound(number, tuple(used), settings), 0, None)
+    used, text = elastic._choose(members(*devices))
+    start = elastic._start(LaunchRound(number, tuple(used), text), 0, None)
     return load_resolved(start.args[0]), start
 
 
@@ -160,9 +175,9 @@ def test_a_launch_that_has_ended_is_not_entered_again(tmp_path: Path) -> None:
         with elastic.open():
             if again:
                 with pytest.raises(RunError, match="this launch has ended; allowed: another TLT_JOB"):
-                    elastic.next(lambda: False)
+                    elastic.next(lambda: False, RoundEnd())
             else:
-                assert elastic.next(lambda: False) is not None
+                assert elastic.next(lambda: False, RoundEnd()) is not None
 
 
 def test_it_needs_restarts(tmp_path: Path) -> None:

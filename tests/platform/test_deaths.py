@@ -7,7 +7,14 @@ from signal import SIGABRT, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
 import pytest
 
-from megatron_tlt.platform.deaths import Death, Failure, first_death, read_failures
+from megatron_tlt.platform.deaths import (
+    ENDS_LATE,
+    Death,
+    Failure,
+    first_death,
+    kill_others_at_once,
+    read_failures,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +47,50 @@ def test_what_cannot_be_read_is_nothing(tmp_path: Path) -> None:
     for text in ("", "{", '[{"rank": 1}]', "3"):
         file.write_text(text)
         assert read_failures(file) == []
+
+
+class RenamedContext:
+    def __init__(self) -> None:
+        self._process_failures: dict[int, object] = {}
+        self.envs: dict[int, dict[str, str]] = {}
+
+    def close(self, death_sig: object = None, timeout: int = 30) -> None: ...
+
+
+class OtherContext:
+    def __init__(self) -> None:
+        self._failures: dict[int, object] = {}
+        self.envs: dict[int, dict[str, str]] = {}
+
+    def close(self, timeout: int = 30) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (RenamedContext, "torch's RenamedContext has no _failures"),
+        (
+            OtherContext,
+            "torch's OtherContext.close takes ['self', 'timeout'], needed: ['self', 'death_sig', 'timeout']",
+        ),
+    ],
+)
+def test_a_torch_with_another_interface_gives_a_warning(
+    kind: type, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    close = vars(kind)["close"]
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.api.SubprocessContext", kind)
+    kill_others_at_once()
+    assert capsys.readouterr().err == f"warning: {ENDS_LATE}: {reason}\n"
+    assert vars(kind)["close"] is close
+
+
+def test_the_installed_torch_has_the_interface(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    monkeypatch.setattr(SubprocessContext, "close", SubprocessContext.close)  # put back after the test
+    before = SubprocessContext.close
+    kill_others_at_once()
+    assert capsys.readouterr().err == "" and SubprocessContext.close is not before

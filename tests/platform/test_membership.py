@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,10 @@ from megatron_tlt.platform.membership import (
     LaunchRound,
     LaunchTimes,
     Membership,
+    RoundChoice,
+    RoundEnd,
     waiting_nodes,
+    with_history,
 )
 
 TIMES = LaunchTimes(beat_s=0.05, poll_s=0.01, silent_s=1.0)
@@ -29,8 +33,8 @@ def member(index: int) -> LaunchMember:
     return LaunchMember(index, f"10.0.0.{index}", 8)
 
 
-def everybody(came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
-    return came, {"nodes": str(len(came))}
+def everybody(came: Sequence[LaunchMember]) -> RoundChoice:
+    return came, f"{len(came)} nodes"
 
 
 def node(folder: Path, index: int, count: int, wait_s: float = 60.0) -> Membership:
@@ -46,16 +50,16 @@ def together(*calls: Callable[[], LaunchRound | None]) -> list[LaunchRound | Non
 def test_all_read_the_same_round_and_one_chooses(tmp_path: Path) -> None:
     chose = []
 
-    def choose(came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
+    def choose(came: Sequence[LaunchMember]) -> RoundChoice:
         chose.append(threading.get_ident())
-        return came, {"by": str(threading.get_ident())}
+        return came, str(threading.get_ident())
 
     nodes = [node(tmp_path, index, 4) for index in range(4)]
     rounds = together(*(lambda one=one: one.gather(0, choose) for one in nodes))
     assert len(set(map(repr, rounds))) == 1
     first = rounds[0]
     assert first is not None and first.members == tuple(member(index) for index in range(4))
-    assert first.settings["by"] in map(str, chose), "what one of them chose, whole"
+    assert first.config in map(str, chose), "what one of them chose, whole"
     for one in nodes:
         one.end(launch=True)
 
@@ -65,7 +69,7 @@ def test_a_node_that_does_not_come_is_left_out_after_the_wait(tmp_path: Path) ->
     began = time.monotonic()
     found = own.gather(0, everybody)
     own.end(launch=True)
-    assert found == LaunchRound(0, (member(1),), {"nodes": "1"}) and time.monotonic() - began >= 0.3
+    assert found == LaunchRound(0, (member(1),), "1 nodes") and time.monotonic() - began >= 0.3
     assert found.position(1) == 0 and found.position(0) is None
 
 
@@ -89,12 +93,12 @@ def test_after_the_first_round_a_lost_node_is_not_waited_for_and_a_living_one_is
 
 
 def test_what_nobody_can_do_is_a_problem_of_all(tmp_path: Path) -> None:
-    def refuse(came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
+    def refuse(came: Sequence[LaunchMember]) -> RoundChoice:
         raise ConfigError(f"elastic.min_devices: found {len(came)}")
 
     nodes = [node(tmp_path, index, 2) for index in range(2)]
     found = together(*(lambda one=one: one.gather(0, refuse) for one in nodes))
-    assert found[0] == found[1] == LaunchRound(0, (), {}, "elastic.min_devices: found 2")
+    assert found[0] == found[1] == LaunchRound(0, (), problem="elastic.min_devices: found 2")
     for one in nodes:
         one.end(launch=True)
 
@@ -166,3 +170,45 @@ def test_a_count_that_stands_still_is_a_lost_node_whatever_the_nodes_clocks(tmp_
     assert watch.look() == {}
     (tmp_path / "alive-1.json").write_text("{")
     assert watch.look() == {}
+
+
+def test_no_hard_links_are_needed_and_a_folder_that_cannot_be_renamed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    own = node(tmp_path, 0, 1)
+    assert own.gather(0, everybody) == LaunchRound(0, (member(0),), "1 nodes")
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(
+        RunError, match=r"round-00001/published: not published: Operation not permitted; needed: a file"
+    ):
+        own.gather(1, everybody)
+    assert [file.name for file in (tmp_path / "round-00001").iterdir()] == ["node-00000.json"]
+    own.end(launch=True)
+
+
+def test_restarts_are_counted_by_the_rounds_for_all_launchers_alike(tmp_path: Path) -> None:
+    nodes = [node(tmp_path, index, 2) for index in range(2)]
+
+    def gather(number: int, *ends: RoundEnd) -> LaunchRound:
+        calls = [
+            lambda one=one, end=end: one.gather(number, everybody, end) for one, end in zip(nodes, ends, strict=True)
+        ]
+        first, second = together(*calls)
+        assert first == second and first is not None
+        return first
+
+    lost, late, changed, anew = RoundEnd(failed_after=4), RoundEnd(failed_after=3), RoundEnd(None, True), RoundEnd()
+    found = [gather(0, anew, anew), gather(1, lost, late), gather(2, changed, lost), gather(3, lost, anew)]
+    assert [(one.restarts, one.failed_after) for one in found] == [(0, None), (1, 4), (1, None), (2, 4)]
+    for one in nodes:
+        one.end(launch=True)
+
+
+def test_a_step_that_failed_with_other_members_may_succeed() -> None:
+    before = LaunchRound(4, (member(0), member(1)), restarts=2, failed_after=7)
+    found = with_history(LaunchRound(5, (member(0),)), before, [RoundEnd(failed_after=7)])
+    assert (found.restarts, found.failed_after) == (3, None)

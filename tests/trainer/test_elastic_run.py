@@ -87,7 +87,7 @@ def test_a_lost_node_costs_no_step_and_returns_between_two(runs: Runs, tmp_path:
     wait_for_rows(runs, "elastic", 3, nodes[0])
     runs.kill("elastic-node1")  # launcher and rank at once, as a power cut does
     deadline = time.monotonic() + 200 * slowness()
-    while not (run / "logs" / "members" / "elastic" / "round-00001" / "members.json").exists():
+    while not (run / "logs" / "members" / "elastic" / "round-00001" / "published").exists():
         assert time.monotonic() < deadline and nodes[0].poll() is None, runs.log("elastic-node0")
         time.sleep(0.1)
     nodes[1] = start(1)  # node 0 goes on without it for as long as it takes to start

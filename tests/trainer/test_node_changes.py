@@ -16,8 +16,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a launch whose node 0 is lost; this process is a rank on node 2."""
     monkeypatch.setenv("TLT_NODE_RANK", "2")
     members = tuple(LaunchMember(index, f"10.0.0.{index}", 8) for index in (1, 2))
-    (tmp_path / "round-00001").mkdir()
-    (tmp_path / "round-00001" / "members.json").write_bytes(msgspec.json.encode(LaunchRound(1, members, {})))
+    (tmp_path / "round-00001" / "published").mkdir(parents=True)
+    (tmp_path / "round-00001" / "published" / "members.json").write_bytes(msgspec.json.encode(LaunchRound(1, members)))
     return tmp_path
 
 

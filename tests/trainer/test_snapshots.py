@@ -44,7 +44,11 @@ def test_one_whole_snapshot_remains_while_the_next_is_written(rows: dict[str, di
 
 
 def test_what_is_damaged_or_incomplete_is_not_loaded(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["broken"] == {"incomplete": 2, "flipped": 1, "forgotten": None}
+    assert rows["broken"] == {"incomplete": 2, "flipped": 1, "forgotten": None, "newest_step": [3, 0]}
+
+
+def test_parts_of_two_saves_of_a_step_are_no_snapshot(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["mixed"] == {"alone": 1, "mixed": None}
 
 
 def test_a_slot_takes_what_is_planned(rows: dict[str, dict[str, Any]], models: Path) -> None:

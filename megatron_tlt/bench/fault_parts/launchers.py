@@ -13,15 +13,15 @@ from pathlib import Path
 
 from megatron_tlt.bench.fault_parts.trial import Part, check, wait_until
 from megatron_tlt.platform.files import atomic_write_text
-from megatron_tlt.platform.membership import LaunchMember, LaunchTimes, Membership
+from megatron_tlt.platform.membership import LaunchMember, LaunchTimes, Membership, RoundChoice
 
 _TIMES = LaunchTimes(beat_s=0.05, poll_s=0.01, silent_s=0.6)
 _WAIT_S = 3.0
 _LIMIT_S = 30.0
 
 
-def _everybody(came: Sequence[LaunchMember]) -> tuple[Sequence[LaunchMember], dict[str, str]]:
-    return came, {"nodes": str(len(came)), "by": str(os.getpid())}
+def _everybody(came: Sequence[LaunchMember]) -> RoundChoice:
+    return came, f"{len(came)} nodes, by {os.getpid()}"
 
 
 def _launcher(folder: Path, index: int, nodes: int, rounds: int) -> None:
@@ -31,7 +31,7 @@ def _launcher(folder: Path, index: int, nodes: int, rounds: int) -> None:
         wait_until((folder / f"begin-{number}").exists, _LIMIT_S, "the next round")
         found = own.gather(number, _everybody)
         assert found is not None
-        said = {"members": [one.index for one in found.members], "settings": found.settings}
+        said = {"members": [one.index for one in found.members], "config": found.config}
         atomic_write_text(folder / f"found-{number}-{index}.json", json.dumps(said), durable=False)
     own.end(launch=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from megatron_tlt.checkpoint.leftovers import clean_leftovers
 from megatron_tlt.checkpoint.manifest import MANIFEST, rewriting, verify_manifest
 from megatron_tlt.checkpoint.memory_slots import Block, MemorySlot, SlotReader
 from megatron_tlt.checkpoint.payload import Payload
-from megatron_tlt.checkpoint.publication import Publication
+from megatron_tlt.checkpoint.publication import Publication, publication_threads
 from megatron_tlt.errors import RunError
 from megatron_tlt.observe.jsonl import JsonLinesFile, read_jsonl
 from megatron_tlt.spot.checkpointer import SelectiveCheckpointer, newest
@@ -77,6 +78,7 @@ class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._cleaned = False
+        self._threads: Executor | None = None
 
     def write(self, version: int) -> None:
         if not self._cleaned:
@@ -90,7 +92,8 @@ class CheckpointStore:
             (publication.temporary / "state.json").write_text(json.dumps({"step": version}))
         except (OSError, SafetensorError) as error:
             raise publication.abandon(RunError(str(error))) from error
-        publication.start()
+        self._threads = self._threads or publication_threads()
+        publication.start(self._threads)
         wait_until(publication.done, _WRITTEN_WITHIN_S, "the publication of a checkpoint")
 
     def read(self) -> int | None:

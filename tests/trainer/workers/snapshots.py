@@ -100,6 +100,28 @@ def broken(models: Path, root: Path, checkpoints: Path) -> dict[str, Any]:
     barrier()
     row["flipped"] = saved.resume(policy, snapshots=Snapshots(root, [])).step
     row["forgotten"] = Snapshots(root, []).resume(policy, least=0)
+    newest = snapshots.newest_step
+    snapshots.forget()
+    row["newest_step"] = [newest, snapshots.newest_step]
+    return row
+
+
+def mixed(models: Path, root: Path) -> dict[str, Any]:
+    """A step that was saved, and repeated by another start of the ranks: a part of each is no snapshot."""
+    policy = built(models, "dp2")
+    for name in ("before", "after"):
+        snapshots = Snapshots(root / name, [])
+        train(policy, 1)
+        snapshots.begin(policy, 1)
+        snapshots.commit(TrainerState(step=1))
+    own = [root / name / "slot_0" / f"rank_{rank():05d}" for name in ("before", "after")]
+    barrier()
+    row = {"alone": getattr(Snapshots(root / "after", []).resume(policy, least=0), "step", None)}
+    if rank() == 1:
+        shutil.rmtree(own[1])
+        own[0].rename(own[1])
+    barrier()
+    row["mixed"] = getattr(Snapshots(root / "after", []).resume(policy, least=0), "step", None)
     return row
 
 
@@ -137,6 +159,7 @@ def main(models: str, out: str) -> None:
     initialize_distributed(120)
     rows = {name: run(Path(models), Path(out) / name, name) for name in CASES}
     rows["broken"] = broken(Path(models), Path(out) / "broken", Path(out) / "checkpoints")
+    rows["mixed"] = mixed(Path(models), Path(out) / "mixed")
     rows["nodes"] = two_nodes(Path(models), Path(out) / "nodes")
     if rank() == 0:
         Path(out, "rows.json").write_text(json.dumps(rows))
