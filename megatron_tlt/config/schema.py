@@ -6,10 +6,11 @@ own dataclasses and validated against the installed release in ``config.passthro
 
 from __future__ import annotations
 
+import math
 import os
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -21,6 +22,7 @@ from megatron_tlt.config.guard import GuardConfig
 from megatron_tlt.config.integrity import IntegrityConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
+from megatron_tlt.config.phases import PHASES, Phase
 from megatron_tlt.config.reward import RewardConfig
 from megatron_tlt.config.schedule import OptionalSchedule
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
@@ -54,11 +56,6 @@ def _processes(value: Any) -> Any:
     return value if value != "auto" else visible_gpus() or 2
 
 
-Phase = Literal["start", "rollout", "log-probs", "update", "drafter", "reshard", "evaluate", "checkpoint", "export"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-"""What a rank does one after another, from its start to the export of the trained model."""
-
-
 class LauncherConfig(Section):
     """Number of processes, one per device. ``tlt train`` starts torchrun itself if it does not run under it.
 
@@ -68,7 +65,7 @@ class LauncherConfig(Section):
 
     A phase of a step that takes longer than ``phase_timeout_s`` ends the run (null: never), with the ranks that stand
     still and every thread's stack in ``logs/``. ``phase_timeouts_s`` has other limits by phase: start, rollout,
-    log-probs, update, drafter, reshard, evaluate, checkpoint, export.
+    log-probs, update, drafter, reshard, evaluate, checkpoint, snapshot, export.
     """
 
     nnodes: PositiveInt = 1
@@ -91,9 +88,9 @@ class LauncherConfig(Section):
 
     @property
     def phase_limits_s(self) -> dict[str, float]:
-        """Seconds by phase; a phase without a limit is not in it."""
+        """Seconds by phase, infinite for a phase without a limit."""
         limits = {phase: self.phase_timeouts_s.get(phase, self.phase_timeout_s) for phase in PHASES}
-        return {phase: float(limit) for phase, limit in limits.items() if limit is not None}
+        return {phase: math.inf if limit is None else float(limit) for phase, limit in limits.items()}
 
 
 class ArchitectureConfig(Section):

@@ -8,6 +8,7 @@ gone. If none does, some rank computes or waits without end, and the stacks and 
 from __future__ import annotations
 
 import faulthandler
+import math
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ class PhaseWatch:
     """Watches the phases of one rank; :meth:`begin` names the current one.
 
     Args:
-        limits_s: seconds by phase; a phase that is not in it may take any time.
+        limits_s: seconds by phase, infinite for one that may take any time.
         store: shared by all ranks.
         rank: of this process.
         world: number of ranks.
@@ -58,7 +59,7 @@ class PhaseWatch:
         self._closed = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="phase-watch", daemon=True)
-        if limits_s:
+        if any(math.isfinite(limit) for limit in limits_s.values()):
             self._thread.start()
 
     @classmethod
@@ -70,7 +71,13 @@ class PhaseWatch:
         return cls(limits_s, store, dist.get_rank(), dist.get_world_size(), folder)
 
     def begin(self, phase: str) -> None:
-        """The current phase ends and ``phase`` begins."""
+        """The current phase ends and ``phase`` begins.
+
+        Raises:
+            ValueError: no limit is given for it, so nobody could set one.
+        """
+        if phase not in self._limits_s:
+            raise ValueError(f"phase {phase!r}: found no limit; allowed: {', '.join(self._limits_s)}")
         self._current = (phase, time.monotonic())
 
     def pause(self) -> None:
@@ -96,7 +103,7 @@ class PhaseWatch:
                     noted = current
             except RuntimeError:
                 connected = noted = None
-            if current is not None and time.monotonic() - current[1] > self._limits_s.get(current[0], float("inf")):
+            if current is not None and time.monotonic() - current[1] > self._limits_s[current[0]]:
                 self._overdue(current[0], connected)
                 return
 

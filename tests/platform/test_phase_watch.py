@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_tlt.config.loader import load_config
+from megatron_tlt.config.phases import PHASES
 from megatron_tlt.errors import RanksLost
 from megatron_tlt.platform import lost_ranks, phase_watch
 from megatron_tlt.platform.phase_watch import PhaseWatch
@@ -36,8 +38,8 @@ def wait_for(found: list[RanksLost], limit_s: float = 20.0) -> str:
 
 def test_a_rank_that_stands_still_is_named_with_its_phase(tmp_path: Path, ended: list[RanksLost]) -> None:
     store = dist.HashStore()
-    watch = PhaseWatch({"update": 0.5}, store, 0, 3, tmp_path / "logs")
-    living = PhaseWatch({"export": 99.0}, store, 1, 3, tmp_path / "logs")
+    watch = PhaseWatch({"update": 0.5, "rollout": math.inf}, store, 0, 3, tmp_path / "logs")
+    living = PhaseWatch({"update": 99.0}, store, 1, 3, tmp_path / "logs")
     store.set("phase/2", "log-probs")  # rank 2 stands still
     watch.begin("rollout")
     living.begin("update")
@@ -64,7 +66,7 @@ def test_ranks_that_wait_for_the_same_one_do_not_name_each_other(tmp_path: Path,
 
 def test_without_a_silent_rank_all_phases_are_said(tmp_path: Path, ended: list[RanksLost]) -> None:
     store = dist.HashStore()
-    living = PhaseWatch({"export": 99.0}, store, 1, 2, tmp_path)
+    living = PhaseWatch({"update": 99.0}, store, 1, 2, tmp_path)
     living.begin("update")
     time.sleep(0.3)
     watch = PhaseWatch({"update": 0.2}, store, 0, 2, tmp_path)
@@ -82,8 +84,17 @@ def test_phases_that_end_in_time_end_nothing(tmp_path: Path, ended: list[RanksLo
     time.sleep(0.8)
     watch.close()
     time.sleep(0.8)
-    assert not ended and not PhaseWatch({}, dist.HashStore(), 0, 1, tmp_path)._thread.is_alive()
+    assert not ended and not PhaseWatch({"update": math.inf}, dist.HashStore(), 0, 1, tmp_path)._thread.is_alive()
     assert threading.active_count() < 20
+
+
+def test_a_phase_that_no_limit_could_be_set_for_does_not_begin(tmp_path: Path) -> None:
+    watch = PhaseWatch(dict.fromkeys(PHASES, 99.0), dist.HashStore(), 0, 1, tmp_path)
+    for phase in PHASES:
+        watch.begin(phase)
+    with pytest.raises(ValueError, match=r"phase 'saving': found no limit; allowed: start, .* snapshot, export"):
+        watch.begin("saving")
+    watch.close()
 
 
 def test_limits_are_set_by_phase(tmp_path: Path) -> None:
@@ -91,6 +102,9 @@ def test_limits_are_set_by_phase(tmp_path: Path) -> None:
     limits = load_config(write(tmp_path), overrides, check_libraries=False).launcher.phase_limits_s
     assert limits["rollout"] == 7200 and limits["update"] == limits["start"] == 100
     none = ["launcher.phase_timeout_s=null", "launcher.phase_timeouts_s={update: 5}"]
-    assert load_config(write(tmp_path), none, check_libraries=False).launcher.phase_limits_s == {"update": 5.0}
+    assert load_config(write(tmp_path), none, check_libraries=False).launcher.phase_limits_s == {
+        **dict.fromkeys(PHASES, math.inf),
+        "update": 5.0,
+    }
     (line,) = violations(write(tmp_path), "launcher.phase_timeouts_s={decode: 5}")
     assert "launcher.phase_timeouts_s.decode" in line and "rollout" in line

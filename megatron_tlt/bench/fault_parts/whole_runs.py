@@ -25,7 +25,7 @@ from megatron_tlt.bench.fault_parts.storage import delete, flip, truncate
 from megatron_tlt.bench.fault_parts.trial import Broken, check
 from megatron_tlt.bench.outside import processes_below, ranks_below
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.config.schema import PHASES
+from megatron_tlt.config.phases import PHASES
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.jsonl import read_jsonl
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics, recorded_steps
@@ -34,6 +34,9 @@ from megatron_tlt.observe.samples import SAMPLES_FILE
 _RUN_LIMIT_S = 1800.0
 _START_LIMIT_S = 300
 _PHASE_LIMIT_S = 30
+_FAULT_LIMIT_S = 540.0
+"""From a fault to the next step: a phase and a start at their limits, and torchrun's 30 s, with some room. It is less
+than a collective may take, so a phase that nobody limits does not pass."""
 _STARTS_PER_FAULT = 2
 _POLL_S = 0.05
 SETTINGS = (
@@ -110,7 +113,7 @@ class FaultyRun:
                 self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
-    def until(self, step: int) -> int:
+    def until(self, step: int, limit_s: float = _RUN_LIMIT_S) -> int:
         """Until so many steps are recorded; a run that ended with an error is started again, as Slurm would.
 
         Returns the smallest number that was recorded meanwhile: a run that resumes drops the rows of later steps.
@@ -126,7 +129,7 @@ class FaultyRun:
             least = min(least, recorded)
             return recorded >= step
 
-        self._keep_going(is_there, f"step {step}")
+        self._keep_going(is_there, f"step {step}", limit_s)
         return least
 
     def finish(self) -> None:
@@ -134,11 +137,11 @@ class FaultyRun:
         assert self._process is not None
         self._keep_going(lambda: self._process is not None and self._process.poll() == 0, "the run's end")
 
-    def _keep_going(self, is_done: Callable[[], bool], what: str) -> None:
-        end, starts = time.monotonic() + _RUN_LIMIT_S, self._starts
+    def _keep_going(self, is_done: Callable[[], bool], what: str, limit_s: float = _RUN_LIMIT_S) -> None:
+        end, starts = time.monotonic() + limit_s, self._starts
         while not is_done():
             assert self._process is not None
-            check(time.monotonic() < end, f"{what} is not reached within {_RUN_LIMIT_S:g} s")
+            check(time.monotonic() < end, f"{what} is not reached within {limit_s:g} s")
             if self._process.poll() is not None:
                 check(self._process.returncode, f"the run ended before {what} without an error")
                 often = f"the run ended {_STARTS_PER_FAULT} times after a fault"
@@ -153,7 +156,7 @@ class FaultyRun:
         time.sleep(rng.uniform(0.0, 1.2 * statistics.median(rows[-3:])))
         starts, began, done = self._starts, time.perf_counter(), recorded_steps(self.folder)
         FAULTS[fault](self, rng)
-        least = self.until(min(done + 1, self.steps))
+        least = self.until(min(done + 1, self.steps), _FAULT_LIMIT_S)
         return RunFault(fault, done, max(0, done - least), self._starts - starts, time.perf_counter() - began)
 
     def compare(self, undisturbed: Path) -> None:
