@@ -23,7 +23,7 @@ import numpy as np
 from megatron_tlt.bench.algorithms import interval
 from megatron_tlt.bench.learning import late_reward
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs, kept_result
+from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs, kept_result, running_mean
 from megatron_tlt.bench.workers import run_worker
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
@@ -193,9 +193,9 @@ def _build(arguments: argparse.Namespace) -> None:
 
 def steps_to(losses: Sequence[float], level: float) -> float:
     """The first step from which the mean loss over the window is at most ``level``; infinite if it never is."""
-    smooth = np.convolve(losses, np.ones(WINDOW) / WINDOW, mode="valid")
+    smooth = running_mean(losses, WINDOW)
     below = np.flatnonzero(smooth <= level * (1.0 + 1e-9))
-    return float(below[0] + WINDOW) if len(below) else float("inf")
+    return float(below[0] + 1 + len(losses) - len(smooth)) if len(below) else float("inf")
 
 
 def judge(
@@ -265,9 +265,10 @@ def plot(trials: Mapping[tuple[str, float], Mapping[str, Any]], best: Mapping[st
         (loss_steps, loss_seconds), (pass_steps, pass_seconds) = figure.subplots(2, 2)
         for (name, factor), color in zip(best.items(), CURVE_COLORS, strict=False):
             trial = trials[name, factor]
-            smooth = np.convolve(trial["losses"], np.ones(WINDOW) / WINDOW, mode="valid")
-            loss_steps.plot(range(WINDOW, WINDOW + len(smooth)), smooth, color=color, lw=1.6, label=name)
-            loss_seconds.plot(trial["seconds"][WINDOW - 1 :], smooth, color=color, lw=1.6)
+            smooth = running_mean(trial["losses"], WINDOW)
+            warmed = range(1, 1 + len(trial["losses"]))
+            loss_steps.plot(warmed[-len(smooth) :], smooth, color=color, lw=1.6, label=name)
+            loss_seconds.plot(trial["seconds"][-len(smooth) :], smooth, color=color, lw=1.6)
             runs = [data for (arm, _), data in sorted(found.items()) if arm == name.replace(", ", "-")]
             if not runs:
                 continue

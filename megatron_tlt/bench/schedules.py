@@ -12,7 +12,7 @@ import numpy as np
 from megatron_tlt.bench.algorithms import interval
 from megatron_tlt.bench.learning import late_reward
 from megatron_tlt.bench.result import BenchmarkResult
-from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs
+from megatron_tlt.bench.training_runs import Runs, add_run_arguments, finished_runs, running_mean
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.report_data import RunData
 from megatron_tlt.platform.files import atomic_write_bytes
@@ -98,10 +98,9 @@ def plot_over_time(found: Runs) -> bytes:
         axes = figure.subplots()
         for arm, color in zip(ARMS, CURVE_COLORS, strict=False):
             for number, data in enumerate(data for (of, _), data in sorted(found.items()) if of == arm):
-                rewards = np.array(data.series("reward/mean")[1])
-                smooth = np.convolve(rewards, np.ones(4) / 4, mode="valid")
+                smooth = running_mean(data.series("reward/mean")[1], 4)
                 label = arm if number == 0 else None
-                axes.plot(seconds_of(data)[len(rewards) - len(smooth) :], smooth, color=color, lw=1.4, label=label)
+                axes.plot(seconds_of(data)[-len(smooth) :], smooth, color=color, lw=1.4, label=label)
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("reward (train)")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(ARMS))

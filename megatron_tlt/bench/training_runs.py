@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_tlt.config.loader import compare_resolved, load_config
 from megatron_tlt.errors import ConfigError, RunError
@@ -94,6 +95,12 @@ def _train(config: Path, overrides: Sequence[str]) -> None:
     command = [sys.executable, "-m", "megatron_tlt", "train", str(config), *overrides]
     if subprocess.run(command, check=False).returncode:
         raise RunError(f"a run failed; to see its output, run: {' '.join(command[1:])}")
+
+
+def running_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
+    """Means over each ``window`` values in a row, or over all if there are fewer; the last one ends with the values."""
+    window = min(window, len(values))
+    return np.convolve(values, np.ones(window) / window, mode="valid").astype(np.float64)
 
 
 def write_curves(json_file: Path | None, found: Runs, labels: Mapping[str, str]) -> None:

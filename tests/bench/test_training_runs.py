@@ -93,3 +93,11 @@ def test_schedules_are_judged_and_drawn_over_time() -> None:
     drawn = schedules.plot_over_time(found)
     ElementTree.fromstring(drawn)
     assert b"partial" in drawn and b"seconds of training" in drawn
+    for data in found.values():  # fewer steps than a mean is over
+        data.metrics = [row for row in data.metrics if "reward/mean" in row][:3]
+    ElementTree.fromstring(schedules.plot_over_time(found))
+
+
+def test_a_running_mean_of_few_values_is_that_of_all() -> None:
+    assert training_runs.running_mean([1.0, 2.0, 3.0, 6.0], 2).tolist() == [1.5, 2.5, 4.5]
+    assert training_runs.running_mean([1.0, 3.0], 4).tolist() == [2.0]
