@@ -25,6 +25,8 @@ ARMS: dict[str, list[str]] = {
     "partial": ["schedule={kind: partial}", _CORRECTED],
     "one-step-off": ["schedule={kind: one_step_off}", _CORRECTED],
 }
+_OF_TAIL = {"wasted": 0.0, "kept_over_all": 1.0, "continued": 0.0, "staleness": 0.0}
+"""Metrics of ``tail/``, and what they are where a run has none, as nothing is left out."""
 GAIN = 0.05
 """The least gain of held-out pass@1 over the start that counts as learning."""
 
@@ -72,9 +74,9 @@ def judge(found: Runs, seeds: Sequence[int]) -> BenchmarkResult:
                     "gains by seed": gains,
                     **{
                         name: float(
-                            np.mean([value for data in runs for value in data.series(f"tail/{name}")[1]] or [0])
+                            np.mean([value for data in runs for value in data.series(f"tail/{name}")[1]] or [nothing])
                         )
-                        for name in ("wasted", "kept_over_all", "continued", "staleness")
+                        for name, nothing in _OF_TAIL.items()
                     },
                 }
             )

@@ -90,6 +90,7 @@ def test_schedules_are_judged_and_drawn_over_time() -> None:
     assert result.targets["gain of sync"]["met"] and result.targets["gain of tail"]["op"] == "incomplete"
     steps = len(found["sync", 1].series("reward/mean")[0])
     assert [(row["seconds"], row["staleness"]) for row in result.rows] == [(2.0 * steps, 1.0)] * 2
+    assert [(row["wasted"], row["kept_over_all"]) for row in result.rows] == [(0.0, 1.0)] * 2
     drawn = schedules.plot_over_time(found)
     ElementTree.fromstring(drawn)
     assert b"partial" in drawn and b"seconds of training" in drawn
