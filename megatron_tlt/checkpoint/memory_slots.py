@@ -90,6 +90,18 @@ class MemorySlot:
             target = buffer[block.begin :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor.detach())
 
+    def reserve(self, size: int) -> None:
+        """Makes the pages that a snapshot of ``size`` bytes will take, if the slot was never used.
+
+        Raises:
+            RunError: there is not enough memory, or the folder cannot be written to.
+        """
+        if not size or (self.folder / DATA).exists():
+            return
+        with write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._reserved(size)
+
     def _reserved(self, size: int) -> mmap.mmap:
         if self._memory is not None and len(self._memory) >= size:
             return self._memory
@@ -98,7 +110,8 @@ class MemorySlot:
         try:
             with file.open("a+b") as opened:
                 os.posix_fallocate(opened.fileno(), 0, size)  # tmpfs would end the process at the first missing page
-                self._memory = mmap.mmap(opened.fileno(), size)
+                # mapped at once: a fault for each page would take longer than the copy
+                self._memory = mmap.mmap(opened.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             file.unlink(missing_ok=True)
             raise RunError(

@@ -62,6 +62,7 @@ class Snapshots:
         self._pool = started_pool(1, "snapshot")
         self._checksum: Future[int] | None = None
         self._sent: Future[None] | None = None
+        self._reserved: Future[None] | None = None
         self._layout: dict[str, int] = {}
         self._failed = False
         self.newest_step = 0
@@ -95,6 +96,8 @@ class Snapshots:
         began, self._begun = time.perf_counter(), self._begun + 1
         slot, self._next = self._slots[self._next], 1 - self._next
         self._layout = policy.layout
+        if self._reserved is not None:
+            self._reserved.exception()  # what failed is tried again, and reported then
         try:
             with (
                 failing_together()
@@ -137,6 +140,8 @@ class Snapshots:
         self.newest_step, self._step = self._step, None
         if self._group is not None:
             self._sent = self._pool.submit(self._send, slot.folder.parent, self._group)
+        if self._reserved is None:  # making the pages takes several times as long as a copy
+            self._reserved = self._pool.submit(self._slots[self._next].reserve, slot.bytes_used)
 
     def _send(self, slot: Path, group: dist.ProcessGroup) -> None:
         """Sends this rank's part to its buddy, and receives those that it is the buddy of."""

@@ -67,6 +67,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         MemorySlot(tmp_path / "file" / "slot").fill([])
 
 
+def test_pages_are_made_for_a_slot_that_was_never_used_alone(tmp_path: Path) -> None:
+    values = torch.ones(4, 4)  # 64 bytes, as blocks are aligned
+    slot = MemorySlot(tmp_path / "new")
+    slot.reserve(values.nbytes)
+    made = (slot.folder / DATA).stat()
+    assert made.st_size == values.nbytes and not (slot.folder / INDEX).exists()
+    slot.fill([block("w", values, slice(0, 4), slice(0, 4))])
+    assert (slot.folder / DATA).stat().st_ino == made.st_ino and (slot.folder / DATA).stat().st_size == made.st_size
+    slot.complete(1, slot.checksum(), {})
+    MemorySlot(slot.folder).reserve(1 << 20)
+    MemorySlot(tmp_path / "nothing").reserve(0)
+    SlotReader(slot.folder).verify()
+    assert (slot.folder / DATA).stat().st_size == made.st_size and not (tmp_path / "nothing").exists()
+    with pytest.raises(RunError, match=r"cannot be reserved.*elastic\.memory_dir"):
+        MemorySlot(tmp_path / "huge").reserve(1 << 60)
+    assert not (tmp_path / "huge" / DATA).exists()
+
+
 def test_a_slot_is_incomplete_while_it_is_written_over(tmp_path: Path) -> None:
     slot, values = MemorySlot(tmp_path), torch.ones(4, 2)
     slot.fill([block("w", values, slice(0, 4), slice(0, 2))])
