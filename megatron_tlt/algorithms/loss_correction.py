@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.losses import Loss
 
 _ATTRIBUTE = "corrections"
+_KNOWN = frozenset({"weights", "opsm_delta", "bypass"})
 
 
 def correction_problems(config: TltConfig) -> list[str]:
@@ -33,10 +34,16 @@ def correction_problems(config: TltConfig) -> list[str]:
         else:
             loss = build_algorithm(algorithm).loss()
             where = f"algorithm.name: found {algorithm.name!r}, whose loss {type(loss).__name__}"
+        declared = getattr(loss, _ATTRIBUTE, ())
     except ConfigError:
         return []  # reported by algorithm_problems
     except Exception as error:  # a user's method may raise anything
-        return [f"algorithm.name: found {algorithm.name!r}; its loss() raises: {one_line(error)}"]
+        return [
+            f"algorithm.name: found {algorithm.name!r}; its loss() or {_ATTRIBUTE} raises where tlt starts, without "
+            f"other ranks: {one_line(error)}"
+        ]
+    if not isinstance(declared, tuple | list | set | frozenset) or not _KNOWN.issuperset(declared):
+        return [f"{where} has {_ATTRIBUTE} = {declared!r}; allowed: a tuple of {', '.join(sorted(_KNOWN))}"]
     return [
         f"{where} has no {name} in its {_ATTRIBUTE}; {key} needs a loss that {does}; allowed: clipped, gspo, cispo, or "
         f"a class that does so, with {_ATTRIBUTE} = ('{name}',) (docs/extending.md)"

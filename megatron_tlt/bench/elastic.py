@@ -22,7 +22,7 @@ from megatron_tlt.bench.result import BenchmarkResult, ratio_of_medians
 from megatron_tlt.bench.training_runs import kept_result
 from megatron_tlt.checkpoint.memory_slots import DATA
 from megatron_tlt.config.loader import load_config
-from megatron_tlt.errors import RunError
+from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.environment import describe_environment
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics, recorded_steps
 from megatron_tlt.planning.job import job_of
@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--killed-after",
         type=int,
         default=8,
-        help="the step before the one in which a rank is killed, by when the process to fork from must be there "
-        "(%(default)s)",
+        help="the step before the one in which a rank is killed, at least 2: by then both slots of snapshots and the "
+        "process to fork from must be there (%(default)s)",
     )
     parser.add_argument("--updates", type=int, default=50, help="updates under each layout; 0: none (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/elastic"), help="folder of the runs")
@@ -71,9 +71,11 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     all layouts.
 
     Raises:
-        ConfigError: an existing result has other settings.
+        ConfigError: an existing result has other settings, or a rank is to be killed before both slots are there.
         RunError: a run failed.
     """
+    if arguments.killed_after < 2:
+        raise ConfigError(f"--killed-after: found {arguments.killed_after}; allowed: at least 2")
     began = time.monotonic()
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arguments.arms}
     own = [f"killed after {arguments.killed_after}", str(arguments.config), *arguments.set]

@@ -100,7 +100,8 @@ class MemorySlot:
             return
         with write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._reserved(size)
+        # mapped by touching them, without Python's lock: mmap itself would hold it, and so stop all other threads
+        torch.frombuffer(self._reserved(size), dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _reserved(self, size: int) -> mmap.mmap:
         if self._memory is not None and len(self._memory) >= size:
@@ -110,8 +111,7 @@ class MemorySlot:
         try:
             with file.open("a+b") as opened:
                 os.posix_fallocate(opened.fileno(), 0, size)  # tmpfs would end the process at the first missing page
-                # mapped at once: a fault for each page would take longer than the copy
-                self._memory = mmap.mmap(opened.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                self._memory = mmap.mmap(opened.fileno(), size)
         except OSError as error:
             file.unlink(missing_ok=True)
             raise RunError(

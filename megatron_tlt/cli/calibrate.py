@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("problems", "samples"):
         if (found := getattr(arguments, option)) < 1:
             raise ConfigError(f"--{option}: found {found}; allowed: 1 or more")
-    config = preflight.load_checked(arguments.config, arguments.overrides, of_interest=_without_pools)
+    config = preflight.load_checked(arguments.config, arguments.overrides, trains=False, of_interest=_without_pools)
     from megatron_tlt.trainer.calibration import CalibrationRequest
 
     if all(task.kind == "file" for task in config.tasks):

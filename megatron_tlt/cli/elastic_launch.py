@@ -70,6 +70,7 @@ class ElasticNodes:
         self._membership: Membership | None = None
         self._stopped: Callable[[], bool] = lambda: False
         self._round: LaunchRound | None = None
+        self._gave_up = False
         self._gains: dict[tuple[LaunchMember, ...], tuple[float, int]] = {}
 
     @contextlib.contextmanager
@@ -87,7 +88,7 @@ class ElasticNodes:
             yield self
         finally:
             problem = self._round is not None and bool(self._round.problem)
-            self._membership.end(launch=problem or self._stopped() or self._finished())
+            self._membership.end(launch=problem or self._gave_up or self._stopped() or self._finished())
 
     def next(self, stopped: Callable[[], bool], end: RoundEnd) -> LaunchStart | None:
         """Gathers the nodes; None if this node has no part in the rest of the launch, or was told to stop.
@@ -117,6 +118,10 @@ class ElasticNodes:
             if not self._membership.wait_for_next(found, self._pays):
                 return None
             end = RoundEnd()
+
+    def give_up(self) -> None:
+        """Ends the launch for all nodes, as this one does not restart."""
+        self._gave_up = True
 
     def is_obsolete(self) -> bool:
         """Whether another node has entered the next round."""
@@ -224,7 +229,10 @@ class ElasticNodes:
         if found is None or self._own.index in left_out_nodes(self._folder):
             return False
         if found.members not in self._gains:  # asked every few seconds, while it changes only with them
-            self._gains[found.members] = self._gain(found.members)
+            try:
+                self._gains[found.members] = self._gain(found.members)
+            except RunError:  # of a full disk, say, which the next question may find with room
+                return False
         speedup, used = self._gains[found.members]
         taken = documented()["recovery"]["snapshots_s"]["value"]
         seconds = taken if self._elastic.reconfigure_s is None else self._elastic.reconfigure_s
@@ -234,7 +242,7 @@ class ElasticNodes:
     def _gain(self, nodes: Sequence[LaunchMember]) -> tuple[float, int]:
         """Speedup of a step if this node joins these, 1 if it cannot; and the devices that are used then."""
         members = {member.index: member for member in nodes}
-        with contextlib.suppress(ConfigError, RunError):
+        with contextlib.suppress(ConfigError):
             now = self._best([member.devices for member in members.values()])
             more = [*(members | {self._own.index: self._own}).values()]
             grown = self._best([member.devices for member in more])

@@ -26,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = preflight.load_checked(arguments.config, arguments.overrides)
+    config = preflight.load_checked(arguments.config, arguments.overrides, trains=False)
     from megatron_tlt.rewards.verifiers import verifiers_of
     from megatron_tlt.trainer.evaluation import EvaluationRequest
 

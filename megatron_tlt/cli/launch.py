@@ -61,6 +61,9 @@ class LaunchNodes(Protocol):
         ``end``: of the start before.
         """
 
+    def give_up(self) -> None:
+        """Ends the launch for all nodes: ``launcher.max_restarts`` or a step that failed twice says so."""
+
     def is_obsolete(self) -> bool:
         """Whether other nodes have left the newest start for the next one."""
 
@@ -313,6 +316,8 @@ def launch(
             obsolete = elastic.is_obsolete if elastic else lambda: False
             ended = _run_once(child, torchruns, start, memory, obsolete, meanwhile)
             if child.signal is not None or restarts is None or not restarts.allow(ended):
+                if elastic is not None and restarts is not None and restarts.refused:
+                    elastic.give_up()
                 if log is not None and not keep_log and not _needs_log(child, ended):
                     log.unlink()
                 return _status(child, ended, log, start.nodes)

@@ -40,12 +40,14 @@ def load_checked(
     overrides: Sequence[str] = (),
     *,
     starts: bool = True,
+    trains: bool = True,
     of_interest: Callable[[TltConfig], TltConfig] = lambda config: config,
 ) -> TltConfig:
     """Loads a launch config and runs all checks that are possible before ranks start.
 
     Prints on stderr what was left out or not checked. Under torchrun one process per node checks; the others only load
-    the config. If ranks start here (``starts``), the model's folder must exist and the ports must be free. The part of
+    the config. If ranks start here (``starts``), the model's folder must exist and the ports must be free. What
+    concerns updates alone is a note unless the command ``trains``. The part of
     the config that the command reads is ``of_interest``; it is what is checked and returned.
 
     Raises:
@@ -57,7 +59,7 @@ def load_checked(
     found = Findings()
 
     def examine(config: TltConfig) -> list[str]:
-        return _examine(found, of_interest(config), starts=starts, ports=starts)
+        return _examine(found, of_interest(config), starts=starts, ports=starts, trains=trains)
 
     try:
         return of_interest(load_config(path, overrides, further=examine))
@@ -76,11 +78,12 @@ def load_and_examine(path: Path, overrides: Sequence[str]) -> tuple[TltConfig, l
     return load_config(path, overrides, further=partial(_examine, found, starts=True, ports=False)), found.notes
 
 
-def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool) -> list[str]:
+def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool, trains: bool = True) -> list[str]:
     if lines := unchecked(config):
         found += Findings(lines) if starts else Findings(notes=[line.replace("cannot be", "not") for line in lines])
     found.add(algorithm_problems(config.algorithm))
-    found.add(correction_problems(config))
+    uncorrected = correction_problems(config)
+    found += Findings(uncorrected) if trains else Findings(notes=[f"for training: {line}" for line in uncorrected])
     if values := config.algorithm.recipe_values:
         said = ", ".join(f"{key}: {value}" for key, value in values.items())
         found.notes.append(f"algorithm.name: {config.algorithm.name} sets {said}")

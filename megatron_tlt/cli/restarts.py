@@ -32,7 +32,8 @@ class EndedStart:
 class Restarts:
     """Decides whether a launch restarts after a killed rank, and reports the reason.
 
-    Launchers that decide with the same figures decide alike; where nodes may change, they read them (``adopt``).
+    Where nodes may change, launchers read the figures to decide with (``adopt``). The steps done each reads for itself,
+    maybe a row earlier than another one; so the first one that has ``refused`` ends the launch for all.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class Restarts:
         self._done: int | None = None  # steps done at the last death
         self.end = RoundEnd()
         """Of the newest start that ended."""
+        self.refused = False
+        """Whether lost ranks were not a reason to restart any more."""
 
     def adopt(self, count: int | None, failed_after: int | None) -> None:
         """Takes what the launchers have agreed on, if they have, in place of what this one has seen.
@@ -82,9 +85,11 @@ class Restarts:
         # a launcher that has entered the next start knows why, and has counted alike
         if again and not ended.obsolete:
             self._say(f"{what}, as before: not restarted")
+            self.refused = True
             return False
         if self._count == self._most and not ended.obsolete:
             self._say(f"{what}; launcher.max_restarts, {self._most}, is used up: not restarted")
+            self.refused = True
             return False
         self._count = min(self._count + 1, self._most)
         start = f"the checkpoint of step {saved}" if saved else "step 0"

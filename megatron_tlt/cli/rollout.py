@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps: found {arguments.steps}; allowed: 1 or more")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: {out} is not an empty folder; allowed: a new or empty folder")
-    config = preflight.load_checked(arguments.config, arguments.overrides)
+    config = preflight.load_checked(arguments.config, arguments.overrides, trains=False)
     for section in ("tail", "schedule"):
         if getattr(config, section) is not None:
             raise ConfigError(

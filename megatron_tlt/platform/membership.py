@@ -11,6 +11,7 @@ clocks of nodes may differ.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -215,26 +216,41 @@ class Membership:
             end: of the round before, as this launcher saw it.
 
         Raises:
-            RunError: the file system does not let a round be published.
+            RunError: the file system does not let a round be published, or another launcher has ended the launch.
         """
         place = self._round(number)
         own = msgspec.json.encode(Arrival(self._own, end))
         atomic_write_bytes(place / f"node-{self._own.index:05d}.json", own, durable=False)
         began, wait_s = time.monotonic(), self._wait_s if number else self._first_wait_s
+        before = self._before(number)
         while not self._stopped():
             found = _read(place / _PUBLISHED / _MEMBERS, LaunchRound)
             if found is not None:
                 self._takes_part = found.position(self._own.index) is not None
                 return found
+            if self.has_ended():
+                raise RunError(f"{self._folder}: another node has ended the launch; its output says why")
             came = [one for file in sorted(place.glob("node-*.json")) if (one := _read(file, Arrival))]
             members = [one.member for one in came]
             if self._is_complete(members, number) or time.monotonic() - began > wait_s:
-                before = _read(self._round(number - 1) / _PUBLISHED / _MEMBERS, LaunchRound) if number else None
                 ends = [one.end for one in came]
                 self._publish(place / _PUBLISHED, with_history(_chosen(number, members, choose), before, ends))
-            else:
-                time.sleep(self._times.poll_s)
+            time.sleep(self._times.poll_s)
         return None
+
+    def _before(self, number: int) -> LaunchRound | None:
+        """The round before ``number``, which its launchers have read; None for the first.
+
+        Raises:
+            RunError: it cannot be read, so nobody could say how many restarts there were.
+        """
+        if not number:
+            return None
+        file = self._round(number - 1) / _PUBLISHED / _MEMBERS
+        found = _read(file, LaunchRound)
+        if found is None:
+            raise RunError(f"{file}: not readable any more")
+        return found
 
     def _is_complete(self, came: Sequence[LaunchMember], number: int) -> bool:
         """Whether all have come; after the first round, all that are alive."""
@@ -252,7 +268,7 @@ class Membership:
             os.rename(temporary, folder)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not (folder / _MEMBERS).exists():
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another launcher was first
                 raise RunError(
                     f"{folder}: not published: {error.strerror or error}; needed: a file system that all nodes can "
                     "write to and that renames folders"

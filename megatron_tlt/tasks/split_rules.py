@@ -36,6 +36,9 @@ def split_violations(
                     f"tasks[{position}].{name}: {own}, but an earlier '{task.name}' task has {other}; they must be "
                     "equal, or their train and held-out sets overlap"
                 )
+    for position, task in enumerate(tasks):
+        if task.kind == "file" and task.held_out_path is not None:
+            lines += _trained_file(f"tasks[{position}]", task, tasks, supervised)
     for number, settings in enumerate(sets):
         for position, task in enumerate(settings.tasks):
             key = f"evaluation.sets[{number}].tasks[{position}]"
@@ -53,16 +56,15 @@ def split_violations(
 
 
 def _trained_file(key: str, task: TaskConfig, tasks: Sequence[TaskConfig], supervised: Sequence[Path]) -> Iterator[str]:
-    """A line if the file of a set's task is trained on: the second file, if it has one, is the one that is tested."""
+    """A line if the file that a task is evaluated on, the second one if it has two, is trained on."""
     name, tested = ("path", task.path) if task.held_out_path is None else ("held_out_path", task.held_out_path)
     trained = [(f"tasks[{i}].path", each.path) for i, each in enumerate(tasks)]
     trained += [("model.recipe.supervised.data", path) for path in supervised]
     for where, path in trained:
         if tested is not None and path is not None and _is_same_file(tested, path):
             yield (
-                f"{key}.{name}: found {tested}, the file of {where}, which is trained on; a set has all rows of its "
-                "file; allowed: another file; tasks[].held_out_fraction or held_out_path evaluate on rows that are not "
-                "trained on"
+                f"{key}.{name}: found {tested}, the file of {where}, which is trained on; all of its rows are "
+                "evaluated on; allowed: another file; tasks[].held_out_fraction keeps rows of a file apart"
             )
             return
 

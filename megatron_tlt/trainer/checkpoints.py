@@ -103,6 +103,7 @@ class Checkpoints:
             can make a Hugging Face folder of it.
         in_background: False makes ``save`` wait until its checkpoint is published.
         verify: rank 0 verifies each published checkpoint in the background (``checkpoint.verification``).
+        read_only: nothing will be saved, so no threads are started for it.
 
     Raises:
         RunError: rank 0 cannot start the threads that publish and verify.
@@ -117,6 +118,7 @@ class Checkpoints:
         side_files: Path | None = None,
         in_background: bool = True,
         verify: bool = False,
+        read_only: bool = False,
     ) -> None:
         self._root = root
         self._keep = keep
@@ -126,9 +128,10 @@ class Checkpoints:
         self._began: float | None = None  # start time of the save in progress
         self._write: BackgroundWrite | None = None
         self._publication: Publication | None = None  # on rank 0
-        self._threads = publication_threads() if rank() == 0 else None
+        writes = rank() == 0 and not read_only
+        self._threads = publication_threads() if writes else None
         self._verify = verify
-        self._verification = BackgroundVerification() if verify and rank() == 0 else None
+        self._verification = BackgroundVerification() if verify and writes else None
         self._folder: Path | None = None  # of the newest save
         self.published_s: float | None = None  # seconds from start to publication of the newest published save
         self._verified: bool | None = None  # whether the newest verified checkpoint is intact

@@ -185,6 +185,7 @@ class Run:
             side_files=self._side_files,
             in_background=config.trainer.async_save,
             verify=config.integrity.checkpoints,
+            read_only=read_only,
         )
         self._state = TrainerState()
         self._saved_step: int | None = None
@@ -368,6 +369,7 @@ class Run:
 
     def _save(self) -> None:
         if self._state.step and self._saved_step != self._state.step:
+            self._watch.begin("checkpoint")
             self.step.replicas.before_save(self._state.step)
             self._checkpoints.save(self.policy, self._state)
             self._saved_step = self._state.step
@@ -375,10 +377,7 @@ class Run:
                 self._guard.has_checkpoint = True
 
     def _evaluate(self, record: RunRecord, progress: Progress, again: bool = False) -> None:
-        """Held-out accuracy of the engines' weights, where it is due or wanted ``again``.
-
-        It is stored in the state, so that a resumed run does not repeat it.
-        """
+        """Held-out accuracy of the engines' weights, where due or wanted ``again``; kept, so no resume repeats it."""
         step, every = self._state.step, self._config.evaluation.every
         key, due = str(step), step == 0 or step >= self._config.trainer.steps or (every > 0 and step % every == 0)
         if not (due or again) or key in self._state.evaluations:

@@ -79,6 +79,18 @@ class Denied(Weighted):
     corrections = ()
 
 
+class Nothing(Weighted):
+    corrections = None
+
+
+class Text(Weighted):
+    corrections = "weights"
+
+
+class Misspelt(Weighted):
+    corrections = ("weight",)
+
+
 class WithPlain(Grpo):
     def loss(self):
         return Plain(self.config)
@@ -151,7 +163,16 @@ def test_the_lines_name_the_keys(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, f"algorithm.name={MODULE}.WithPlain", WEIGHTS)
     assert line.startswith(f"algorithm.name: found '{MODULE}.WithPlain', whose loss Plain has no weights in its corr")
     (line,) = problems(tmp_path, f"algorithm.name={MODULE}.Raises", WEIGHTS)
-    assert line == f"algorithm.name: found '{MODULE}.Raises'; its loss() raises: KeyError: 'absent'"
+    assert line == (
+        f"algorithm.name: found '{MODULE}.Raises'; its loss() or corrections raises where tlt starts, "
+        "without other ranks: KeyError: 'absent'"
+    )
+
+
+@pytest.mark.parametrize(("name", "found"), [("Nothing", "None"), ("Text", "'weights'"), ("Misspelt", "('weight',)")])
+def test_what_is_no_tuple_of_corrections_is_named(name: str, found: str, tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, loss(name), WEIGHTS)
+    assert line.endswith(f"has corrections = {found}; allowed: a tuple of bypass, opsm_delta, weights")
 
 
 def test_without_a_correction_any_loss_may_train(tmp_path: Path) -> None:
@@ -165,9 +186,12 @@ def test_the_losses_by_name_apply_every_correction() -> None:
         assert {*declared} == {"weights", "opsm_delta", "bypass"}
 
 
-def test_it_is_said_before_ranks_start(tmp_path: Path) -> None:
+def test_it_is_said_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="Plain', which has no weights in its corrections"):
         load_checked(write(tmp_path), [loss("Plain"), WEIGHTS, SCHEDULE], starts=False)
+    # an evaluation has no loss
+    load_checked(write(tmp_path), [loss("Plain"), WEIGHTS, SCHEDULE], starts=False, trains=False)
+    assert "note: for training: algorithm.loss: found" in capsys.readouterr().err
 
 
 def test_losses_by_name_are_checked_without_torch(tmp_path: Path) -> None:

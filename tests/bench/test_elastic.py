@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_tlt.bench.elastic_layouts import SIZES, layout, name_of
 from megatron_tlt.bench.tiny_models import write_tiny_model
 from megatron_tlt.bench.workers import measure_in_worker
 from megatron_tlt.config.loader import load_config
+from megatron_tlt.errors import ConfigError
 from tests.helpers.launch import REPOSITORY
 
 
@@ -56,6 +58,14 @@ def test_arms_that_were_not_asked_for_have_no_target() -> None:
     again = elastic.judge(memory, 2, with_layouts=False).targets
     assert not again["memory of snapshots, difference from the plan"]["met"]
     assert elastic.judge({"checkpoint": [trial(9.0, None)] * 2}, 2, with_layouts=False).targets == {}
+
+
+def test_a_kill_before_both_slots_are_there_is_refused(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    elastic.add_arguments(parser)
+    with pytest.raises(ConfigError, match="--killed-after: found 1; allowed: at least 2"):
+        elastic.run(parser.parse_args(["--killed-after", "1", "--folder", str(tmp_path)]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_tensor_with_other_bits_is_enough() -> None:

@@ -64,6 +64,28 @@ def test_all_read_the_same_round_and_one_chooses(tmp_path: Path) -> None:
         one.end(launch=True)
 
 
+def test_a_launch_that_one_node_has_ended_begins_no_round(tmp_path: Path) -> None:
+    nodes = [node(tmp_path, index, 2) for index in range(2)]
+    together(*(lambda one=one: one.gather(0, everybody) for one in nodes))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(nodes[0].gather, 1, everybody)
+        time.sleep(0.2)
+        nodes[1].end(launch=True)  # it does not restart, whatever the other one has seen
+        with pytest.raises(RunError, match="another node has ended the launch"):
+            waits.result(20)
+    nodes[0].end(launch=False)
+
+
+def test_a_round_whose_history_is_lost_is_not_published(tmp_path: Path) -> None:
+    alone = node(tmp_path, 0, 1)
+    alone.gather(0, everybody)
+    (file,) = tmp_path.glob("round-00000/published/*")
+    file.write_bytes(b"")
+    with pytest.raises(RunError, match=r"round-00000.*not readable any more"):
+        alone.gather(1, everybody)
+    alone.end(launch=True)
+
+
 def test_a_node_that_does_not_come_is_left_out_after_the_wait(tmp_path: Path) -> None:
     own = node(tmp_path, 1, 2, wait_s=0.3)
     began = time.monotonic()

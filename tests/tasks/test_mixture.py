@@ -273,6 +273,9 @@ def test_a_file_that_is_trained_on_is_no_set_of_the_evaluation(link: str, tmp_pa
     tested_alone = {"path": same, "held_out_path": other.path}  # the set tests the second file
     assert found(file.model_copy(update=tested_alone)) == []
     assert found(other, file.model_copy(update={"held_out_path": other.path})) == []  # which is not trained on
+    held_out = other.model_copy(update={"held_out_path": same})  # of the training itself
+    (line,) = split_violations([file, held_out])
+    assert line.startswith(f"tasks[1].held_out_path: found {same}, the file of tasks[0].path, which is trained on; ")
     sets = [EvaluationSetConfig(name="set", tasks=[file.model_copy(update={"path": same})])]
     (line,) = split_violations([other], sets, [file.path])
     assert "the file of model.recipe.supervised.data, which is trained on" in line

@@ -34,10 +34,11 @@ from megatron_tlt.observe.samples import SAMPLES_FILE
 _RUN_LIMIT_S = 1800.0
 _START_LIMIT_S = 300
 _PHASE_LIMIT_S = 30
-_FAULT_LIMIT_S = 540.0
-"""From a fault to the next step: a phase and a start at their limits, and torchrun's 30 s, with some room. It is less
-than a collective may take, so a phase that nobody limits does not pass."""
 _STARTS_PER_FAULT = 2
+_FAULT_LIMIT_S = 60.0 + _STARTS_PER_FAULT * (_START_LIMIT_S + 60) + 4 * _PHASE_LIMIT_S
+"""From a fault to the next step: a phase at its limit and torchrun's 30 s, all starts, and a slow step."""
+_COLLECTIVE_LIMIT_S = 1200
+"""More than that, so a phase that nobody limits does not pass."""
 _POLL_S = 0.05
 SETTINGS = (
     "evaluation.every=0",
@@ -46,6 +47,7 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.keep_checkpoints=3",
     "launcher.max_restarts=100",
+    f"launcher.collective_timeout_s={_COLLECTIVE_LIMIT_S}",
     "guard={on_nonfinite: skip, most_in_a_row: 50}",
     f"algorithm.loss={wild_loss.PATH}",
     "rewards={workers: 1, timeout_s: 20}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,28 @@ def train(policy: Policy, steps: int) -> list[float]:
     return [policy.update(batch(), negative_log_likelihood)["loss"] for _ in range(steps)]
 
 
+def _is_made(file: Path, size: int) -> bool:
+    """Whether the file has so many bytes, or gets them soon."""
+    end = time.monotonic() + 60.0
+    while not file.is_file() or file.stat().st_size < size:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return size > 0
+
+
 def run(models: Path, root: Path, name: str) -> dict[str, Any]:
     policy = built(models, name)
     snapshots = Snapshots(root, [RngState(policy.layout)])
+    row: dict[str, Any] = {}
     for step in (1, 2):
         train(policy, 1)
         snapshots.begin(policy, step)
         snapshots.commit(TrainerState(step=step, tokens_seen=10 * step))
-    row: dict[str, Any] = {"bytes": snapshots.bytes_used, "copy_s": snapshots.copy_s}
+        if step == 1:
+            made = root / "slot_1" / f"rank_{rank():05d}" / DATA
+            row = {"second_slot_made": _is_made(made, snapshots.bytes_used)}
+    row |= {"bytes": snapshots.bytes_used, "copy_s": snapshots.copy_s}
     row["losses"] = train(policy, 1)
     snapshots.begin(policy, 3)  # and the process dies
     expected = weights_of(policy)
