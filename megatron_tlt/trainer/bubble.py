@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_tlt.speculation.saturation import is_saturated
+from megatron_tlt.planning.saturation import is_saturated
 
 BubbleUse = Literal["drafter", "stream", "nothing"]
 _MOST_ROLLOUTS = 8

@@ -26,10 +26,10 @@ from megatron_tlt.data.packing import balance
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.timeline import Timeline
+from megatron_tlt.planning.saturation import MOST_ACCEPTANCES
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import collective_timeout_s, rank, world_size
 from megatron_tlt.platform.rank_group import WholeGroup, broadcast_plain
-from megatron_tlt.speculation.saturation import MOST_ACCEPTANCES
 from megatron_tlt.trainer.bubble import Bubble, RolloutHistory
 from megatron_tlt.trainer.experience import Scored
 from megatron_tlt.trainer.responses import ScoredResponse

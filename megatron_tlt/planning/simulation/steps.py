@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tlt.planning.saturation import MOST_ACCEPTANCES, is_saturated
 from megatron_tlt.planning.simulation.acceptance import Alignment
 from megatron_tlt.planning.simulation.phases import (
     bubble_steps,
@@ -22,7 +23,6 @@ from megatron_tlt.planning.simulation.phases import (
 )
 from megatron_tlt.planning.simulation.policies import POLICIES, Prompts, RolloutRound, SchedulingPolicy, speculation_of
 from megatron_tlt.planning.simulation.scenario import Scenario
-from megatron_tlt.speculation.saturation import MOST_ACCEPTANCES, is_saturated
 
 PHASES = ("rollout", "log_probs", "update", "drafter", "reshard")
 WATCHED = 8
