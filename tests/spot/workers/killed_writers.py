@@ -64,11 +64,16 @@ def main(folder: str, kills: int, seed: int) -> None:
             write_until_killed(root, first, writing)
             os._exit(1)
         os.close(writing)
-        time.sleep(rng.uniform(0.0, 4 * write_s))
+        # after some versions, however slow the machine is, and then in the middle of something
+        told, wanted = b"", 8 * rng.randrange(4)
+        while len(told) < wanted:
+            told += (more := os.read(reading, wanted - len(told)))
+            assert more, "the writer has ended"
+        time.sleep(rng.uniform(0.0, 2 * write_s))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         with open(reading, "rb") as pipe:
-            told = pipe.read()
+            told += pipe.read()
         durable = max([before, *(int.from_bytes(told[i : i + 8], "little") for i in range(0, len(told), 8))])
         found = newest(root, KIND)
         version = -1 if found is None else version_of(found.payload)
