@@ -58,7 +58,9 @@ def split_violations(
 def _trained_file(key: str, task: TaskConfig, tasks: Sequence[TaskConfig], supervised: Sequence[Path]) -> Iterator[str]:
     """A line if the file that a task is evaluated on, the second one if it has two, is trained on."""
     name, tested = ("path", task.path) if task.held_out_path is None else ("held_out_path", task.held_out_path)
-    trained = [(f"tasks[{i}].path", each.path) for i, each in enumerate(tasks)]
+    # a task whose files are one is that of a set, which is checked in place of the tasks to train on
+    of_tasks = ((i, each) for i, each in enumerate(tasks) if each is not task and each.path != each.held_out_path)
+    trained = [(f"tasks[{i}].path", each.path) for i, each in of_tasks]
     trained += [("model.recipe.supervised.data", path) for path in supervised]
     for where, path in trained:
         if tested is not None and path is not None and _is_same_file(tested, path):

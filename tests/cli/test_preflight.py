@@ -124,7 +124,7 @@ def test_data_sets_of_the_evaluation_are_checked_like_tasks(write: Callable[...,
     wanted = ["tasks[0].verifier: unknown verifier 'maths'", "set.jsonl:2: its prompt has 40", "tasks[1].name: unknown"]
     keys = ["evaluation.sets[0]." * line.startswith("tasks") + line for line in wanted]
     assert all(sum(line in other for other in found) == 1 for line in keys), found
-    assert len(found) == 3
+    assert len(found) == 3, found
     twice = [{"name": "one", "tasks": [{"name": "gcd"}]}] * 2
     assert "different names" in violations(write(GOOD, evaluation={"sets": twice}))[0]
     more = [{"name": "one", "tasks": [{"name": "gcd", "held_out_fraction": 0.2}]}]
