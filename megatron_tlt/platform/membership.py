@@ -3,9 +3,9 @@
 A launch is a sequence of rounds; a round ends when ranks are lost or nodes join. For each round, every launcher writes
 its node's file. When the nodes that are alive are there, or after a time limit, one launcher publishes who takes part
 and with which config: the name can be created only once, so all read the same. They also read how many restarts there
-were, and so give up at the same one. A node without a part in a round waits for the next one. Each launcher counts in a
-file of its own once a second: one that stands still is lost. Counts are compared with a launcher's own clock, so the
-clocks of nodes may differ.
+were; the first one that gives up ends the launch for all. A node without a part in a round waits for the next one. Each
+launcher counts in a file of its own once a second: one that stands still is lost. Counts are compared with a launcher's
+own clock, so the clocks of nodes may differ.
 """
 
 from __future__ import annotations
