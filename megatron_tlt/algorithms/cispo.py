@@ -11,7 +11,7 @@ from megatron_tlt.algorithms.policy_loss import PolicyLoss, clip_metrics
 class CispoLoss(PolicyLoss):
     """-sg(clip(r)) A log p with r = p / p_old (MiniMax-M1, 2506.13585, eqs. 4, 5): no token loses its gradient."""
 
-    corrections = (*PolicyLoss.corrections, "bypass")
+    applies = (*PolicyLoss.applies, "correction.bypass", "clip_low", "clip_high")
 
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         config = self.config

@@ -14,7 +14,7 @@ class ClippedPolicyLoss(PolicyLoss):
     ``dual_clip`` c bounds the loss of tokens with a negative advantage by -c A (Dual-Clip PPO, 1912.09729, eq. 5).
     """
 
-    corrections = (*PolicyLoss.corrections, "bypass")
+    applies = (*PolicyLoss.applies, "correction.bypass", "clip_low", "clip_high", "dual_clip")
 
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         config, advantages_BT = self.config, inputs.advantages_BT

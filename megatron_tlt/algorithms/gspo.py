@@ -15,7 +15,7 @@ class GspoLoss(PolicyLoss):
     gradient: s = sg(s_response) p / sg(p). With one advantage per response, that is GSPO.
     """
 
-    corrections = (*PolicyLoss.corrections, "bypass")
+    applies = (*PolicyLoss.applies, "correction.bypass", "clip_low", "clip_high")
 
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         config = self.config

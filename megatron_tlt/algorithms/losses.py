@@ -39,10 +39,12 @@ class LossInputs:
 class Loss(Protocol):
     """The objective of an update: its sum over micro-batches and ranks, divided by the sum of the denominators.
 
-    Its optional attribute ``corrections`` names the keys of ``algorithm.correction`` that it applies: ``weights``
-    multiplies the loss of each token by ``inputs.token_weights_BT``, ``opsm_delta`` leaves out responses by it, and
-    ``bypass`` depends on the ratio of the policy to ``inputs.old_log_probs_BT``, which are the rollout's then. A config
-    that asks for another one is refused (``algorithms.loss_correction``).
+    Its optional attribute ``applies`` names the keys of the ``algorithm`` section that it applies:
+    ``correction.weights`` multiplies the loss of each token by ``inputs.token_weights_BT``, ``correction.opsm_delta``
+    leaves out responses by it, ``correction.bypass`` depends on the ratio of the policy to ``inputs.old_log_probs_BT``,
+    which are the rollout's then, ``kl.coefficient`` adds the penalty against ``inputs.reference_log_probs_BT``, and
+    ``entropy_coefficient``, ``loss_aggregation``, ``clip_low``, ``clip_high`` and ``dual_clip`` are what they say. A
+    config that sets one which the loss does not name is refused (``algorithms.loss_keys``).
     """
 
     def denominator(self, inputs: LossInputs) -> torch.Tensor:

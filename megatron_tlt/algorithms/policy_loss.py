@@ -19,11 +19,17 @@ class PolicyLoss(ABC):
     response; ``sequence_sum_norm`` divides the sum of all tokens by responses times a constant (Dr. GRPO 2503.20783,
     section 3.2). ``correction.opsm_delta`` leaves responses out whose advantage is negative and that the policy has
     moved away from (off-policy sequence masking, DeepSeek-V3.2 2512.02556, section 3.1). The KL term is against the
-    reference policy; the entropy is subtracted. A subclass whose surrogate depends on the ratio to the old policy adds
-    ``bypass`` to its ``corrections`` (see ``losses.Loss``).
+    reference policy; the entropy is subtracted. A subclass adds to ``applies`` the keys that its surrogate reads, and
+    ``correction.bypass`` if it depends on the ratio to the old policy (see ``losses.Loss``).
     """
 
-    corrections: ClassVar[tuple[str, ...]] = ("weights", "opsm_delta")
+    applies: ClassVar[tuple[str, ...]] = (
+        "correction.weights",
+        "correction.opsm_delta",
+        "kl.coefficient",
+        "entropy_coefficient",
+        "loss_aggregation",
+    )
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

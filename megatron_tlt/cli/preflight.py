@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import megatron_tlt
-from megatron_tlt.algorithms.loss_correction import correction_problems
+from megatron_tlt.algorithms.loss_keys import ignored_keys
 from megatron_tlt.algorithms.registry import algorithm_problems
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
 from megatron_tlt.config.loader import load_config
@@ -82,8 +82,8 @@ def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool, t
     if lines := unchecked(config):
         found += Findings(lines) if starts else Findings(notes=[line.replace("cannot be", "not") for line in lines])
     found.add(algorithm_problems(config.algorithm))
-    uncorrected = correction_problems(config)
-    found += Findings(uncorrected) if trains else Findings(notes=[f"for training: {line}" for line in uncorrected])
+    ignored = ignored_keys(config)
+    found += Findings(ignored) if trains else Findings(notes=[f"for training: {line}" for line in ignored])
     if values := config.algorithm.recipe_values:
         said = ", ".join(f"{key}: {value}" for key, value in values.items())
         found.notes.append(f"algorithm.name: {config.algorithm.name} sets {said}")

@@ -25,9 +25,10 @@ def split_violations(
         supervised: files of the supervised start.
     """
     first_tasks: dict[str, TaskConfig] = {}
-    lines = []
+    lines: list[str] = []
     for position, task in enumerate(tasks):
         if task.kind == "file":
+            lines += _other_split(position, task, tasks[:position])
             continue
         first = first_tasks.setdefault(_generator(task), task)
         for name in ("held_out_fraction", "held_out"):
@@ -55,11 +56,28 @@ def split_violations(
     return lines
 
 
+def _other_split(position: int, task: TaskConfig, earlier: Sequence[TaskConfig]) -> Iterator[str]:
+    """A line if an earlier task splits the same file otherwise, so that one trains on what the other holds out."""
+    for number, other in enumerate(earlier):
+        if task.path is None or other.path is None or not _is_same_file(task.path, other.path):
+            continue
+        if _is_of_set(task) or _is_of_set(other):
+            continue
+        for name in ("held_out_path", "held_out_fraction"):
+            if (own := getattr(task, name)) != (found := getattr(other, name)):
+                yield (
+                    f"tasks[{position}].{name}: found {own}; tasks[{number}] has {found} and the same file "
+                    f"{task.path}, so one would train on what the other holds out; allowed: {found}"
+                )
+                return
+            if own is not None and name == "held_out_path":
+                break  # the fraction is not used
+
+
 def _trained_file(key: str, task: TaskConfig, tasks: Sequence[TaskConfig], supervised: Sequence[Path]) -> Iterator[str]:
     """A line if the file that a task is evaluated on, the second one if it has two, is trained on."""
     name, tested = ("path", task.path) if task.held_out_path is None else ("held_out_path", task.held_out_path)
-    # a task whose files are one is that of a set, which is checked in place of the tasks to train on
-    of_tasks = ((i, each) for i, each in enumerate(tasks) if each is not task and each.path != each.held_out_path)
+    of_tasks = ((i, each) for i, each in enumerate(tasks) if each is not task and not _is_of_set(each))
     trained = [(f"tasks[{i}].path", each.path) for i, each in of_tasks]
     trained += [("model.recipe.supervised.data", path) for path in supervised]
     for where, path in trained:
@@ -69,6 +87,11 @@ def _trained_file(key: str, task: TaskConfig, tasks: Sequence[TaskConfig], super
                 "evaluated on; allowed: another file; tasks[].held_out_fraction keeps rows of a file apart"
             )
             return
+
+
+def _is_of_set(task: TaskConfig) -> bool:
+    """Whether a task's files are one: then it is a set's, which is checked in place of the tasks to train on."""
+    return task.path == task.held_out_path
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

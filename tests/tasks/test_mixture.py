@@ -279,3 +279,20 @@ def test_a_file_that_is_trained_on_is_no_set_of_the_evaluation(link: str, tmp_pa
     sets = [EvaluationSetConfig(name="set", tasks=[file.model_copy(update={"path": same})])]
     (line,) = split_violations([other], sets, [file.path])
     assert "the file of model.recipe.supervised.data, which is trained on" in line
+
+
+def test_two_tasks_on_one_file_hold_out_the_same_rows(tmp_path: Path) -> None:
+    file = _file(tmp_path / "p.jsonl", [f"q{i}" for i in range(50)])
+    held_out = _file(tmp_path / "q.jsonl", ["q1"]).path
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "p.jsonl")
+    same = file.model_copy(update={"path": tmp_path / "link.jsonl", "weight": 2.0})
+    assert split_violations([file, same]) == []
+    (line,) = split_violations([_counting(), file, same.model_copy(update={"held_out_fraction": 0.2})])
+    assert line.startswith("tasks[2].held_out_fraction: found 0.2; tasks[1] has 0.1 and the same file ")
+    (line,) = split_violations([file, same.model_copy(update={"held_out_path": held_out})])
+    assert line.startswith(f"tasks[1].held_out_path: found {held_out}; tasks[0] has None and the same file ")
+    both = [each.model_copy(update={"held_out_path": held_out}) for each in (file, same)]
+    unused = both[1].model_copy(update={"held_out_fraction": 0.2})
+    assert split_violations([both[0], unused]) == []
+    with pytest.raises(ConfigError, match="one would train on what the other holds out"):
+        build_sources([file, same.model_copy(update={"held_out_fraction": 0.2})], "train", 0)

@@ -14,7 +14,7 @@ _RARELY = 40
 class NanAtTimes(ClippedPolicyLoss):
     """NaN for micro-batches with a multiple of 40 response tokens, so in the same steps each time."""
 
-    corrections = ClippedPolicyLoss.corrections
+    applies = ClippedPolicyLoss.applies
 
     def surrogate(self, log_probs_BT: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         loss_BT, metrics = super().surrogate(log_probs_BT, inputs)
