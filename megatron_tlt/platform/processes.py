@@ -122,7 +122,7 @@ def run_processes(
 ) -> None:
     """Runs a module on several ranks of this machine, one thread each, and waits for them.
 
-    ``environment`` overrides that of a launch. The ranks' output is shown as progress if standard error is a terminal.
+    ``environment`` overrides that of a launch. The ranks' output is shown as progress on standard error.
 
     Raises:
         RanksOverdue: they were still running after ``timeout_s``; shows the last output.
@@ -150,8 +150,7 @@ def run_processes(
         said: deque[str] = deque(maxlen=_SAID_LINES)
         for line in process.stdout:
             said.append(line.rstrip())
-            if sys.stderr.isatty():
-                print(f"{what}: {line.rstrip()}", file=sys.stderr, flush=True)
+            print(f"{what}: {line.rstrip()}", file=sys.stderr, flush=True)
         status = process.wait()
         overdue.cancel()
         log.seek(0)

@@ -38,11 +38,14 @@ def test_memory_does_not_grow_with_the_number_of_shapes() -> None:
     assert float(grown.stdout) < 40
 
 
-def test_processes_that_are_given_up_leave_what_they_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_are_given_up_leave_what_they_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = "import time\nfor i in range(30): print(f'step {i}', flush=True)\ntime.sleep(60)"
     monkeypatch.setattr(processes, "torchrun_command", lambda *_: [sys.executable, "-c", said])
     with pytest.raises(RunError, match=r"(?s)^slow: still running after 3 s; last output:\nstep 10\n.*step 29$"):
         run_processes("slow", "a.module", [], 1, 3.0)
+    assert capsys.readouterr().err.startswith("slow: step 0\nslow: step 1\n")  # into a file too
 
 
 def test_processes_are_bound_to_processors_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
