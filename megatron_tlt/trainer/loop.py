@@ -176,7 +176,7 @@ class Run:
             *([self.drafting] if self.drafting is not None else []),
             *([self.step.rounds.carried] if self.step.rounds and self.step.rounds.carried else []),
         ]
-        self._snapshots = Snapshots.of_launch(parts) if config.elastic is not None and not read_only else None
+        self._snapshots = Snapshots.of_launch(parts, config) if config.elastic and not read_only else None
         self._nodes = NodeChanges.of_launch(config.elastic) if not read_only else None
         self._checkpoints = Checkpoints(
             self._folder / "checkpoints",

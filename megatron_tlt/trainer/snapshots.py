@@ -18,7 +18,10 @@ from megatron_tlt.checkpoint.memory_slots import INDEX, BlockSource, MemorySlot,
 from megatron_tlt.checkpoint.parts import CheckpointPart, save_parts
 from megatron_tlt.checkpoint.shared import run_together
 from megatron_tlt.checkpoint.snapshot_places import SavedPart, WholeSnapshot, buddies, needed_copies, newest_whole
+from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.planning.job import job_of
+from megatron_tlt.planning.snapshots import slot_bytes
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data, failing_together
 from megatron_tlt.platform.device import barrier, log_once, rank, warn, world_size
 from megatron_tlt.platform.file_exchange import FolderTransfer, exchange_folders
@@ -43,12 +46,13 @@ class Snapshots:
         root: the folder of all snapshots of this launch on this node, on tmpfs.
         parts: state saved in addition to the actor's.
         node: this node's number.
+        expected_bytes: of a rank's snapshot. The first slot's pages are made for so many while the first step goes on.
 
     Raises:
         RunError: the thread cannot be started.
     """
 
-    def __init__(self, root: Path, parts: Sequence[CheckpointPart], node: int = 0) -> None:
+    def __init__(self, root: Path, parts: Sequence[CheckpointPart], node: int = 0, expected_bytes: int = 0) -> None:
         self._root = root
         self._parts = parts
         self._nodes = all_gather_data(node, int)
@@ -62,7 +66,8 @@ class Snapshots:
         self._pool = started_pool(1, "snapshot")
         self._checksum: Future[int] | None = None
         self._sent: Future[None] | None = None
-        self._reserved: Future[None] | None = None
+        self._expected_bytes = expected_bytes
+        self._made: dict[int, Future[None]] = {}  # the pages of each slot
         self._layout: dict[str, int] = {}
         self._failed = False
         self.newest_step = 0
@@ -71,7 +76,7 @@ class Snapshots:
         """Seconds that the newest ``begin`` took."""
 
     @classmethod
-    def of_launch(cls, parts: Sequence[CheckpointPart]) -> Snapshots:
+    def of_launch(cls, parts: Sequence[CheckpointPart], config: TltConfig) -> Snapshots:
         """Those of the launch that started this process.
 
         Raises:
@@ -82,7 +87,11 @@ class Snapshots:
             raise ConfigError(
                 "elastic: found a section; its snapshots need a process that outlives ranks; allowed: tlt"
             )
-        return cls(Path(root), parts, node_index())
+        try:
+            expected = int(slot_bytes(job_of(config)))
+        except ConfigError:  # an architecture that cannot be planned: the first copy makes the pages
+            expected = 0
+        return cls(Path(root), parts, node_index(), expected)
 
     @property
     def bytes_used(self) -> int:
@@ -94,10 +103,11 @@ class Snapshots:
         if self._failed:
             return
         began, self._begun = time.perf_counter(), self._begun + 1
-        slot, self._next = self._slots[self._next], 1 - self._next
+        index, self._next = self._next, 1 - self._next
+        slot = self._slots[index]
         self._layout = policy.layout
-        if self._reserved is not None:
-            self._reserved.exception()  # what failed is tried again, and reported then
+        if (made := self._made.get(index)) is not None:
+            made.exception()  # what failed is tried again, and reported then
         try:
             with (
                 failing_together()
@@ -140,8 +150,12 @@ class Snapshots:
         self.newest_step, self._step = self._step, None
         if self._group is not None:
             self._sent = self._pool.submit(self._send, slot.folder.parent, self._group)
-        if self._reserved is None:  # making the pages takes several times as long as a copy
-            self._reserved = self._pool.submit(self._slots[self._next].reserve, slot.bytes_used)
+        self._make_pages(slot.bytes_used)
+
+    def _make_pages(self, size: int) -> None:
+        """Makes the next slot's pages in the background, once: it takes several times as long as a copy."""
+        if self._next not in self._made:
+            self._made[self._next] = self._pool.submit(self._slots[self._next].reserve, size)
 
     def _send(self, slot: Path, group: dist.ProcessGroup) -> None:
         """Sends this rank's part to its buddy, and receives those that it is the buddy of."""
@@ -162,6 +176,8 @@ class Snapshots:
         if whole is None:
             if any(everywhere):
                 warn("no snapshot in memory is whole: the run restarts from its newest checkpoint")
+            else:
+                self._make_pages(self._expected_bytes)
             return None
         if (step := whole.step) < least:
             return None

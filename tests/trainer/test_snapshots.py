@@ -43,8 +43,9 @@ def test_one_whole_snapshot_remains_while_the_next_is_written(rows: dict[str, di
         assert rows[name]["older_than_checkpoint"] is None, name
 
 
-def test_the_second_slot_is_made_before_it_is_used(rows: dict[str, dict[str, Any]]) -> None:
-    assert all(rows[name]["second_slot_made"] for name in CASES)
+@pytest.mark.parametrize("slot", ["first", "second"])
+def test_a_slot_is_made_before_it_is_used(slot: str, rows: dict[str, dict[str, Any]]) -> None:
+    assert all(rows[name][f"{slot}_slot_made"] for name in CASES)
 
 
 def test_what_is_damaged_or_incomplete_is_not_loaded(rows: dict[str, dict[str, Any]]) -> None:

@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dp2-muon": {"megatron": {}, **MUON},
     "pp2-muon": {"megatron": PP2, **MUON},
 }
+EXPECTED = 4096
+"""Fewer bytes than a snapshot, as an estimate may be."""
 OTHER_LAYOUTS = {"tp2sp": "dp2", "dp2": "pp2vp2", "pp2-muon": "dp2-muon"}
 
 
@@ -54,15 +56,16 @@ def _is_made(file: Path, size: int) -> bool:
 
 def run(models: Path, root: Path, name: str) -> dict[str, Any]:
     policy = built(models, name)
-    snapshots = Snapshots(root, [RngState(policy.layout)])
-    row: dict[str, Any] = {}
+    snapshots = Snapshots(root, [RngState(policy.layout)], expected_bytes=EXPECTED)
+    assert snapshots.resume(policy, least=0) is None
+    row: dict[str, Any] = {"first_slot_made": _is_made(root / "slot_0" / f"rank_{rank():05d}" / DATA, EXPECTED)}
     for step in (1, 2):
         train(policy, 1)
         snapshots.begin(policy, step)
         snapshots.commit(TrainerState(step=step, tokens_seen=10 * step))
         if step == 1:
             made = root / "slot_1" / f"rank_{rank():05d}" / DATA
-            row = {"second_slot_made": _is_made(made, snapshots.bytes_used)}
+            row["second_slot_made"] = _is_made(made, snapshots.bytes_used)
     row |= {"bytes": snapshots.bytes_used, "copy_s": snapshots.copy_s}
     row["losses"] = train(policy, 1)
     snapshots.begin(policy, 3)  # and the process dies
