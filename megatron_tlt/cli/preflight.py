@@ -47,8 +47,8 @@ def load_checked(
 
     Prints on stderr what was left out or not checked. Under torchrun one process per node checks; the others only load
     the config. If ranks start here (``starts``), the model's folder must exist and the ports must be free. What
-    concerns updates alone is a note unless the command ``trains``. The part of
-    the config that the command reads is ``of_interest``; it is what is checked and returned.
+    concerns updates alone is a note unless the command ``trains``. The part of the config that the command reads is
+    ``of_interest``; it is what is checked and returned.
 
     Raises:
         ConfigError: one line per violation in the config, the tasks, the files and the model's folder.
