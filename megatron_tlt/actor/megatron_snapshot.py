@@ -40,16 +40,14 @@ def _bytes(shard: ShardedObject) -> torch.Tensor | None:
     )
 
 
-def blocks_to_keep(policy: Policy, folder: Path) -> list[tuple[Block, torch.Tensor]]:
-    """All blocks of this rank, those that others have too; what is not a tensor goes into ``folder``.
+def blocks_to_keep(policy: Policy) -> tuple[list[tuple[Block, torch.Tensor]], dict[str, bytes]]:
+    """All blocks of this rank, those that others have too, and files by name with what is not a tensor.
 
     So a rank of the same layout needs no other rank's blocks. A collective over the world. The tensors are views of the
     policy's, which must not change before they are copied.
     """
     # without Megatron's check over all ranks, which checkpoints have passed
     sharded, common = save_preprocess(state_to_save(policy), validate_access_integrity=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(common, folder / _COMMON)
     objects = {}
     blocks: list[tuple[Block, torch.Tensor]] = []
     for shard in nested_values(sharded):
@@ -59,8 +57,13 @@ def blocks_to_keep(policy: Policy, folder: Path) -> list[tuple[Block, torch.Tens
             assert isinstance(shard, ShardedTensor) and shard.data is not None
             block = _block(shard)
             blocks.append((block, shard.data.view(block.sizes) if shard.prepend_axis_num else shard.data))
-    torch.save(objects, folder / _OBJECTS)
-    return blocks
+    return blocks, {_COMMON: _written(common), _OBJECTS: _written(objects)}
+
+
+def _written(plain: Any) -> bytes:
+    data = io.BytesIO()
+    torch.save(plain, data)
+    return data.getvalue()
 
 
 def _plain(file: Path) -> Any:
@@ -77,7 +80,7 @@ def load_blocks(policy: Policy, source: BlockSource, folders: list[Path], *, ali
     Args:
         policy: of the same architecture.
         source: the blocks of all ranks; of this rank alone if ``alike``.
-        folders: of the same ranks, with what is not a tensor.
+        folders: of the same ranks, with the files.
         alike: the layout and the number of ranks are those that saved.
 
     Raises:

@@ -6,10 +6,12 @@ is removed before that and written last, so a slot with an index is complete.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
 import os
+import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,6 +26,8 @@ from megatron_tlt.platform.files import atomic_write_text, write_errors
 
 INDEX, DATA = "index.json", "blocks.bin"
 _ALIGNED = 64
+_PAGES = 16384
+"""Pages that are made in one operation: for more elements torch would start threads."""
 _OWN_SUM = "index_crc32"
 
 
@@ -90,8 +94,10 @@ class MemorySlot:
             target = buffer[block.begin :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor.detach())
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int, room: int = 0) -> None:
         """Makes the pages that a snapshot of ``size`` bytes will take, if the slot was never used.
+
+        Nothing is done unless ``room`` bytes are free, so that other files in memory are not refused meanwhile.
 
         Raises:
             RunError: there is not enough memory, or the folder cannot be written to.
@@ -100,17 +106,24 @@ class MemorySlot:
             return
         with write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self.folder).free < room:
+                return
         # mapped by touching them, without Python's lock: mmap itself would hold it, and so stop all other threads
-        torch.frombuffer(self._reserved(size), dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+        for pages in torch.frombuffer(self._reserved(size), dtype=torch.uint8)[:: mmap.PAGESIZE].split(_PAGES):
+            pages.zero_()
 
     def _reserved(self, size: int) -> mmap.mmap:
-        if self._memory is not None and len(self._memory) >= size:
+        if self._memory is not None and len(self._memory) == size:
             return self._memory
         self._memory = None
         file = self.folder / DATA
         try:
             with file.open("a+b") as opened:
+                missing = size - 512 * os.fstat(opened.fileno()).st_blocks
+                if missing > shutil.disk_usage(self.folder).free:  # the call below would take all that is left first
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(opened.fileno(), 0, size)  # tmpfs would end the process at the first missing page
+                os.truncate(opened.fileno(), size)  # pages that were reserved and are not needed
                 self._memory = mmap.mmap(opened.fileno(), size)
         except OSError as error:
             file.unlink(missing_ok=True)

@@ -260,6 +260,7 @@ class Run:
                 if self.drafting is not None:
                     self.drafting.write(self._folder / NEWEST_DRAFTER)
             record.finish(self._state, self.policy.layout)
+        self._watch.pause()
         self._checkpoints.close()
         if self._snapshots is not None:
             self._snapshots.close()
@@ -318,7 +319,7 @@ class Run:
             self._snapshots.forget()
         self._state, step = saved.with_problems_after(now, result.next_problem, result.deferred), saved.step
         guard.go_back(saved.guard, step)
-        self._saved_step = step
+        self._state.guard, self._saved_step = guard.state, None  # saved again, as the checkpoint does not know of it
         record.go_back(step)
         self.timeline.begin_step(step)
         warn(f"guard: back at the checkpoint of step {step}; the run goes on with problem {result.next_problem}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch.distributed as dist
 
 from megatron_tlt.actor.megatron_snapshot import blocks_to_keep, load_blocks
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.memory_slots import INDEX, BlockSource, MemorySlot, SlotReader
+from megatron_tlt.checkpoint.file_sums import check_file_sums, write_file_sums
+from megatron_tlt.checkpoint.memory_slots import DATA, INDEX, BlockSource, MemorySlot, SlotReader
 from megatron_tlt.checkpoint.parts import CheckpointPart, save_parts
 from megatron_tlt.checkpoint.shared import run_together
 from megatron_tlt.checkpoint.snapshot_places import SavedPart, WholeSnapshot, buddies, needed_copies, newest_whole
 from megatron_tlt.config.schema import TltConfig
-from megatron_tlt.errors import ConfigError, RunError
+from megatron_tlt.errors import ConfigError, RunError, TltError
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.snapshots import slot_bytes
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data, failing_together
@@ -108,28 +110,30 @@ class Snapshots:
         self._layout = policy.layout
         if (made := self._made.get(index)) is not None:
             made.exception()  # what failed is tried again, and reported then
+        parts = slot.folder.with_name(_parts(rank()))
         try:
-            with (
-                failing_together()
-            ):  # all copies of the newest snapshot are whole before the one before is written over
+            with _failing_together_in(slot.folder):
                 if self._sent is not None:
-                    self._sent.result()
-            with failing_together():
+                    self._sent.result()  # all copies of the newest snapshot are whole before the older is written over
+            blocks, files = blocks_to_keep(policy)
+            with _failing_together_in(slot.folder):
                 self._remove_other_ranks(slot.folder.parent)
-                parts = slot.folder.with_name(_parts(rank()))
                 shutil.rmtree(parts, ignore_errors=True)
                 parts.mkdir(parents=True)
                 save_parts(self._parts, parts, rank())
-            blocks = blocks_to_keep(policy, slot.folder)
-            with failing_together():
                 slot.fill(blocks)
+                for name, data in files.items():
+                    (slot.folder / name).write_bytes(data)
         except RunError as error:
-            self._failed, self._step = True, None
-            warn(f"no snapshots from step {step} on: {error}")
+            self._give_up(step, error)
             return
         self._step = step
-        self._checksum = self._pool.submit(slot.checksum)
+        self._checksum = self._pool.submit(_sums_of, slot, parts)
         self.copy_s = time.perf_counter() - began
+
+    def _give_up(self, step: int, error: RunError) -> None:
+        self._failed, self._step = True, None
+        warn(f"no snapshots from step {step} on: {error}")
 
     def _remove_other_ranks(self, slot: Path) -> None:
         """Removes what ranks of a larger process group left in a slot that is written over."""
@@ -139,14 +143,22 @@ class Snapshots:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def commit(self, state: TrainerState) -> None:
-        """Publishes what was begun, with the trainer's state; nothing if nothing was begun since."""
+        """Publishes what was begun, with the trainer's state; nothing if nothing was begun since.
+
+        If memory is short, warns and makes no snapshots from then on.
+        """
         if self._step is None:
             return
         assert self._checksum is not None and state.step == self._step
         slot = self._slots[1 - self._next]
         described = {_STATE: asdict(state), _WORLD: world_size(), _LAYOUT: self._layout, _RANK: rank()}
         described[_SAVE] = f"{self._attempt:020d}-{self._begun:08d}"
-        slot.complete(self._step, self._checksum.result(), described)
+        try:
+            with _failing_together_in(slot.folder):
+                slot.complete(self._step, self._checksum.result(), described)
+        except RunError as error:
+            self._give_up(self._step, error)
+            return
         self.newest_step, self._step = self._step, None
         if self._group is not None:
             self._sent = self._pool.submit(self._send, slot.folder.parent, self._group)
@@ -155,7 +167,8 @@ class Snapshots:
     def _make_pages(self, size: int) -> None:
         """Makes the next slot's pages in the background, once: it takes several times as long as a copy."""
         if self._next not in self._made:
-            self._made[self._next] = self._pool.submit(self._slots[self._next].reserve, size)
+            room = 2 * size * self._nodes.count(self._nodes[rank()])  # the other ranks of this node make theirs
+            self._made[self._next] = self._pool.submit(self._slots[self._next].reserve, size, room)
 
     def _send(self, slot: Path, group: dist.ProcessGroup) -> None:
         """Sends this rank's part to its buddy, and receives those that it is the buddy of."""
@@ -163,8 +176,9 @@ class Snapshots:
         # every second node sends while the others receive, then the other way round
         order = sorted(range(world_size()), key=lambda source: positions[self._nodes[source]] % 2)
         transfers = [FolderTransfer(source, self._buddies[source]) for source in order]
-        for folder in (_parts, _folder):
-            exchange_folders(transfers, [slot / folder(each.source) for each in transfers], INDEX, rank(), group)
+        with _any_error_in(slot):
+            for folder in (_parts, _folder):
+                exchange_folders(transfers, [slot / folder(each.source) for each in transfers], INDEX, rank(), group)
 
     def resume(self, policy: Policy, least: int) -> TrainerState | None:
         """Restores the newest whole snapshot; None if there is none of step ``least`` or later, or it is damaged.
@@ -208,7 +222,7 @@ class Snapshots:
         """
         self.newest_step, self._step = 0, None
         if self._sent is not None:
-            self._sent.result()
+            self._sent.exception()  # what failed is reported by the next begin
         barrier()
         for slot in self._slots:
             for folder in slot.folder.parent.glob("rank_*"):
@@ -228,8 +242,10 @@ class Snapshots:
         self._fetch(slot, dict.fromkeys(present, range(world)), present, _parts)
         with failing_together():
             readers = [SlotReader(slot / _folder(saved)) for saved in ([rank()] if alike else needed[node])]
-        share = readers if alike else readers[rank() :: world_size()]
-        run_together(lambda: _verify(share))
+        # each node has copies of its own; its ranks share the work
+        peers = [r for r, other in enumerate(self._nodes) if other == node]
+        own, parts = slice(peers.index(rank()), None, len(peers)), [slot / _parts(saved) for saved in range(world)]
+        run_together(lambda: _verify(readers if alike else readers[own], parts[own]))
         load_blocks(policy, BlockSource(readers), [reader.folder for reader in readers], alike=alike)
         for part in self._parts:
             folders = [f for saved in range(world) for f in (slot / _parts(saved) / part.name).glob("rank_*")]
@@ -237,7 +253,13 @@ class Snapshots:
                 part.load(folders)
             else:
                 warn(f"the snapshot has no {part.name!r}: that part starts anew")
+        if alike and self._group is not None and self._lacks_second_copies(whole):
+            self._sent = self._pool.submit(self._send, slot, self._group)
         return TrainerState(**readers[0].described[_STATE])
+
+    def _lacks_second_copies(self, whole: WholeSnapshot) -> bool:
+        """Whether a node was replaced since, so that a rank's buddy has no copy of it."""
+        return any(saved not in whole.present[self._nodes[buddy]] for saved, buddy in enumerate(self._buddies))
 
     def _layout_of(self, slot: Path, present: Mapping[int, list[int]]) -> dict[str, int] | None:
         ranks = present[self._nodes[rank()]]
@@ -258,8 +280,13 @@ class Snapshots:
         first = {node: self._nodes.index(node) for node in present}
         transfers = [FolderTransfer(first[copy.source], first[copy.target]) for copy in copies]
         paths = [slot / folder(copy.saved) for copy in copies]
-        exchange_folders(transfers, paths, INDEX, rank(), self._group)
-        barrier()
+        group = self._group
+
+        def exchange() -> None:
+            with _any_error_in(slot):
+                exchange_folders(transfers, paths, INDEX, rank(), group)
+
+        run_together(exchange)
 
     def close(self) -> None:
         """Ends the thread once the newest copy has arrived on the other node."""
@@ -274,9 +301,37 @@ def _parts(saved: int) -> str:
     return f"parts_{saved:05d}"
 
 
-def _verify(readers: Sequence[SlotReader]) -> None:
+@contextlib.contextmanager
+def _any_error_in(folder: Path) -> Iterator[None]:
+    """Raises any error in the block as a RunError, so that other ranks can be told of it."""
+    try:
+        yield
+    except TltError:
+        raise
+    except Exception as error:  # of files, torch, safetensors, gloo
+        raise RunError(f"{folder}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _failing_together_in(folder: Path) -> Iterator[None]:
+    """As ``failing_together``, with any error; the block has no collective."""
+    with failing_together(), _any_error_in(folder):
+        yield
+
+
+def _sums_of(slot: MemorySlot, parts: Path) -> int:
+    """Writes the sums of the files beside the blocks, and returns that of the blocks."""
+    write_file_sums(slot.folder, leave_out=(INDEX, DATA))
+    write_file_sums(parts)
+    return slot.checksum()
+
+
+def _verify(readers: Sequence[SlotReader], parts: Sequence[Path]) -> None:
     for reader in readers:
         reader.verify()
+        check_file_sums(reader.folder)
+    for folder in parts:
+        check_file_sums(folder)
 
 
 def _reader(folder: Path) -> SlotReader | None:

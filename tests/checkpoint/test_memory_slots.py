@@ -78,6 +78,13 @@ def test_pages_are_made_for_a_slot_that_was_never_used_alone(tmp_path: Path) -> 
     slot.complete(1, slot.checksum(), {})
     MemorySlot(slot.folder).reserve(1 << 20)
     MemorySlot(tmp_path / "nothing").reserve(0)
+    MemorySlot(tmp_path / "crowded").reserve(values.nbytes, room=1 << 60)
+    assert not (tmp_path / "crowded" / DATA).exists()
+    large = MemorySlot(tmp_path / "large")
+    large.reserve(1 << 20)
+    assert (large.folder / DATA).stat().st_size == 1 << 20
+    large.fill([block("w", values, slice(0, 4), slice(0, 4))])
+    assert (large.folder / DATA).stat().st_size == values.nbytes, "what is not needed is given back"
     SlotReader(slot.folder).verify()
     assert (slot.folder / DATA).stat().st_size == made.st_size and not (tmp_path / "nothing").exists()
     with pytest.raises(RunError, match=r"cannot be reserved.*elastic\.memory_dir"):

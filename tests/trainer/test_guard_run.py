@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ def test_a_run_goes_back_and_goes_on_with_other_problems(runs: Runs) -> None:
     state = json.loads((runs.folder / "back" / "checkpoints" / "step_000005" / "state.json").read_text())
     assert state["problems_drawn"] == 4 * (5 + 2), "those of the steps that were undone are left out"
     assert state["guard"]["returns"] == 1 and state["guard"]["in_a_row"] == 0
+
+
+def test_a_stop_after_going_back_keeps_what_was_decided(runs: Runs) -> None:
+    given = (*SETTINGS, "guard.on_nonfinite=go_back", engine(bad=[4], stopped=[5]))
+    said = runs.train("stopped", *given, expect_status=128 + signal.SIGTERM)
+    assert "back at the checkpoint of step 2" in said and "after 2 steps, state saved" in said
+    state = json.loads((runs.folder / "stopped" / "checkpoints" / "step_000002" / "state.json").read_text())
+    assert state["problems_drawn"] == 4 * (2 + 2), "those of the steps that were undone are left out"
+    assert state["guard"]["returns"] == 1 and state["guard"]["in_a_row"] == 1
 
 
 def test_a_run_that_goes_back_without_progress_stops(runs: Runs) -> None:

@@ -52,6 +52,15 @@ def test_what_is_damaged_or_incomplete_is_not_loaded(rows: dict[str, dict[str, A
     assert rows["broken"] == {"incomplete": 2, "flipped": 1, "forgotten": None, "newest_step": [3, 0]}
 
 
+def test_what_lies_beside_the_blocks_is_verified(rows: dict[str, dict[str, Any]]) -> None:
+    found = rows["beside"]
+    assert found.pop("step") == 1 and len(found) == 2 and not any(found.values())
+
+
+def test_short_memory_of_one_rank_ends_the_snapshots_of_all_and_nothing_else(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["short"] == {"copy": 1, "part": 1}
+
+
 def test_parts_of_two_saves_of_a_step_are_no_snapshot(rows: dict[str, dict[str, Any]]) -> None:
     assert rows["mixed"] == {"alone": 1, "mixed": None}
 
@@ -68,5 +77,7 @@ def test_a_lost_node_is_replaced_from_its_buddys_copy(rows: dict[str, dict[str, 
     row = rows["nodes"]
     assert row["copies"] == ["parts_00000", "parts_00001", "rank_00000", "rank_00001"]
     assert row["step"] == 3 and row["resume_is_bit_equal"]
+    assert row["copies_after"] == ["rank_00000", "rank_00001"], "the new node has second copies again"
     assert row["other_step"] == 3, "under another layout too"
+    assert row["flipped_copy"] is None, "each node verifies the copies that it uses"
     assert row["both_lost"] is None

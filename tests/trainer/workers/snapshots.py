@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 import time
@@ -13,6 +15,7 @@ from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
 from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.checkpoint.memory_slots import DATA, INDEX
+from megatron_tlt.platform import file_exchange
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.snapshots import Snapshots
@@ -91,6 +94,79 @@ def run(models: Path, root: Path, name: str) -> dict[str, Any]:
     return row
 
 
+def flip(file: Path) -> None:
+    """Changes a bit of a byte that is in use."""
+    with file.open("r+b") as opened:
+        opened.seek(100)
+        byte = opened.read(1)
+        opened.seek(100)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+def beside(models: Path, root: Path) -> dict[str, Any]:
+    """A flipped bit in what lies beside the blocks: of the common state, or of a part, of one rank."""
+    policy = built(models, "dp2")
+    snapshots = Snapshots(root, [RngState(policy.layout)])
+    train(policy, 1)
+    snapshots.begin(policy, 1)
+    snapshots.commit(TrainerState(step=1))
+    row: dict[str, Any] = {}
+    for name in ("rank_00001/common.pt", "parts_00001/rng/rank_00001/state.json"):
+        if rank() == 1:
+            flip(root / "slot_0" / name)
+        barrier()
+        # a snapshot that cannot be used is forgotten
+        index = root / "slot_0" / f"rank_{rank():05d}" / INDEX
+        kept = index.read_bytes()
+        row[name] = Snapshots(root, [RngState(policy.layout)]).resume(policy, least=0)
+        index.write_bytes(kept)
+        barrier()
+        if rank() == 1:
+            flip(root / "slot_0" / name)
+        barrier()
+    row["step"] = getattr(Snapshots(root, [RngState(policy.layout)]).resume(policy, least=0), "step", None)
+    return row
+
+
+class NoRoom:
+    """In place of ``os`` in a module: memory is short for files of a MB."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def posix_fallocate(self, file: int, begin: int, size: int) -> None:
+        if size > 1 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(file, begin, size)
+
+
+def short_memory(models: Path, root: Path) -> dict[str, Any]:
+    """Rank 1 cannot take its buddy's copy; then, of a single node, it cannot write what lies beside the blocks."""
+    policy = built(models, "dp2")
+    row: dict[str, Any] = {}
+    snapshots = Snapshots(root / f"node_{rank()}", [RngState(policy.layout)], node=rank())
+    if rank() == 1:
+        file_exchange.os = NoRoom()  # type: ignore[attr-defined]
+    for step in (1, 2, 3):
+        train(policy, 1)
+        snapshots.begin(policy, step)
+        snapshots.commit(TrainerState(step=step))
+    snapshots.close()
+    file_exchange.os = os  # type: ignore[attr-defined]
+    row["copy"] = snapshots.newest_step
+    alone = Snapshots(root / "one", [RngState(policy.layout)])
+    for step in (1, 2, 3):
+        train(policy, 1)
+        if step == 2 and rank() == 1:
+            (root / "one" / "slot_1").mkdir(exist_ok=True)
+            (root / "one" / "slot_1" / "parts_00001").write_text("")  # no folder can be made there
+        barrier()
+        alone.begin(policy, step)
+        alone.commit(TrainerState(step=step))
+    row["part"] = alone.newest_step
+    return row
+
+
 def broken(models: Path, root: Path, checkpoints: Path) -> dict[str, Any]:
     """A flipped byte of one rank, and a rank that had not committed: the checkpoint is taken."""
     policy = built(models, "dp2")
@@ -110,11 +186,7 @@ def broken(models: Path, root: Path, checkpoints: Path) -> dict[str, Any]:
     barrier()
     row["incomplete"] = saved.resume(policy, snapshots=Snapshots(root, [])).step
     if rank() == 1:
-        with (own[0] / DATA).open("r+b") as opened:
-            opened.seek(100)
-            byte = opened.read(1)
-            opened.seek(100)
-            opened.write(bytes([byte[0] ^ 1]))
+        flip(own[0] / DATA)
     barrier()
     row["flipped"] = saved.resume(policy, snapshots=Snapshots(root, [])).step
     row["forgotten"] = Snapshots(root, []).resume(policy, least=0)
@@ -161,12 +233,19 @@ def two_nodes(models: Path, root: Path) -> dict[str, Any]:
         shutil.rmtree(own)
     barrier()
     again = built(models, "dp2")
-    state = Snapshots(own, [RngState(again.layout)], node=rank()).resume(again, least=0)
+    resumed = Snapshots(own, [RngState(again.layout)], node=rank())
+    state = resumed.resume(again, least=0)
     row["step"] = None if state is None else state.step
+    resumed.close()
+    barrier()
+    row["copies_after"] = sorted(index.parent.name for index in (root / "node_1" / "slot_0").glob(f"*/{INDEX}"))
     train(again, 1)
     row["resume_is_bit_equal"] = equal(weights_of(again), expected)
     other = built(models, "pp2vp2")
     row["other_step"] = getattr(Snapshots(own, [], node=rank()).resume(other, least=0), "step", None)
+    flip(own / "slot_0" / f"rank_{1 - rank():05d}" / DATA)  # which this node uses under another layout
+    barrier()
+    row["flipped_copy"] = Snapshots(own, [], node=rank()).resume(other, least=0)
     shutil.rmtree(root / f"node_{rank()}")
     barrier()
     row["both_lost"] = Snapshots(own, [], node=rank()).resume(again, least=0)
@@ -178,6 +257,8 @@ def main(models: str, out: str) -> None:
     rows = {name: run(Path(models), Path(out) / name, name) for name in CASES}
     rows["broken"] = broken(Path(models), Path(out) / "broken", Path(out) / "checkpoints")
     rows["mixed"] = mixed(Path(models), Path(out) / "mixed")
+    rows["beside"] = beside(Path(models), Path(out) / "beside")
+    rows["short"] = short_memory(Path(models), Path(out) / "short")
     rows["nodes"] = two_nodes(Path(models), Path(out) / "nodes")
     if rank() == 0:
         Path(out, "rows.json").write_text(json.dumps(rows))
