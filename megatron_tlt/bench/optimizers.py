@@ -223,8 +223,10 @@ def judge(
     for name in candidates:
         arm = name.replace(", ", "-")
         runs = [found[arm, seed] for seed in seeds if (arm, seed) in found]
-        if len(runs) < max(2, len(seeds)):
+        complete = len(runs) == len(seeds) > 1
+        if not complete and "random" not in name:
             result.incomplete(f"gain of {name}")
+        if not runs:
             continue
         passed = [data.series("eval/pass_at_1")[1] for data in runs]
         gains = [values[-1] - values[0] for values in passed]
@@ -234,14 +236,14 @@ def judge(
                 "optimizer": name,
                 "runs": len(runs),
                 "gain": float(np.mean(gains)),
-                "gain, half interval": interval(gains),
+                "gain, half interval": interval(gains) if len(gains) > 1 else None,
                 "reward, last steps": float(np.mean([late_reward(data) for data in runs])),
                 "seconds": float(np.mean([sum(data.series("time/total")[1]) for data in runs])),
                 "seconds of updates": float(np.mean([sum(data.series("time/update")[1]) for data in runs])),
                 "gains by seed": gains,
             }
         )
-        if "random" not in name:
+        if complete and "random" not in name:
             result.target(f"gain of {name}", float(np.mean(gains)), ">=", 0.05)
     if best.keys() >= {"adamw", "muon"}:
         adamw, muon = (trials[name, best[name]] for name in ("adamw", "muon"))

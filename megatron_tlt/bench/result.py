@@ -151,7 +151,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if isinstance(value, dict):
         if set(value) == {"ratio", "low", "high"}:

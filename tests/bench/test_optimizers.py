@@ -100,6 +100,10 @@ def test_rows_and_targets() -> None:
     rows = optimizers.judge(TRIALS, edge, found, optimizers.CANDIDATES, SEEDS).rows
     assert [row["optimizer"] for row in rows if row.get("best at the grid's edge")] == ["sgd"]
     ElementTree.fromstring(optimizers.plot(TRIALS, best, found))
+    one = {key: data for key, data in found.items() if key[1] == SEEDS[0]}
+    partly = optimizers.judge(TRIALS, best, one, optimizers.CANDIDATES, SEEDS)
+    assert [row["gain, half interval"] for row in partly.rows if row["part"] == "RL"] == [None] * 4
+    assert partly.targets["gain of adamw"]["op"] == "incomplete" and "gain of learned, random" not in partly.targets
     nothing = optimizers.judge({}, {}, {}, optimizers.CANDIDATES, SEEDS)
     assert {entry["op"] for entry in nothing.targets.values()} == {"incomplete"}
 
