@@ -189,14 +189,14 @@ def split_rows(path: Path, held_out_path: Path | None, fraction: float, split: S
     """The rows of one split.
 
     With ``held_out_path`` the second file is the held-out set, and the train split omits every prompt that it contains.
-    Without it the prompt's text decides.
+    Without it the prompt's text decides. ``prompt_suffix`` plays no part in either.
 
     Raises:
         ConfigError: a file is bad, or the split has no rows.
     """
     rows = read_rows(path, params)
     if held_out_path is None:
-        kept = [row for row in rows if is_held_out(row.prompt, fraction) == (split == "held_out")]
+        kept = [row for row in rows if is_held_out(row.split_text, fraction) == (split == "held_out")]
         if not kept:
             raise ConfigError(
                 f"{path}: no {split} problem among {len(rows)} rows at held_out_fraction {fraction}; "
@@ -206,8 +206,8 @@ def split_rows(path: Path, held_out_path: Path | None, fraction: float, split: S
     held_out = read_rows(held_out_path, params)
     if split == "held_out":
         return held_out
-    prompts = {row.prompt for row in held_out}
-    kept = [row for row in rows if row.prompt not in prompts]
+    prompts = {row.split_text for row in held_out}
+    kept = [row for row in rows if row.split_text not in prompts]
     if not kept:
         raise ConfigError(f"{path}: all {len(rows)} prompts are also in {held_out_path}; the two sets must differ")
     return kept
