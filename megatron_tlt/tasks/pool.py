@@ -94,9 +94,11 @@ class CalibratedTask:
     problems: list[tuple[int, str, int, int]]
 
     def pool(
-        self, source: GeneratedSource, mix: Mapping[str, float], count: int, key: str, file: Path
+        self, source: GeneratedSource, mix: Mapping[str, float], count: int, key: str, file: Path, *, compare: bool
     ) -> tuple[list[int], list[str]]:
         """Indices and tiers of a pool of ``count`` problems, in shares of ``mix``, by largest remainder.
+
+        ``compare``: with the problems of the source, by their digests.
 
         Raises:
             ConfigError: a tier has too few problems, or the file is of other problems; names ``key`` and ``file``.
@@ -112,7 +114,7 @@ class CalibratedTask:
                     "allowed: a smaller budget or share, or `tlt calibrate` with more problems"
                 )
             for index, digest in own[:number]:
-                if digest_of(source.problem(index)) != digest:
+                if compare and digest_of(source.problem(index)) != digest:
                     raise ConfigError(
                         f"{key}.tier_file: problem {index} of {file} is another one than the task's; allowed: a file "
                         "that `tlt calibrate` wrote for the same params, seed and held-out fraction"
