@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_tlt.cli import main
+from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.task import TaskConfig
+from megatron_tlt.models.recipe import recipe_folder
 from megatron_tlt.tasks import build_sources
 from megatron_tlt.tasks.pool import digest_of
 from megatron_tlt.tasks.sources import Split
@@ -57,3 +59,14 @@ def test_problems_of_tiers_are_not_compared_without_a_tokenizer_that_leaves_some
     error = capsys.readouterr().err
     assert "tasks[0].tier_file: problem 0 of" in error and "evaluation.sets[0].tasks[0].tier_file: problem 0" in error
     assert "not checked: whether" not in error
+
+
+def test_pass_rates_of_another_model_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written_tiers(tmp_path / "train.json", TASK, "train")
+    given = overrides(tmp_path, tasks=[TASK | {"budget": 4, "tier_file": file, "tier_mix": {"hard": 1}}])
+    found = json.loads(Path(file).read_text())
+    for model, noted in (("/models/other", True), (str(recipe_folder(load_config(CONFIG, given))), False)):
+        Path(file).write_text(json.dumps({**found, "model": model}))
+        assert main(["config", str(CONFIG), *given]) == 0
+        said = f"note: tasks[0].tier_file: the pass rates in {file} are those of {model}, not of "
+        assert (said in capsys.readouterr().err) == noted
