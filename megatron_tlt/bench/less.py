@@ -97,7 +97,7 @@ def _check_ends(prompts_per_step: int) -> None:
 def _calibrate(arguments: argparse.Namespace, file: Path, split: str, seed: int, problems: int) -> None:
     sizes = ["--problems", str(problems), "--samples", "8", "--split", split]
     own = [*arguments.set, f"run.seed={seed}", f"run.dir={file.with_suffix('')}"]
-    if kept_result(file, [str(arguments.config), *sizes, *own]):
+    if kept_result(file, [str(arguments.config), *sizes, *own], load_config(arguments.config, own)):
         return
     command = [sys.executable, "-m", "megatron_tlt", "calibrate", str(arguments.config), "--out", str(file)]
     if subprocess.run([*command, *sizes, *own], check=False).returncode:
