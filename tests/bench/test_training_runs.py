@@ -57,7 +57,7 @@ def test_a_kept_result_is_of_the_values_of_its_config(tmp_path: Path) -> None:
     out.write_text("{}")
     assert training_runs.kept_result(out, inputs, one) and training_runs.kept_result(out, inputs, moved)
     with pytest.raises(
-        ConfigError, match=r"one\.json: made with other settings: actor\.optimizer\.lr: .* -> 0\.5; allo"
+        ConfigError, match=r"one\.json: made with other settings: actor\.optimizer\.lr: .* -> 0\.5; allowed"
     ):
         training_runs.kept_result(out, inputs, changed)
     out.with_suffix(".config.yaml").unlink()  # an earlier release kept the inputs alone
