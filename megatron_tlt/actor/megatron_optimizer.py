@@ -24,6 +24,7 @@ from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.optim.choice import SPLIT_KEYS, OptimizerChoice, TensorOptimizerChoice, choose_actor_optimizers
 from megatron_tlt.optim.element_wise import Number, plain_number
+from megatron_tlt.optim.flat_state import without_decay
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device, world_size
 
@@ -247,7 +248,7 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
                 if not shard.is_leaf:
                     # torch's optimizers refuse a slice of a parameter unless it retains its gradient.
                     shard.retain_grad()
-        self.optimizer = choice.build(groups, self.config.lr, self.config.weight_decay)
+        self.optimizer = choice.build(groups, self.config.lr)
 
     def _numbers(self) -> dict[str, Number] | None:
         """The numbers that the class keeps for all parameters; None before the first step. A collective over the world.
@@ -285,7 +286,7 @@ class ElementWiseDistributedOptimizer(DistributedOptimizer):
 
         saved = {key(group): group for group in state_dict["optimizer"]["param_groups"]}
         for group in self.optimizer.param_groups:
-            group.update(saved[key(group)])
+            group.update(without_decay(saved[key(group)]))
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "param_state" in state_dict:

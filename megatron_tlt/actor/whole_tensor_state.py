@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_tlt.actor.whole_tensors import TensorPart, WholeTensorOptimizer
 from megatron_tlt.errors import RunError
-from megatron_tlt.optim.flat_state import Leaf, flatten, is_plain, unflatten
+from megatron_tlt.optim.flat_state import Leaf, flatten, is_plain, unflatten, without_decay
 from megatron_tlt.optim.whole_tensor import further_state
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device
@@ -57,15 +57,6 @@ def _options(part: TensorPart) -> dict[str, Any]:
         _GROUPS[number]: {key: value for key, value in group.items() if key not in left_out and is_plain(value)}
         for number, group in zip(part.owned_groups, part.optimizer.param_groups, strict=True)
     }
-
-
-def _without_decay(options: dict[str, Any]) -> dict[str, Any]:
-    """Saved options that a class may have changed in its steps.
-
-    Weight decay is the config's, as that of the schedule is: classes were once built with the decay of matrices, from
-    which they may have derived that of vectors (PyLO's ``adam_weight_decay``).
-    """
-    return {key: value for key, value in options.items() if not key.endswith("weight_decay")}
 
 
 def _own_leaves(part: TensorPart) -> Iterator[tuple[str, dict[str, Leaf]]]:
@@ -171,7 +162,7 @@ def restore(
             further = unflatten(_filled(f"{_PREFIX}.{_FURTHER}{number}", found["further"], loaded))
             inner.load_state_dict({**inner.state_dict(), "state": {}, **further})
         for owned, group in zip(part.owned_groups, inner.param_groups, strict=True):
-            group.update(_without_decay(found["options"][_GROUPS[owned]]))
+            group.update(without_decay(found["options"][_GROUPS[owned]]))
         for name, master in part.masters.items():
             leaves = _filled(f"{_PREFIX}.{name}", found["tensors"][name], loaded)
             values = leaves.pop(_MASTER)

@@ -64,6 +64,25 @@ def ignored_keys(config: TltConfig) -> list[str]:
     ]
 
 
+def unapplied_recipe_keys(config: TltConfig) -> list[str]:
+    """The keys that have the value of the recipe ``algorithm.name``, which a user's loss does not declare to apply.
+
+    They are not asked of the loss, as the config may not set them; :func:`ignored_keys` is about the others. Zero asks
+    for nothing.
+    """
+    algorithm = config.algorithm
+    keys = [key for key, value in algorithm.recipe_values.items() if key in _METHODS and value]
+    if not keys or algorithm.loss in LOSSES:
+        return []
+    try:
+        loss = build_loss(algorithm)
+    except ConfigError:
+        return []  # reported by algorithm_problems
+    if not isinstance(getattr(loss, _ATTRIBUTE, ()), tuple | list | set | frozenset):
+        return keys
+    return [key for key in keys if key not in applied_keys(loss, *_METHODS[key])]
+
+
 def applied_keys(loss: Loss, *methods: str) -> Collection[str]:
     """What ``loss`` declares in ``applies``, for its own version of ``methods``.
 

@@ -83,7 +83,8 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         for arm in found:
             name = arm.replace(", ", "-")
             out = arguments.folder / f"{name}-{repeat}.json"
-            if not kept_result(out, [*own, *ARMS[arm]]):
+            config = load_config(arguments.config, [*arguments.set, *ARMS[arm]])
+            if not kept_result(out, [*own, *ARMS[arm]], config):
                 if time.monotonic() - began > 60 * arguments.minutes:
                     continue
                 measured = _killed(arguments, arm, arguments.folder / f"{name}-{repeat}")

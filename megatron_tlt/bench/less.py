@@ -38,6 +38,7 @@ COLLAPSED = 0.8
 """A run has collapsed if its last pass rate is below so much of its best."""
 STEEP = 10.0
 """A gradient is steep if its norm is so many times the median of its run."""
+_COLLAPSES = "runs that collapsed"
 _DRAWS = 2000
 
 
@@ -48,10 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> BenchmarkResult:
-    """A row per mixture, size and table; targets: a mixture of 100 is worth more easy problems, and nothing collapses.
+    """A row per mixture, size and table; targets: a mixture of 100 is worth more easy problems, and no run collapses.
 
     Raises:
-        ConfigError: the config has not one task of kind procedural, or an existing run has other settings.
+        ConfigError: the config has not one task of kind procedural, the epochs of a pool do not end at an evaluation,
+            or an existing run has other settings.
         RunError: a run failed.
     """
     began = time.monotonic()
@@ -59,12 +61,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     config = load_config(arguments.config, arguments.set)
     if len(config.tasks) != 1 or config.tasks[0].kind != "procedural":
         raise ConfigError(f"{arguments.config}: found tasks of another kind; allowed: one of kind procedural")
-    for size in SIZES:
-        if round(EPOCHS * size / config.trainer.prompts_per_step) % EVERY:
-            raise ConfigError(
-                f"trainer.prompts_per_step: found {config.trainer.prompts_per_step}; {EPOCHS} epochs of {size} "
-                f"problems end between two evaluations, which are every {EVERY} steps; allowed: 8"
-            )
+    _check_ends(config.trainer.prompts_per_step)
     for seed in arguments.seeds:
         tiers = {split: arguments.folder / f"tiers-{split}-{seed}.json" for split in ("train", "held_out")}
         left = arguments.minutes - (time.monotonic() - began) / 60
@@ -81,10 +78,26 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
     return judge(found, arguments.seeds, config.trainer.prompts_per_step)
 
 
+def _end_of_epochs(size: int, prompts_per_step: int) -> int:
+    """The step at which a pool's epochs end."""
+    return round(EPOCHS * size / prompts_per_step)
+
+
+def _check_ends(prompts_per_step: int) -> None:
+    """Refuses pools whose epochs end at a step without an evaluation."""
+    evaluated = range(EVERY, STEPS + 1, EVERY)
+    for size in SIZES:
+        if (end := _end_of_epochs(size, prompts_per_step)) not in evaluated:
+            raise ConfigError(
+                f"trainer.prompts_per_step: found {prompts_per_step}; {EPOCHS} epochs of {size} problems end at step "
+                f"{end}, and the evaluations are at {', '.join(map(str, evaluated))}; allowed: 8"
+            )
+
+
 def _calibrate(arguments: argparse.Namespace, file: Path, split: str, seed: int, problems: int) -> None:
     sizes = ["--problems", str(problems), "--samples", "8", "--split", split]
     own = [*arguments.set, f"run.seed={seed}", f"run.dir={file.with_suffix('')}"]
-    if kept_result(file, [str(arguments.config), *sizes, *own]):
+    if kept_result(file, [str(arguments.config), *sizes, *own], load_config(arguments.config, own)):
         return
     command = [sys.executable, "-m", "megatron_tlt", "calibrate", str(arguments.config), "--out", str(file)]
     if subprocess.run([*command, *sizes, *own], check=False).returncode:
@@ -194,7 +207,7 @@ def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> Benchmark
             runs = [found[arm, seed] for seed in seeds if (arm, seed) in found]
             if not runs:
                 continue
-            steps = STEPS if table == "fixed steps" else round(EPOCHS * size / prompts_per_step)
+            steps = STEPS if table == "fixed steps" else _end_of_epochs(size, prompts_per_step)
             drawn, rates = bootstrap([pass_rates(data, steps) for data in runs], generator)
             start = np.array([pass_rates(data, 0) for data in runs]).mean(axis=0)
             over_tiers = drawn.mean(axis=1)
@@ -244,6 +257,11 @@ def judge(found: Runs, seeds: Sequence[int], prompts_per_step: int) -> Benchmark
         result.target(
             f"share of draws in which mixed-100 beats easy-100, {table}", float((gain > 0).mean()), ">=", 0.95
         )
+    if complete:
+        fell = sum(collapses(found[arm, seed])["collapsed"] for arm in _names() for seed in seeds)
+        result.target(_COLLAPSES, fell, "==", 0)
+    else:
+        result.incomplete(_COLLAPSES)
     return result
 
 

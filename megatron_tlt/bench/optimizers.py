@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> BenchmarkResult:
         for factor in FACTORS:
             out = arguments.folder / "warm-up" / f"{name.replace(', ', '-')}-{factor:g}.json"
             overrides = _warm_up_overrides(arguments, candidate, candidate.middle * factor, own)
-            if not kept_result(out, [str(arguments.config), *overrides]):
+            if not kept_result(out, [str(arguments.config), *overrides], load_config(arguments.config, overrides)):
                 if time.monotonic() - began > 60 * arguments.minutes:
                     continue
                 _warm_up(arguments, f"{candidate.path}, factor {factor:g}", overrides, out)

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_tlt.config.loader import compare_resolved, load_config
+from megatron_tlt.config.loader import compare_resolved, dump_resolved, load_config
+from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.observe.report_data import CONFIG_FILE, RunData, load_run
 from megatron_tlt.observe.summary import SUMMARY_FILE
@@ -65,22 +66,36 @@ def finished_runs(arguments: argparse.Namespace, arms: Mapping[str, Sequence[str
     return found
 
 
-def kept_result(out: Path, inputs: Sequence[str]) -> bool:
+def kept_result(out: Path, inputs: Sequence[str], config: TltConfig | None = None) -> bool:
     """Whether ``out`` is there, made from these inputs, which are written beside it before it is made.
+
+    Args:
+        out: a JSON file.
+        inputs: texts, such as the path of a config and its overrides.
+        config: what they resolve to, as its file may have changed. It is written beside ``out`` too, and its values are
+            compared where it is; results of earlier releases have only the inputs.
 
     Raises:
         ConfigError: it is there, made from others.
     """
-    beside = out.with_suffix(".inputs.json")
+    beside, resolved = out.with_suffix(".inputs.json"), out.with_suffix(".config.yaml")
     try:
         made_from = json.loads(beside.read_text(encoding="utf-8"))
     except FileNotFoundError:
         made_from = None
-    if out.is_file() and made_from != list(inputs):
-        raise ConfigError(f"{out}: made with other settings; allowed: the same, or another --folder")
+    if out.is_file():
+        if made_from != list(inputs):
+            raise ConfigError(f"{out}: made with other settings; allowed: the same, or another --folder")
+        if config is not None and resolved.is_file() and (changed := compare_resolved(resolved, config)):
+            raise ConfigError(
+                f"{out}: made with other settings: {'; '.join(changed)}; allowed: the same, or another --folder"
+            )
+        return True
     out.parent.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        atomic_write_text(resolved, dump_resolved(config))
     atomic_write_text(beside, json.dumps(list(inputs)))
-    return out.is_file()
+    return False
 
 
 def is_finished(folder: Path, steps: int) -> bool:

@@ -45,4 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _without_pools(config: TltConfig) -> TltConfig:
     """The config without the pools that the file is for, which may not exist yet."""
-    return config.model_copy(update={"tasks": [task.without_pool for task in config.tasks]})
+    sets = [
+        one.model_copy(update={"tasks": [task.without_pool for task in one.tasks]}) for one in config.evaluation.sets
+    ]
+    evaluation = config.evaluation.model_copy(update={"sets": sets})
+    return config.model_copy(update={"tasks": [task.without_pool for task in config.tasks], "evaluation": evaluation})

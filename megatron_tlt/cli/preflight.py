@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import megatron_tlt
-from megatron_tlt.algorithms.loss_keys import ignored_keys
+from megatron_tlt.algorithms.loss_keys import ignored_keys, unapplied_recipe_keys
 from megatron_tlt.algorithms.registry import algorithm_problems
 from megatron_tlt.cli.preflight_tasks import Findings, check_tasks
 from megatron_tlt.config.loader import load_config
@@ -84,7 +84,13 @@ def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool, t
     found.add(algorithm_problems(config.algorithm))
     ignored = ignored_keys(config)
     found += Findings(ignored) if trains else Findings(notes=[f"for training: {line}" for line in ignored])
-    if values := config.algorithm.recipe_values:
+    unapplied = unapplied_recipe_keys(config)
+    if unapplied:
+        found.notes.append(
+            f"algorithm.loss: found {config.algorithm.loss!r}, which does not name {', '.join(unapplied)} in applies; "
+            f"what {config.algorithm.name} sets there has no effect"
+        )
+    if values := {key: value for key, value in config.algorithm.recipe_values.items() if key not in unapplied}:
         said = ", ".join(f"{key}: {value}" for key, value in values.items())
         found.notes.append(f"algorithm.name: {config.algorithm.name} sets {said}")
     found.add(engine_problems(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_tlt.config.evaluation import EvaluationSetConfig
 from megatron_tlt.config.schema import TltConfig
@@ -12,11 +13,12 @@ from megatron_tlt.data.conversations import read_conversations
 from megatron_tlt.data.tokenizer import has_chat_template
 from megatron_tlt.environments.registry import environment_problems
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.recipe import recipe_folder
 from megatron_tlt.rewards.verifiers import answer_problem, verifier_problems
 from megatron_tlt.tasks.files import FileParams, read_rows
 from megatron_tlt.tasks.limit import PromptLimit, allowed_prompts
 from megatron_tlt.tasks.mixture import build_sources, evaluation_problems
-from megatron_tlt.tasks.pool import PoolSource
+from megatron_tlt.tasks.pool import PoolSource, calibrated_model
 from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.tasks.split_rules import split_violations
 from megatron_tlt.tasks.types import Problem
@@ -52,9 +54,10 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
     limit = None
     if lengths is not None:
         limit = PromptLimit(rollout.max_prompt_tokens, rollout.filter_overlong_prompts, lengths)
+    compare_tiers = limit is not None or not rollout.filter_overlong_prompts
     for split in _SPLITS:
         try:
-            mixture = build_sources(config.tasks, split, config.run.seed, limit)
+            mixture = build_sources(config.tasks, split, config.run.seed, limit, compare_tiers=compare_tiers)
         except ConfigError as error:
             found.add(error)
             continue
@@ -79,12 +82,32 @@ def check_tasks(config: TltConfig, lengths: Lengths | None = None) -> Findings:
     found.add(split_violations(config.tasks, config.evaluation.sets, supervised))
     for number, settings in enumerate(config.evaluation.sets):
         where = f"evaluation.sets[{number}]."
-        lines = _set_violations(config, settings, limit)
+        lines = _set_violations(config, settings, limit, compare_tiers)
         found.add([f"{where}{line}" if line.startswith("tasks[") else line for line in lines])  # others name a file
     found.add(list(_conversation_violations(config)))
+    found.notes += list(_tier_notes(config, compare_tiers))
     if limit is not None:
         found.notes += limit.notes
     return found
+
+
+def _tier_notes(config: TltConfig, compared: bool) -> Iterator[str]:
+    """What is not known about the tasks' files of tiers."""
+    tasks = [(f"tasks[{position}]", task) for position, task in enumerate(config.tasks)]
+    for number, settings in enumerate(config.evaluation.sets):
+        tasks += [(f"evaluation.sets[{number}].tasks[{i}]", task) for i, task in enumerate(settings.tasks)]
+    initial = config.model.path if config.model.recipe is None else recipe_folder(config)
+    for key, task in tasks:
+        if task.tier_file is None:
+            continue
+        measured = calibrated_model(task.tier_file)
+        if measured is not None and initial is not None and Path(measured).resolve() != initial.resolve():
+            yield f"{key}.tier_file: the pass rates in {task.tier_file} are those of {measured}, not of {initial}"
+        if not compared:
+            yield (
+                f"not checked: whether the problems of {key}.tier_file are the task's, because "
+                "rollout.filter_overlong_prompts leaves out some of them, and there is no tokenizer yet"
+            )
 
 
 def _conversation_violations(config: TltConfig) -> Iterator[str]:
@@ -105,11 +128,13 @@ def _conversation_violations(config: TltConfig) -> Iterator[str]:
         )
 
 
-def _set_violations(config: TltConfig, settings: EvaluationSetConfig, limit: PromptLimit | None) -> list[str]:
+def _set_violations(
+    config: TltConfig, settings: EvaluationSetConfig, limit: PromptLimit | None, compare_tiers: bool
+) -> list[str]:
     """What is wrong with a data set of the evaluation, by keys from its tasks on."""
     lines = verifier_problems(settings.tasks) + environment_problems(settings.tasks)
     try:
-        evaluation_problems(settings.tasks, settings.problems, config.run.seed, limit)
+        evaluation_problems(settings.tasks, settings.problems, config.run.seed, limit, compare_tiers=compare_tiers)
     except ConfigError as error:
         lines += str(error).splitlines()
     for position, task in enumerate(settings.tasks):

@@ -25,6 +25,7 @@ _OF_WHOLE_TENSORS = {
 """Options of Megatron that have their effect where whole tensors are stepped."""
 _OF_ONE = ("adam_", "sgd_")
 """A warm-up that inherits the actor's optimizer may have those of another one; :func:`_unused_by` refuses the rest."""
+_OF_MEGATRONS_ADAM = ("decoupled_weight_decay", "exp_avg_dtype", "exp_avg_sq_dtype")
 _WITHOUT_EFFECT = ("muon_", "log_num_zeros_in_grad")
 _LOWEST = {
     "actor.optimizer": "actor.lr_schedule.min_lr_fraction",
@@ -66,6 +67,7 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
         elif key in ("lr", "weight_decay"):
             yield f"actor.optimizer_arguments.{key}: cannot be set here; managed by actor.optimizer.{key}"
     yield from _unused_by(name, actor.optimizer, "actor.optimizer")
+    yield from _of_adam(name, actor.optimizer, "actor.optimizer")
     yield from _without_effect(actor.optimizer, "actor.optimizer")
     if config.model.recipe is not None:
         own = config.model.recipe.supervised.optimizer
@@ -75,6 +77,7 @@ def _optimizer(config: TltConfig) -> Iterator[str]:
             yield f"{path}.optimizer: found {warm_up!r}; allowed: adam, sgd, or absent for actor.optimizer's"
         elif "optimizer" in own:
             yield from _unused_by(warm_up, own, path)
+        yield from _of_adam(warm_up, own, path)
         yield from _without_effect(own, path)
 
 
@@ -94,7 +97,9 @@ def refused_with_whole_tensors(actor: ActorConfig) -> Iterator[str]:
     for section, known in _OF_WHOLE_TENSORS.items():
         given: dict[str, Any] = getattr(actor, section)
         for key, value in given.items():
-            if key not in known and not key.startswith(_OF_ONE) and value not in (None, False):
+            if key in known or key.startswith(_OF_ONE) or key in _OF_MEGATRONS_ADAM:
+                continue
+            if value not in (None, False):
                 yield (
                     f"actor.{section}.{key}: found {value!r}, which has no effect where whole tensors are stepped, as "
                     f"{name} does; allowed: absent"
@@ -145,6 +150,13 @@ def _unused_by(name: str, options: dict[str, Any], path: str) -> Iterator[str]:
         owner = "adam" if key.startswith("adam_") else "sgd" if key.startswith("sgd_") else name
         if owner != name:
             yield f"{path}.{key}: has no effect on {name!r}; allowed: with optimizer: {owner}"
+
+
+def _of_adam(name: Any, options: dict[str, Any], path: str) -> Iterator[str]:
+    """Options that Megatron passes to its Adam alone, whose names do not say so."""
+    for key in _OF_MEGATRONS_ADAM:
+        if name != "adam" and (value := options.get(key)) is not None:
+            yield f"{path}.{key}: found {value!r}, which has no effect on {name!r}; allowed: with optimizer: adam"
 
 
 def _without_effect(options: dict[str, Any], path: str) -> Iterator[str]:

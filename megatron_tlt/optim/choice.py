@@ -15,6 +15,8 @@ from megatron_tlt.config.violations import closest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.optim.element_wise import NotElementWise, StateLayout, probe
 from megatron_tlt.optim.whole_tensor import (
+    OF_MATRICES,
+    OF_SLICES,
     CannotStep,
     TensorTraits,
     heeds_group_decay,
@@ -79,9 +81,9 @@ class OptimizerChoice:
     arguments: dict[str, Any]
     layout: StateLayout
 
-    def build(self, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
-        """The optimizer over parameter groups."""
-        return _build(self.cls, self.arguments, groups, lr, weight_decay)
+    def build(self, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+        """The optimizer over parameter groups, without weight decay, as :meth:`TensorOptimizerChoice.build` does."""
+        return _build(self.cls, self.arguments, groups, lr, 0.0)
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,8 @@ def choose_optimizer(
 
     Raises:
         ConfigError: the class does not exist, does not accept an argument or its value, takes no learning rate, takes
-            no weight decay although ``weight_decay`` is not 0, does not heed that of a parameter group of whole
-            tensors, or cannot step what ranks own (with the reason).
+            no weight decay although ``weight_decay`` is not 0, does not heed that of a parameter group, or cannot step
+            what ranks own (with the reason).
     """
     cls = load_class(path, keys)
     _check_arguments(path, cls, arguments, weight_decay, keys)
@@ -187,11 +189,23 @@ def choose_optimizer(
     def build(tensors: list[Any]) -> Optimizer:
         return _build(cls, arguments, tensors, 0.1, 0.01)
 
+    def heeds(shape: tuple[int, ...]) -> bool:
+        return heeds_group_decay(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.0), cls, shape, device)
+
+    ignored = (
+        f"{keys.weight_decay}: found {weight_decay:g}; {path} does not heed the weight_decay of a parameter group, so "
+        "matrices could not decay without norms and biases; allowed: 0"
+    )
     if sharding in ("auto", "element"):
         try:
             if required := step_argument(cls):
                 raise NotElementWise(f"its step needs {_REQUIRED[required]}")
-            return OptimizerChoice(cls, dict(arguments), probe(build, device))
+            choice = OptimizerChoice(cls, dict(arguments), probe(build, device))
+            if not weight_decay or heeds(OF_SLICES):
+                return choice
+            if sharding == "element":
+                raise ConfigError(ignored)
+            # It may heed the decay of whole tensors, of which it knows which are matrices.
         except NotElementWise as reason:
             if sharding == "element":
                 raise ConfigError(
@@ -203,11 +217,8 @@ def choose_optimizer(
     except CannotStep as reason:
         said = f"{path} cannot step whole tensors: {reason}"
         raise ConfigError(f"{keys.name}: {said}; allowed: another class") from reason
-    if weight_decay and not heeds_group_decay(lambda tensors: _build(cls, arguments, tensors, 0.1, 0.0), cls, device):
-        raise ConfigError(
-            f"{keys.weight_decay}: found {weight_decay:g}; {path} does not heed the weight_decay of a parameter group, "
-            "so matrices could not decay without norms and biases; allowed: 0"
-        )
+    if weight_decay and not heeds(OF_MATRICES):
+        raise ConfigError(ignored)
     if traits.coupled and sharding == "tensor":
         depends = f"but a step of {path} on one tensor depends on the others"
         if keys.sharding is None:

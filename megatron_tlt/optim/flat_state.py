@@ -17,6 +17,15 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, float | int | str)
 
 
+def without_decay(options: dict[str, Any]) -> dict[str, Any]:
+    """Saved options that a class may have changed in its steps.
+
+    Weight decay is the config's, as that of the schedule is: classes were once built with the decay of matrices, from
+    which they may have derived that of vectors (PyLO's ``adam_weight_decay``).
+    """
+    return {key: value for key, value in options.items() if not key.endswith("weight_decay")}
+
+
 def flatten(state: Mapping[str, Any]) -> dict[str, Leaf]:
     """The leaves of nested dictionaries, lists and tuples, by path: ``Q/[0]`` is the first entry of the list ``Q``.
 

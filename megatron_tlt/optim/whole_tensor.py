@@ -22,6 +22,9 @@ Build = Callable[[list[torch.nn.Parameter]], Optimizer]
 _MATRICES = ((96, 90), (64, 96))
 _VECTOR = (90,)
 _STEPS = 4
+OF_MATRICES = _MATRICES[0]
+OF_SLICES = (1000,)
+"""Shapes for :func:`heeds_group_decay`: of whole matrices, and of flat slices of them."""
 
 
 class CannotStep(Exception):
@@ -157,12 +160,15 @@ def probe_tensors(build: Build, cls: type[Optimizer], device: torch.device | Non
     return TensorTraits(coupled, matrices_only, with_loss, size / together.parameters[0].numel())
 
 
-def heeds_group_decay(build: Build, cls: type[Optimizer], device: torch.device | None = None) -> bool:
+def heeds_group_decay(
+    build: Build, cls: type[Optimizer], shape: tuple[int, ...], device: torch.device | None = None
+) -> bool:
     """Whether the weight decay that is set in a parameter group, after construction without any, changes a step.
 
     Args:
         build: as in :func:`probe_tensors`, with a weight decay of 0.
-        cls: its class, of which :func:`probe_tensors` has the traits.
+        cls: its class, which can step a tensor of that shape.
+        shape: of the tensor that is stepped.
         device: where it will run.
     """
 
@@ -176,8 +182,8 @@ def heeds_group_decay(build: Build, cls: type[Optimizer], device: torch.device |
         return built
 
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(_MATRICES[0], generator=generator) for _ in range(_STEPS)]
-    tensor = _Tensor(torch.randn(_MATRICES[0], generator=generator), gradients)
+    gradients = [torch.randn(shape, generator=generator) for _ in range(_STEPS)]
+    tensor = _Tensor(torch.randn(shape, generator=generator), gradients)
     with torch.random.fork_rng():
         ends = [
             _train(decaying(decay), [tensor], device or torch.device("cpu"), step_argument(cls) == "loss").parameters[0]

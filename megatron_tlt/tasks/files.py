@@ -24,7 +24,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations: 48/2 
 
 
 class FileParams(Params):
-    """``params`` of a file task: text appended to every plain prompt."""
+    """``params`` of a file task: text appended to every plain prompt; it does not decide the split."""
 
     prompt_suffix: str = ""
 
@@ -39,6 +39,13 @@ class Row:
     data_source: str | None = None
     messages: list[dict[str, str]] | None = None
     solution: str | None = None
+    suffix: str = ""
+    """The end of ``prompt`` that the task appended."""
+
+    @property
+    def split_text(self) -> str:
+        """The text that decides the split: the prompt of the file, so that all tasks on it hold out the same rows."""
+        return self.prompt.removesuffix(self.suffix)
 
 
 class BadRow(Exception):
@@ -149,7 +156,8 @@ def _verl_row(number: int, value: dict[str, Any], params: FileParams) -> Row:
         raise BadRow(f"'data_source' is a {type(source).__name__}; must be text")
     prompt = value["prompt"]
     if isinstance(prompt, str):
-        return Row(number, _plain_prompt("prompt", prompt, params), answer, data_source=source)
+        text = _plain_prompt("prompt", prompt, params)
+        return Row(number, text, answer, data_source=source, suffix=params.prompt_suffix)
     messages = chat_messages("prompt", prompt)
     # Without a chat template the prompt is the concatenation of the messages' texts.
     text = "\n".join(message["content"] for message in messages)
@@ -166,7 +174,7 @@ def _question_row(number: int, value: dict[str, Any], params: FileParams) -> Row
         raise BadRow(f"'answer' has no final answer after {ANSWER_MARKER}")
     lines = _CALCULATOR.sub("", steps).strip().splitlines()
     question = _plain_prompt("question", value["question"], params)
-    return Row(number, question, answer, solution=worked_solution(lines, answer))
+    return Row(number, question, answer, solution=worked_solution(lines, answer), suffix=params.prompt_suffix)
 
 
 def _plain_prompt(key: str, text: Any, params: FileParams) -> str:

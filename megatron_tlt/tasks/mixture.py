@@ -126,7 +126,13 @@ class ProblemMixture:
 
 
 def build_sources(
-    tasks: list[TaskConfig], split: Split, seed: int, limit: PromptLimit | None = None, *, pooled: bool | None = None
+    tasks: list[TaskConfig],
+    split: Split,
+    seed: int,
+    limit: PromptLimit | None = None,
+    *,
+    pooled: bool | None = None,
+    compare_tiers: bool = True,
 ) -> ProblemMixture:
     """The mixture of all tasks, for one split.
 
@@ -136,6 +142,7 @@ def build_sources(
         seed: of the order and of generated problems.
         limit: on the length of prompts; None: no check.
         pooled: keep to the budgets of the tasks; None: for problems to train on.
+        compare_tiers: with the problems of their files; false if ``limit`` is unknown here and leaves prompts out.
 
     Raises:
         ConfigError: lists every unknown generator, wrong parameter, bad file and prompt that ``limit`` refuses, and
@@ -150,7 +157,7 @@ def build_sources(
         try:
             in_pool = split == "train" if pooled is None else pooled
             chosen = task if in_pool else task.without_pool
-            sources.append(_source(chosen, f"tasks[{position}]", label, split, seed, limit))
+            sources.append(_source(chosen, f"tasks[{position}]", label, split, seed, limit, compare_tiers))
         except ConfigError as error:
             violations += str(error).splitlines()
     if violations:
@@ -160,11 +167,17 @@ def build_sources(
 
 
 def evaluation_problems(
-    tasks: Sequence[TaskConfig], count: int | None, seed: int, limit: PromptLimit | None = None
+    tasks: Sequence[TaskConfig],
+    count: int | None,
+    seed: int,
+    limit: PromptLimit | None = None,
+    *,
+    compare_tiers: bool = True,
 ) -> list[Problem]:
     """The first ``count`` problems (None: all, of a file) of an evaluation's own tasks.
 
-    Of a generator they are held-out problems, of its budget if it has one; of a prompt file all rows.
+    Of a generator they are held-out problems, of its budget if it has one; of a prompt file all rows. For
+    ``limit`` and ``compare_tiers`` see :func:`build_sources`.
 
     Raises:
         ConfigError: a task is wrong, its file is missing or has bad rows.
@@ -173,7 +186,7 @@ def evaluation_problems(
         task.model_copy(update={"held_out_path": task.held_out_path or task.path}) if task.kind == "file" else task
         for task in tasks
     ]
-    mixture = build_sources(whole, "held_out", seed, limit, pooled=True)
+    mixture = build_sources(whole, "held_out", seed, limit, pooled=True, compare_tiers=compare_tiers)
     if count is not None:
         return mixture.distinct(count)
     (source,) = mixture.sources
@@ -181,7 +194,9 @@ def evaluation_problems(
     return [source.problem(index) for index in range(len(source))]
 
 
-def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, limit: PromptLimit | None) -> Source:
+def _source(
+    task: TaskConfig, key: str, label: str, split: Split, seed: int, limit: PromptLimit | None, compare_tiers: bool
+) -> Source:
     wording = Wording.of(task, key)
     if task.kind == "file":
         assert task.path is not None  # required by the schema
@@ -209,7 +224,9 @@ def _source(task: TaskConfig, key: str, label: str, split: Split, seed: int, lim
         return PoolSource(source, first_different(source, task.budget, f"{key}.budget"), seed)
     assert task.tier_file is not None  # required by the schema
     calibrated = read_tiers(task.tier_file, label, key, split)
-    indices, tiers = calibrated.pool(source, task.tier_mix.model_dump(), task.budget, key, task.tier_file)
+    indices, tiers = calibrated.pool(
+        source, task.tier_mix.model_dump(), task.budget, key, task.tier_file, compare=compare_tiers
+    )
     return PoolSource(source, indices, seed, tiers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.tasks.seeding import stable_int
 from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.tasks.types import Problem
+from megatron_tlt.tasks.wording import ANSWER_IN
 
 Tier = Literal["easy", "medium", "hard"]
 TIERS: tuple[Tier, ...] = ("easy", "medium", "hard")
@@ -89,33 +91,47 @@ def identity_of(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class CalibratedTask:
-    """What ``tlt calibrate`` found out about a task: for each problem its index, digest, passes and samples."""
+    """What ``tlt calibrate`` found out about a task.
 
-    problems: list[tuple[int, str, int, int]]
+    ``problems``: of each its index, digest, passes, samples, and the digest of how it was asked; None in files of
+    earlier releases.
+    """
+
+    problems: list[tuple[int, str, int, int, str | None]]
 
     def pool(
-        self, source: GeneratedSource, mix: Mapping[str, float], count: int, key: str, file: Path
+        self, source: GeneratedSource, mix: Mapping[str, float], count: int, key: str, file: Path, *, compare: bool
     ) -> tuple[list[int], list[str]]:
         """Indices and tiers of a pool of ``count`` problems, in shares of ``mix``, by largest remainder.
 
+        ``compare``: with the problems of the source, by their digests.
+
         Raises:
-            ConfigError: a tier has too few problems, or the file is of other problems; names ``key`` and ``file``.
+            ConfigError: a tier has too few problems, or the file is of other problems, or of the same ones asked
+                otherwise; names ``key`` and ``file``.
         """
         wanted = _counts(mix, count)
         indices: list[int] = []
         tiers: list[str] = []
         for tier, number in wanted.items():
-            own = [(index, digest) for index, digest, passed, of in self.problems if tier_of(passed / of) == tier]
+            own = [one for one in self.problems if tier_of(one[2] / one[3]) == tier]
             if len(own) < number:
                 raise ConfigError(
                     f"{key}.tier_mix.{tier}: found a share of {number} problems; {file} has {len(own)} of this tier; "
                     "allowed: a smaller budget or share, or `tlt calibrate` with more problems"
                 )
-            for index, digest in own[:number]:
-                if digest_of(source.problem(index)) != digest:
+            for index, digest, _, _, asked in own[:number]:
+                problem = source.problem(index) if compare else None
+                if problem is not None and digest_of(problem) != digest:
                     raise ConfigError(
                         f"{key}.tier_file: problem {index} of {file} is another one than the task's; allowed: a file "
                         "that `tlt calibrate` wrote for the same params, seed and held-out fraction"
+                    )
+                if problem is not None and asked is not None and asked_digest(problem) != asked:
+                    raise ConfigError(
+                        f"{key}.tier_file: problem {index} of {file} was asked otherwise than the task does; allowed: "
+                        "a file that `tlt calibrate` wrote for the same params, answer_format, instruction, "
+                        "system_prompt, chat and environment"
                     )
                 indices.append(index)
                 tiers.append(tier)
@@ -127,12 +143,19 @@ def digest_of(problem: Problem) -> str:
     return f"{stable_int('identity', identity_of(problem)):016x}"
 
 
+def asked_digest(problem: Problem) -> str:
+    """Sixteen hexadecimal digits of what the policy sees of a problem, and where its answer is looked for."""
+    seen = [problem.prompt, problem.metadata.get("messages"), problem.metadata.get(ANSWER_IN)]
+    text = json.dumps([*seen, problem.environment, problem.tools], sort_keys=True)
+    return f"{stable_int('asked', text):016x}"
+
+
 def read_tiers(path: Path, label: str, key: str, split: Split) -> CalibratedTask:
     """The part of a file of tiers about one task.
 
     Raises:
-        ConfigError: the file is missing, is not one of `tlt calibrate`, is of the other split, or has nothing about the
-            task.
+        ConfigError: the file is missing, is not one of `tlt calibrate`, is of the other split, has nothing about the
+            task, or has a problem twice.
     """
     where = f"{key}.tier_file"
     try:
@@ -157,9 +180,11 @@ def read_tiers(path: Path, label: str, key: str, split: Split) -> CalibratedTask
             "for this task"
         )
     try:
-        problems = [(int(r["index"]), str(r["digest"]), int(r["passed"]), int(r["samples"])) for r in rows]
+        problems = [
+            (int(r["index"]), str(r["digest"]), int(r["passed"]), int(r["samples"]), r.get("asked")) for r in rows
+        ]
         bad = next((row for row in problems if not 0 <= row[2] <= row[3] or row[3] < 1 or row[0] < 0), None)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{where}: {path}, task '{label}': a row lacks index, digest, passed or samples, or has another type; "
             f"{_ALLOWED}"
@@ -169,7 +194,19 @@ def read_tiers(path: Path, label: str, key: str, split: Split) -> CalibratedTask
             f"{where}: {path}, task '{label}', problem {bad[0]}: found {bad[2]} of {bad[3]} passed; allowed: an index "
             "from 0, at least one sample, and from 0 to all of them passed"
         )
+    twice = [index for index, count in Counter(index for index, *_ in problems).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{where}: {path}, task '{label}': problem {twice[0]} is there twice; allowed: each once")
     return CalibratedTask(problems)
+
+
+def calibrated_model(path: Path) -> str | None:
+    """The folder of the model whose pass rates a file of tiers has; None if it does not say so or is unreadable."""
+    try:
+        found = json.loads(path.read_text("utf-8")).get("model")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _counts(mix: Mapping[str, float], count: int) -> dict[Tier, int]:

@@ -40,8 +40,9 @@ class Source(Protocol):
 class GeneratedSource:
     """Generated problems. Problem ``index`` is the first of its draws that belongs to the split and is not too long.
 
-    The cells of a procedural family follow each other by index, so that any range of indices has all of them alike.
-    ``held_out`` says what decides the split, as in the task's section. ``left_out`` counts draws that were too long.
+    The cells of a procedural family follow each other by index, so that any range of indices has all of them alike. The
+    indices of a cell without a structure of the split are spread over the others. ``held_out`` says what decides the
+    split, as in the task's section. ``left_out`` counts draws that were too long.
     """
 
     def __init__(
@@ -100,8 +101,18 @@ class GeneratedSource:
     def _draw(self, index: int, attempt: int) -> DrawnProblem:
         key = stable_int(self._seed, self.label, self._split, index, attempt)
         if isinstance(self._generator, ProblemFamily):
-            return self._generator.draw(key, index + attempt // _ATTEMPTS_PER_CELL)
+            return self._generator.draw(key, self._cell(index, attempt // _ATTEMPTS_PER_CELL))
         return self._generator.draw(key)
+
+    def _cell(self, index: int, passed: int) -> int:
+        """The cell of an index, of which ``passed`` cells have had no problem."""
+        assert isinstance(self._generator, ProblemFamily)
+        if passed == 0 or self._held_out != "structure":
+            return index + passed
+        others = range(1, len(self._generator.cells))
+        # The next cell would have the share of every cell before it that has no structure of the split.
+        order = random.Random(stable_int(self._seed, self.label, "cells", index)).sample(others, len(others))
+        return index + [0, *order][passed % (len(order) + 1)]
 
     def _problem(self, draft: DrawnProblem, index: str) -> Problem:
         problem = Problem(
@@ -189,14 +200,14 @@ def split_rows(path: Path, held_out_path: Path | None, fraction: float, split: S
     """The rows of one split.
 
     With ``held_out_path`` the second file is the held-out set, and the train split omits every prompt that it contains.
-    Without it the prompt's text decides.
+    Without it the prompt's text decides. ``prompt_suffix`` plays no part in either.
 
     Raises:
         ConfigError: a file is bad, or the split has no rows.
     """
     rows = read_rows(path, params)
     if held_out_path is None:
-        kept = [row for row in rows if is_held_out(row.prompt, fraction) == (split == "held_out")]
+        kept = [row for row in rows if is_held_out(row.split_text, fraction) == (split == "held_out")]
         if not kept:
             raise ConfigError(
                 f"{path}: no {split} problem among {len(rows)} rows at held_out_fraction {fraction}; "
@@ -206,8 +217,8 @@ def split_rows(path: Path, held_out_path: Path | None, fraction: float, split: S
     held_out = read_rows(held_out_path, params)
     if split == "held_out":
         return held_out
-    prompts = {row.prompt for row in held_out}
-    kept = [row for row in rows if row.prompt not in prompts]
+    prompts = {row.split_text for row in held_out}
+    kept = [row for row in rows if row.split_text not in prompts]
     if not kept:
         raise ConfigError(f"{path}: all {len(rows)} prompts are also in {held_out_path}; the two sets must differ")
     return kept

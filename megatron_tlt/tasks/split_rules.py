@@ -40,6 +40,8 @@ def split_violations(
     for position, task in enumerate(tasks):
         if task.kind == "file" and task.held_out_path is not None:
             lines += _trained_file(f"tasks[{position}]", task, tasks, supervised)
+        elif task.kind == "file":
+            lines += _learned_whole(position, task, supervised)
     for number, settings in enumerate(sets):
         for position, task in enumerate(settings.tasks):
             key = f"evaluation.sets[{number}].tasks[{position}]"
@@ -87,6 +89,15 @@ def _trained_file(key: str, task: TaskConfig, tasks: Sequence[TaskConfig], super
                 "evaluated on; allowed: another file; tasks[].held_out_fraction keeps rows of a file apart"
             )
             return
+
+
+def _learned_whole(position: int, task: TaskConfig, supervised: Sequence[Path]) -> Iterator[str]:
+    """A line if the supervised start trains on a file of which the task holds out a fraction."""
+    if task.path is not None and any(_is_same_file(task.path, path) for path in supervised):
+        yield (
+            f"tasks[{position}].path: found {task.path}, a file of model.recipe.supervised.data, which trains on all "
+            "of its rows, with those that held_out_fraction holds out; allowed: another file, or a held_out_path"
+        )
 
 
 def _is_of_set(task: TaskConfig) -> bool:

@@ -15,7 +15,7 @@ from megatron_tlt.platform.collectives import failing_together
 from megatron_tlt.platform.device import rank, show
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.tasks.mixture import build_sources
-from megatron_tlt.tasks.pool import TIERS, digest_of, first_different, tier_of
+from megatron_tlt.tasks.pool import TIERS, asked_digest, digest_of, first_different, tier_of
 from megatron_tlt.tasks.sources import GeneratedSource, Split
 from megatron_tlt.trainer.experience import StopRequested
 from megatron_tlt.trainer.offline import OfflineRun
@@ -105,6 +105,7 @@ class CalibrationRun(OfflineRun):
                 {
                     "index": index,
                     "digest": digest_of(problems[at]),
+                    "asked": asked_digest(problems[at]),
                     "passed": passed[at],
                     "samples": samples,
                     "tokens": round(tokens[at] / samples, 1),

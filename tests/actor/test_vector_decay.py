@@ -1,4 +1,4 @@
-"""Weight decay of whole tensors: matrices shrink by the schedule's, norms and biases do not, whatever the class."""
+"""Weight decay: matrices shrink by the schedule's, norms and biases do not, whatever the class."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_tlt.actor import whole_tensor_state
+from megatron_tlt.actor.megatron_optimizer import ElementWiseDistributedOptimizer
 from megatron_tlt.actor.whole_tensors import TensorPart, WholeTensorOptimizer
-from megatron_tlt.optim.choice import TensorOptimizerChoice, choose_optimizer
+from megatron_tlt.optim.choice import OptimizerChoice, TensorOptimizerChoice, choose_optimizer
 
 OWN = "tests.helpers.coupled_optimizer.DecaysVectors"
 
@@ -64,3 +65,17 @@ def test_a_resumed_class_has_the_decay_of_the_config(arguments: dict[str, float]
     for group in part.optimizer.param_groups:
         assert (group["adam_weight_decay"], group["steps"]) == (decay_of_vectors, 7)
     assert torch.equal(part.masters["v"], torch.full((3,), 2.0))
+
+
+def test_a_resumed_class_of_slices_has_the_decay_of_the_config() -> None:
+    choice = choose_optimizer("tests.helpers.coupled_optimizer.SignDecaysVectors", {}, sharding="element")
+    assert isinstance(choice, OptimizerChoice)
+    which = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    built = choice.build([{"params": [torch.nn.Parameter(torch.ones(3))], **which}], 0.1)
+    optimizer = object.__new__(ElementWiseDistributedOptimizer)
+    optimizer.optimizer, optimizer.grad_scaler = built, None
+    # of a class that was built with the decay of matrices
+    saved = {**which, "lr": 0.3, "weight_decay": 0.5, "adam_weight_decay": 0.5, "steps": 7}
+    optimizer.load_state_dict({"optimizer": {"param_groups": [saved], "numbers": None}})
+    (group,) = built.param_groups
+    assert (group["weight_decay"], group["adam_weight_decay"], group["lr"], group["steps"]) == (0.0, 0.0, 0.3, 7)

@@ -103,6 +103,7 @@ class Raises(Grpo):
 """
 WEIGHTED, BYPASSED = "correction.weights", "correction.bypass"
 CLIPS = {"clip_low", "clip_high", "dual_clip"}
+CLIPS_OF_GSPO = ["clip_low", "clip_high"]
 OF_POLICY_LOSS = {*PolicyLoss.applies}
 WEIGHTS = "algorithm.correction.weights=token"
 SCHEDULE = "schedule={kind: partial}"
@@ -195,6 +196,23 @@ def test_what_a_recipe_sets_is_not_asked_of_a_loss(tmp_path: Path) -> None:
     recipe = (loss("Plain"), "algorithm.name=gspo")
     assert problems(tmp_path, *recipe) == []
     assert "does not name clip_low in applies" in problems(tmp_path, *recipe, "algorithm.clip_low=0.1")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "unapplied"),
+    [("Plain", ["loss_aggregation", *CLIPS_OF_GSPO]), ("Surrogate", CLIPS_OF_GSPO), ("Wrapped", [])],
+)
+def test_what_a_recipe_sets_and_a_loss_ignores_is_said(
+    name: str, unapplied: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_checked(write(tmp_path), [loss(name), "algorithm.name=gspo"], starts=False)
+    notes = capsys.readouterr().err.splitlines()
+    sets = "".join(line for line in notes if line.startswith("note: algorithm.name: gspo sets "))
+    for key in ("loss_aggregation", *CLIPS_OF_GSPO):
+        assert (f"{key}: " in sets) is (key not in unapplied)
+    said = f"note: algorithm.loss: found '{MODULE}.{name}', which does not name "
+    lines = [line.removeprefix(said) for line in notes if line.startswith(said)]
+    assert lines == ([f"{', '.join(unapplied)} in applies; what gspo sets there has no effect"] if unapplied else [])
 
 
 def test_a_penalty_in_the_reward_needs_nothing_of_the_loss(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_tlt.bench import less
 from megatron_tlt.config.loader import load_config
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.report_data import RunData
 from megatron_tlt.tasks.pool import TIERS
 from tests.bench.test_learning import run_of
@@ -41,9 +43,19 @@ def test_each_arm_is_a_pool_of_its_size_and_tiers(tmp_path: Path) -> None:
         assert task.tier_mix is not None and (task.tier_mix.hard > 0) == arm.startswith("mixed")
         assert [each.name for each in one.evaluation.sets] == list(TIERS)
         assert one.trainer.steps % one.evaluation.every == 0
-    # two epochs of each pool end where an evaluation is
-    prompts = config.trainer.prompts_per_step
-    assert all(round(less.EPOCHS * size / prompts) % less.EVERY == 0 for size in less.SIZES)
+    less._check_ends(config.trainer.prompts_per_step)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "end"), [(4, 500, 150), (16, 100, 8), (1000, 100, 0)], ids=["after", "between", "before"]
+)
+def test_epochs_that_do_not_end_at_an_evaluation_are_refused(prompts: int, size: int, end: int, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    less.add_arguments(parser)
+    given = ["--config", str(CONFIG), "--folder", str(tmp_path), "--set", f"trainer.prompts_per_step={prompts}"]
+    said = rf"found {prompts}; 1\.2 epochs of {size} problems end at step {end}, .* at 15, 30, 45, 60, 75; allowed: 8"
+    with pytest.raises(ConfigError, match=said):
+        less.run(parser.parse_args([*given, "--minutes", "0"]))
 
 
 def test_what_a_mixture_is_worth_in_easy_problems() -> None:
@@ -92,6 +104,9 @@ def test_both_tables_are_judged_and_drawn(tmp_path: Path) -> None:
     assert rows["fixed epochs", "easy-100"]["pass rate"] == pytest.approx(0.3)
     assert rows["fixed epochs", "easy-500"]["pass rate"] == rows["fixed steps", "easy-100"]["pass rate"] == 0.5
     met = {name: entry["met"] for name, entry in result.targets.items()}
+    assert met.pop("runs that collapsed")
     assert all(met[name] == name.endswith("steps") for name in met), met
+    fell = less.judge(found | {("easy-200", 2): run_with(curve | {75: 0.2})}, SEEDS, prompts_per_step=8)
+    assert fell.targets["runs that collapsed"] == {"value": 1.0, "target": 0, "op": "==", "met": False}
     assert {entry["op"] for entry in less.judge({}, SEEDS, 8).targets.values()} == {"incomplete"}
     ElementTree.fromstring(less.plot(found))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron_tlt.bench import algorithms, schedules, training_runs
+from megatron_tlt.bench import algorithms, less, schedules, training_runs
 from megatron_tlt.config.loader import dump_resolved, load_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.report_data import CONFIG_FILE
@@ -41,6 +45,55 @@ def test_a_run_under_other_settings_is_refused(tmp_path: Path) -> None:
     other = parser.parse_args([*given, "--set", "algorithm.group_size=4"])
     with pytest.raises(ConfigError, match=r"with-1: a run with other settings: algorithm.group_size: 8 -> 4"):
         training_runs.finished_runs(other, arms)
+
+
+def test_a_kept_result_is_of_the_values_of_its_config(tmp_path: Path) -> None:
+    config = REPOSITORY / "launch" / "quickstart-cpu.yaml"
+    out, inputs = tmp_path / "kept" / "one.json", [str(config)]
+    one, moved = load_config(config), load_config(config, ["run.dir=elsewhere"])
+    changed = load_config(config, ["actor.optimizer.lr=0.5"])  # as if the file had been edited
+    assert not training_runs.kept_result(out, inputs, changed)
+    assert not training_runs.kept_result(out, inputs, one), "nothing was made from the other one"
+    out.write_text("{}")
+    assert training_runs.kept_result(out, inputs, one) and training_runs.kept_result(out, inputs, moved)
+    with pytest.raises(
+        ConfigError, match=r"one\.json: made with other settings: actor\.optimizer\.lr: .* -> 0\.5; allowed"
+    ):
+        training_runs.kept_result(out, inputs, changed)
+    out.with_suffix(".config.yaml").unlink()  # an earlier release kept the inputs alone
+    assert training_runs.kept_result(out, inputs, changed)
+
+
+@pytest.mark.parametrize("benchmark", ["less", "elastic", "optimizers"])
+def test_benchmarks_do_not_reuse_results_of_a_config_that_was_edited(benchmark: str, tmp_path: Path) -> None:
+    module = importlib.import_module(f"megatron_tlt.bench.{benchmark}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    parser.add_argument("--json", type=Path)
+    shipped = "less-cpu" if benchmark == "less" else "quickstart-cpu"
+    config, folder = tmp_path / "mine.yaml", tmp_path / "runs"
+    config.write_text(f"defaults: [{REPOSITORY / 'launch' / shipped}.yaml]\n")
+    arguments = parser.parse_args(["--config", str(config), "--folder", str(folder), "--minutes", "-1"])
+    made = []
+
+    def keep(out: Path, *inputs: Any) -> bool:
+        made.append(out)
+        return training_runs.kept_result(out, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "kept_result", keep)
+        patch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+        if benchmark == "less":
+            less._calibrate(arguments, folder / "tiers.json", "train", 1, 10)
+        else:
+            module.run(arguments)
+        made[0].write_text("{}")
+        config.write_text(config.read_text() + "algorithm: {group_size: 4}\n")
+        with pytest.raises(ConfigError, match=r"made with other settings: algorithm\.group_size: 8 -> 4"):
+            if benchmark == "less":
+                less._calibrate(arguments, folder / "tiers.json", "train", 1, 10)
+            else:
+                module.run(arguments)
 
 
 @pytest.mark.parametrize("count", [2, 9])

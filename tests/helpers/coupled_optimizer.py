@@ -1,4 +1,7 @@
-"""Optimizers with odd habits: VeLO's interface, CELO2's second weight decay, and new tensors in place of the old."""
+"""Optimizers with odd habits: VeLO's interface, CELO2's second weight decay, and new tensors in place of the old.
+
+Those whose name begins with ``Sign`` step each element by itself.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,11 @@ class DecaysVectors(torch.optim.Optimizer):
             for p in group["params"]:
                 decay = group["weight_decay" if p.dim() > 1 else "adam_weight_decay"]
                 p.mul_(1.0 - group["lr"] * decay)
-                p.sub_(group["lr"] * (p.grad / (p.grad.norm() + 1e-6) if p.dim() > 1 else p.grad.sign()))
+                p.sub_(group["lr"] * (self.direction(p.grad) if p.dim() > 1 else p.grad.sign()))
+
+    @staticmethod
+    def direction(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / (gradient.norm() + 1e-6)
 
 
 class DecayOfItsOwn(torch.optim.SGD):
@@ -102,4 +109,24 @@ class DecayOfItsOwn(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(group["lr"] * (p.grad / (p.grad.norm() + 1e-6) + self.decay * p))
+                p.sub_(group["lr"] * (self.direction(p.grad) + self.decay * p))
+
+    @staticmethod
+    def direction(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / (gradient.norm() + 1e-6)
+
+
+class SignDecaysVectors(DecaysVectors):
+    """Decays like its parent, by which it takes slices of matrices for vectors."""
+
+    @staticmethod
+    def direction(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign()
+
+
+class SignDecayOfItsOwn(DecayOfItsOwn):
+    """Decays like its parent."""
+
+    @staticmethod
+    def direction(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign()

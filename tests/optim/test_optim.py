@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.optim.choice import OptimizerChoice, choose_optimizer
+from megatron_tlt.optim.choice import OptimizerChoice, TensorOptimizerChoice, choose_optimizer
 from megatron_tlt.optim.element_wise import SHAPE, StateLayout, probe
 
 Rule = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -102,10 +102,10 @@ def test_element_wise_classes_are_taken_with_what_they_keep(
     choice = choose_optimizer(path, arguments)
     assert isinstance(choice, OptimizerChoice)
     assert (set(choice.layout.tensors), set(choice.layout.numbers)) == (tensors, numbers)
-    optimizer = choice.build([{"params": [torch.zeros(3)]}], 0.25, 0.5)
+    optimizer = choice.build([{"params": [torch.zeros(3)]}], 0.25)
     assert type(optimizer) is choice.cls
     assert {key: optimizer.defaults[key] for key in arguments} == arguments
-    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.0), "the schedule sets it"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,19 @@ def test_wrong_paths_and_arguments_are_said(
     with pytest.raises(ConfigError) as caught:
         choose_optimizer(path, arguments, weight_decay)
     assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_decay_that_groups_of_slices_cannot_set_is_not_given_to_slices() -> None:
+    own, vectors = (f"tests.helpers.coupled_optimizer.Sign{name}" for name in ("DecayOfItsOwn", "DecaysVectors"))
+    refused = r"^actor\.optimizer\.weight_decay: found 0\.1; .* does not heed the weight_decay .*; allowed: 0$"
+    for path in (own, vectors):
+        assert isinstance(choose_optimizer(path, {}), OptimizerChoice)
+        with pytest.raises(ConfigError, match=refused):
+            choose_optimizer(path, {}, 0.1, sharding="element")
+    with pytest.raises(ConfigError, match=refused):
+        choose_optimizer(own, {}, 0.1)
+    assert isinstance(choose_optimizer(vectors, {}, 0.1), TensorOptimizerChoice), "it heeds that of whole matrices"
+    assert isinstance(choose_optimizer("torch.optim.AdamW", {}, 0.1), OptimizerChoice)
 
 
 @settings(max_examples=25)

@@ -296,3 +296,31 @@ def test_two_tasks_on_one_file_hold_out_the_same_rows(tmp_path: Path) -> None:
     assert split_violations([both[0], unused]) == []
     with pytest.raises(ConfigError, match="one would train on what the other holds out"):
         build_sources([file, same.model_copy(update={"held_out_fraction": 0.2})], "train", 0)
+
+
+@pytest.mark.parametrize("with_second_file", [False, True])
+def test_a_suffix_does_not_decide_which_rows_of_a_file_are_held_out(with_second_file: bool, tmp_path: Path) -> None:
+    plain = _file(tmp_path / "p.jsonl", [f"q{i}" for i in range(50)])
+    if with_second_file:
+        second = [f"q{i}" for i in range(5)]
+        plain = plain.model_copy(update={"held_out_path": _file(tmp_path / "q.jsonl", second).path})
+    ends = plain.model_copy(update={"params": {"prompt_suffix": " Think."}})
+
+    def questions(task: TaskConfig, split: Any) -> set[str]:
+        return {p.prompt.removesuffix(" Think.") for p in build_sources([task], split, 0).problems(0, 50)}
+
+    for split in ("train", "held_out"):
+        assert questions(plain, split) == questions(ends, split)
+    assert not questions(plain, "train") & questions(ends, "held_out")
+    assert all(p.prompt.endswith(" Think.") for p in build_sources([ends], "train", 0).problems(0, 50))
+
+
+def test_a_file_of_the_supervised_start_holds_nothing_out(tmp_path: Path) -> None:
+    file, other = (_file(tmp_path / name, [f"q{i}" for i in range(50)]) for name in ("p.jsonl", "q.jsonl"))
+    assert file.path is not None and other.path is not None
+    (tmp_path / "link.jsonl").symlink_to(file.path)
+    (line,) = split_violations([_counting(), file], supervised=[other.path, tmp_path / "link.jsonl"])
+    assert line.startswith(f"tasks[1].path: found {file.path}, a file of model.recipe.supervised.data, which trains ")
+    assert split_violations([file], supervised=[other.path]) == []
+    second = file.model_copy(update={"held_out_path": other.path})
+    assert split_violations([second], supervised=[file.path]) == []

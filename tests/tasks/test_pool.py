@@ -14,7 +14,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.recipe import _task
 from megatron_tlt.tasks import build_sources
 from megatron_tlt.tasks.mixture import evaluation_problems
-from megatron_tlt.tasks.pool import digest_of, identity_of, tier_of
+from megatron_tlt.tasks.pool import asked_digest, digest_of, identity_of, tier_of
 
 COUNTING = {"kind": "procedural", "name": "pipeline_counting"}
 
@@ -131,6 +131,39 @@ def test_what_is_wrong_with_tiers_is_named(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             build()
+
+
+def test_a_file_with_a_problem_twice_is_refused(tmp_path: Path) -> None:
+    file = tiers_file(tmp_path / "tiers.json", task(), 12)
+    found = json.loads(file.read_text())
+    found["tasks"]["pipeline_counting"].append(found["tasks"]["pipeline_counting"][2])
+    file.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match=r"tier_file: .*'pipeline_counting': problem 2 is there twice; allowed: each"):
+        build_sources([task(budget=3, tier_file=file, tier_mix={"hard": 1})], "train", 7)
+
+
+def test_a_file_of_problems_that_were_asked_otherwise_is_refused(tmp_path: Path) -> None:
+    natural = {"params": {"wording": "natural"}, "answer_format": "boxed"}
+    asked = task(**natural, chat=True)
+    file = tiers_file(tmp_path / "tiers.json", asked, 12)
+    pool = {"budget": 3, "tier_file": file, "tier_mix": {"hard": 1}}
+    build_sources([task(**natural, **pool)], "train", 7)  # an earlier release did not say how they were asked
+    found = json.loads(file.read_text())
+    source = build_sources([asked], "train", 7).sources[0]
+    for row in found["tasks"]["pipeline_counting"]:
+        row["asked"] = asked_digest(source.problem(row["index"]))
+    file.write_text(json.dumps(found))
+    build_sources([task(**natural, chat=True, **pool)], "train", 7)
+    others = [
+        natural,
+        {**natural, "answer_format": "last_line", "chat": True},
+        {**natural, "instruction": "Go.", "chat": True},
+        {**natural, "system_prompt": "You count.", "chat": True},
+        {"params": {"wording": "compact"}, "chat": True},
+    ]
+    for other in others:
+        with pytest.raises(ConfigError, match=r"tier_file: problem 2 of .* was asked otherwise than the task does"):
+            build_sources([task(**other, **pool)], "train", 7)
 
 
 @pytest.mark.parametrize(

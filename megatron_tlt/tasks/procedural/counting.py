@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_tlt.tasks.procedural.family import Cell, Instance, ProblemFamily, ProceduralParams
 from megatron_tlt.tasks.procedural.integers import integer_closeness
@@ -39,6 +39,15 @@ class PipelineCountingParams(ProceduralParams):
     numbers: Sizes = Sizes(min=5, max=12, tail=0.0)
     max_value: Annotated[int, Field(ge=9, le=9999)] = 99
     source: Literal["list", "range"] = "list"
+
+    @model_validator(mode="after")
+    def _so_many_exist(self) -> PipelineCountingParams:
+        if self.numbers.max > self.max_value + 1:
+            raise ValueError(
+                f"numbers.max is {self.numbers.max}; from 0 to max_value there are {self.max_value + 1} numbers; "
+                "allowed: at most that many, or a larger max_value"
+            )
+        return self
 
 
 _FILTERS: dict[str, Callable[[int, int], bool]] = {
