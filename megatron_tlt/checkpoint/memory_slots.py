@@ -73,6 +73,7 @@ class MemorySlot:
         self._memory: mmap.mmap | None = None
         self._blocks: list[Block] = []
         self._used = 0
+        self._size = 0  # of the file; the memory may be longer
 
     def fill(self, named: Iterable[tuple[Block, torch.Tensor]]) -> None:
         """Copies tensors into the slot, which is incomplete from now on until :meth:`complete`.
@@ -113,9 +114,11 @@ class MemorySlot:
             pages.zero_()
 
     def _reserved(self, size: int) -> mmap.mmap:
-        if self._memory is not None and len(self._memory) == size:
+        """The slot's memory, at least as long; the file has exactly so many bytes, so more must not be touched."""
+        if self._memory is not None and self._size == size:
             return self._memory
-        self._memory = None
+        if self._memory is not None and len(self._memory) < size:
+            self._memory = None
         file = self.folder / DATA
         try:
             with file.open("a+b") as opened:
@@ -124,8 +127,11 @@ class MemorySlot:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(opened.fileno(), 0, size)  # tmpfs would end the process at the first missing page
                 os.truncate(opened.fileno(), size)  # pages that were reserved and are not needed
-                self._memory = mmap.mmap(opened.fileno(), size)
+                if self._memory is None:  # to map pages again takes as long as to make them
+                    self._memory = mmap.mmap(opened.fileno(), size)
+                self._size = size
         except OSError as error:
+            self._memory, self._size = None, 0
             file.unlink(missing_ok=True)
             raise RunError(
                 f"{file}: {size / 1e6:.0f} MB cannot be reserved: {error.strerror}; allowed: another elastic.memory_dir"

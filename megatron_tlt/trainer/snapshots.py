@@ -33,6 +33,8 @@ from megatron_tlt.platform.threads import started_pool
 from megatron_tlt.trainer.checkpoints import TrainerState
 
 _SLOTS = ("slot_0", "slot_1")
+_MARGIN = 1.05
+"""Pages to make, over the planned ones: what is not needed is given back, and what lacks takes long."""
 _STATE, _WORLD, _LAYOUT, _RANK, _SAVE = "state", "world_size", "layout", "rank", "save"
 
 
@@ -90,7 +92,7 @@ class Snapshots:
                 "elastic: found a section; its snapshots need a process that outlives ranks; allowed: tlt"
             )
         try:
-            expected = int(slot_bytes(job_of(config)))
+            expected = int(_MARGIN * slot_bytes(job_of(config)))
         except ConfigError:  # an architecture that cannot be planned: the first copy makes the pages
             expected = 0
         return cls(Path(root), parts, node_index(), expected)

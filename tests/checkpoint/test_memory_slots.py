@@ -85,6 +85,14 @@ def test_pages_are_made_for_a_slot_that_was_never_used_alone(tmp_path: Path) -> 
     assert (large.folder / DATA).stat().st_size == 1 << 20
     large.fill([block("w", values, slice(0, 4), slice(0, 4))])
     assert (large.folder / DATA).stat().st_size == values.nbytes, "what is not needed is given back"
+    for count in (1 << 17, 1 << 10, 1 << 19):  # within what was reserved, and beyond it
+        more = torch.arange(count, dtype=torch.float32).view(count, 1)
+        large.fill([block("w", more, slice(0, count), slice(0, 1))])
+        large.complete(2, large.checksum(), {})
+        assert (large.folder / DATA).stat().st_size == more.nbytes
+        reader = SlotReader(large.folder)
+        reader.verify()
+        assert torch.equal(reader.tensor(reader.blocks[0]), more)
     SlotReader(slot.folder).verify()
     assert (slot.folder / DATA).stat().st_size == made.st_size and not (tmp_path / "nothing").exists()
     with pytest.raises(RunError, match=r"cannot be reserved.*elastic\.memory_dir"):
