@@ -82,6 +82,12 @@ operation = st.one_of(
     disk=6000,
     max_age=0,
 )
+@example(  # so does one that a resumed run was given
+    operations=[("add", 0, 3, 0), ("rewind", 0), ("add", 1, 4, 0), ("reopen",), ("add", 0, 2, 3), ("reopen",)],
+    memory=6000,
+    disk=6000,
+    max_age=0,
+)
 @given(
     operations=st.lists(operation, max_size=40),
     memory=st.integers(6000, 40000),
@@ -117,6 +123,7 @@ def test_bounds_hold_counts_add_up_and_samples_were_stored(
             assert found >= {*acknowledged} and found - {*acknowledged} <= referred, "files that a checkpoint refers to"
             if referred:
                 assert buffer.restore(step, acknowledged) == 0
+                referred |= {*acknowledged}
             assert [item.key for item in buffer.descriptions] == acknowledged
         elif name == "rewind":
             step = min(step, int(str(values[0])))
