@@ -6,11 +6,9 @@ is removed before that and written last, so a slot with an index is complete.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
-import os
 import shutil
 import zlib
 from collections import defaultdict
@@ -23,6 +21,7 @@ import torch
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import atomic_write_text, write_errors
+from megatron_tlt.platform.memory_files import allocate
 
 INDEX, DATA = "index.json", "blocks.bin"
 _ALIGNED = 64
@@ -122,11 +121,7 @@ class MemorySlot:
         file = self.folder / DATA
         try:
             with file.open("a+b") as opened:
-                missing = size - 512 * os.fstat(opened.fileno()).st_blocks
-                if missing > shutil.disk_usage(self.folder).free:  # the call below would take all that is left first
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.posix_fallocate(opened.fileno(), 0, size)  # tmpfs would end the process at the first missing page
-                os.truncate(opened.fileno(), size)  # pages that were reserved and are not needed
+                allocate(opened, size)
                 if self._memory is None:  # to map pages again takes as long as to make them
                     self._memory = mmap.mmap(opened.fileno(), size)
                 self._size = size

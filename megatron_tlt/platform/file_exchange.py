@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform.files import write_errors
+from megatron_tlt.platform.memory_files import allocate
 
 _CHUNK_BYTES = 64 << 20
 
@@ -63,7 +63,7 @@ def receive_folder(folder: Path, source: int, group: dist.ProcessGroup) -> None:
     """Writes what :func:`send_folder` of rank ``source`` sends; files that it replaces keep their memory.
 
     Raises:
-        RunError: there is no room for them, or a name leads out of the folder; the sender is told so.
+        RunError: there is no room for them, or a name leads out of the folder; the sender then raises one too.
     """
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, source, group)
@@ -83,7 +83,7 @@ def receive_folder(folder: Path, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _reserved(folder: Path, listed: Sequence[tuple[str, int]]) -> list[mmap.mmap]:
-    """The memory of all files that are not empty, made before a byte arrives: a page that is missing ends a process."""
+    """The memory of all files that are not empty, allocated before a byte arrives."""
     if listed:
         (folder / listed[-1][0]).unlink(missing_ok=True)  # incomplete until the last file has arrived
     memories = []
@@ -93,9 +93,7 @@ def _reserved(folder: Path, listed: Sequence[tuple[str, int]]) -> list[mmap.mmap
             raise RunError(f"{name!r} leads out of {folder}")
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a+b") as opened:
-            if size:
-                os.posix_fallocate(opened.fileno(), 0, size)
-            os.truncate(opened.fileno(), size)
+            allocate(opened, size)
             if size:
                 memories.append(mmap.mmap(opened.fileno(), size))
     return memories

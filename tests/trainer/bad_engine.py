@@ -20,7 +20,7 @@ from megatron_tlt.speculation.strategy import OFF, StepRecord
 class BadEngine(RolloutEngine):
     """``bad`` rollouts, counted from 1 in this process, are impossible under the policy on rank 1.
 
-    ``slow_s``: seconds that rank 1 takes longer for each response. In ``stopped`` rollouts each rank is told to stop.
+    ``slow_s``: seconds that rank 1 takes longer for each response. In ``stopped`` rollouts each rank receives SIGTERM.
     """
 
     capabilities = Capabilities(sleep=True)

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_tlt.actor.megatron_rng import RngState
 from megatron_tlt.actor.policy import Policy
@@ -17,6 +17,7 @@ from megatron_tlt.algorithms.losses import negative_log_likelihood
 from megatron_tlt.checkpoint.memory_slots import DATA, INDEX
 from megatron_tlt.platform import file_exchange
 from megatron_tlt.platform.device import barrier, initialize_distributed, rank
+from megatron_tlt.platform.memory_files import allocate
 from megatron_tlt.trainer.checkpoints import Checkpoints, TrainerState
 from megatron_tlt.trainer.snapshots import Snapshots
 from tests.actor.workers.layouts import PP2, TP2SP, VP2, batch, equal, policy_of, weights_of
@@ -128,16 +129,11 @@ def beside(models: Path, root: Path) -> dict[str, Any]:
     return row
 
 
-class NoRoom:
-    """In place of ``os`` in a module: memory is short for files of a MB."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def posix_fallocate(self, file: int, begin: int, size: int) -> None:
-        if size > 1 << 20:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(file, begin, size)
+def no_room(opened: IO[bytes], size: int) -> None:
+    """In place of ``allocate``: memory is short for files of a MB."""
+    if size > 1 << 20:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    allocate(opened, size)
 
 
 def short_memory(models: Path, root: Path) -> dict[str, Any]:
@@ -146,13 +142,13 @@ def short_memory(models: Path, root: Path) -> dict[str, Any]:
     row: dict[str, Any] = {}
     snapshots = Snapshots(root / f"node_{rank()}", [RngState(policy.layout)], node=rank())
     if rank() == 1:
-        file_exchange.os = NoRoom()  # type: ignore[attr-defined]
+        file_exchange.allocate = no_room  # type: ignore[attr-defined]
     for step in (1, 2, 3):
         train(policy, 1)
         snapshots.begin(policy, step)
         snapshots.commit(TrainerState(step=step))
     snapshots.close()
-    file_exchange.os = os  # type: ignore[attr-defined]
+    file_exchange.allocate = allocate  # type: ignore[attr-defined]
     row["copy"] = snapshots.newest_step
     alone = Snapshots(root / "one", [RngState(policy.layout)])
     for step in (1, 2, 3):
