@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_tlt.actor.megatron_snapshot import blocks_to_keep, load_blocks
 from megatron_tlt.actor.policy import Policy
-from megatron_tlt.checkpoint.file_sums import check_file_sums, write_file_sums
-from megatron_tlt.checkpoint.memory_slots import DATA, INDEX, BlockSource, MemorySlot, SlotReader
+from megatron_tlt.checkpoint.manifest import verify_manifest, write_manifest
+from megatron_tlt.checkpoint.memory_slots import INDEX, BlockSource, MemorySlot, SlotReader
 from megatron_tlt.checkpoint.parts import CheckpointPart, save_parts
 from megatron_tlt.checkpoint.shared import run_together
 from megatron_tlt.checkpoint.snapshot_places import SavedPart, WholeSnapshot, buddies, needed_copies, newest_whole
@@ -25,7 +26,7 @@ from megatron_tlt.errors import ConfigError, RunError, TltError
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.snapshots import slot_bytes
 from megatron_tlt.platform.collectives import all_gather_data, broadcast_data, failing_together
-from megatron_tlt.platform.device import barrier, log_once, rank, warn, world_size
+from megatron_tlt.platform.device import barrier, collective_timeout_s, log_once, rank, warn, world_size
 from megatron_tlt.platform.file_exchange import FolderTransfer, exchange_folders
 from megatron_tlt.platform.memory_folder import SNAPSHOTS
 from megatron_tlt.platform.nodes import node_index
@@ -63,7 +64,8 @@ class Snapshots:
         self._buddies = buddies(self._nodes)
         self._attempt = broadcast_data(time.time_ns() if rank() == 0 else None, int)
         self._begun = 0
-        self._group = dist.new_group(backend="gloo") if len(set(self._nodes)) > 1 else None
+        limit = timedelta(seconds=collective_timeout_s())
+        self._group = dist.new_group(backend="gloo", timeout=limit) if len(set(self._nodes)) > 1 else None
         self._slots = [MemorySlot(root / name / _folder(rank())) for name in _SLOTS]
         self._next = 0
         self._step: int | None = None  # of the snapshot that is begun and not committed
@@ -125,7 +127,7 @@ class Snapshots:
                 save_parts(self._parts, parts, rank())
                 slot.fill(blocks)
                 for name, data in files.items():
-                    (slot.folder / name).write_bytes(data)
+                    (parts / name).write_bytes(data)
         except RunError as error:
             self._give_up(step, error)
             return
@@ -178,9 +180,8 @@ class Snapshots:
         # every second node sends while the others receive, then the other way round
         order = sorted(range(world_size()), key=lambda source: positions[self._nodes[source]] % 2)
         transfers = [FolderTransfer(source, self._buddies[source]) for source in order]
-        with _any_error_in(slot):
-            for folder in (_parts, _folder):
-                exchange_folders(transfers, [slot / folder(each.source) for each in transfers], INDEX, rank(), group)
+        for folder in (_parts, _folder):
+            _exchange(slot, transfers, [slot / folder(each.source) for each in transfers], group)
 
     def resume(self, policy: Policy, least: int) -> TrainerState | None:
         """Restores the newest whole snapshot; None if there is none of step ``least`` or later, or it is damaged.
@@ -243,12 +244,13 @@ class Snapshots:
         self._fetch(slot, needed, present, _folder)
         self._fetch(slot, dict.fromkeys(present, range(world)), present, _parts)
         with failing_together():
-            readers = [SlotReader(slot / _folder(saved)) for saved in ([rank()] if alike else needed[node])]
+            own = [rank()] if alike else sorted(needed[node])
+            readers = [SlotReader(slot / _folder(saved)) for saved in own]
         # each node has copies of its own; its ranks share the work
         peers = [r for r, other in enumerate(self._nodes) if other == node]
-        own, parts = slice(peers.index(rank()), None, len(peers)), [slot / _parts(saved) for saved in range(world)]
-        run_together(lambda: _verify(readers if alike else readers[own], parts[own]))
-        load_blocks(policy, BlockSource(readers), [reader.folder for reader in readers], alike=alike)
+        share, parts = slice(peers.index(rank()), None, len(peers)), [slot / _parts(saved) for saved in range(world)]
+        run_together(lambda: _verify(readers if alike else readers[share], parts[share]))
+        load_blocks(policy, BlockSource(readers), [parts[saved] for saved in own], alike=alike)
         for part in self._parts:
             folders = [f for saved in range(world) for f in (slot / _parts(saved) / part.name).glob("rank_*")]
             if folders:
@@ -283,12 +285,7 @@ class Snapshots:
         transfers = [FolderTransfer(first[copy.source], first[copy.target]) for copy in copies]
         paths = [slot / folder(copy.saved) for copy in copies]
         group = self._group
-
-        def exchange() -> None:
-            with _any_error_in(slot):
-                exchange_folders(transfers, paths, INDEX, rank(), group)
-
-        run_together(exchange)
+        run_together(lambda: _exchange(slot, transfers, paths, group))
 
     def close(self) -> None:
         """Ends the thread once the newest copy has arrived on the other node."""
@@ -314,6 +311,11 @@ def _any_error_in(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder}: {type(error).__name__}: {error}") from error
 
 
+def _exchange(slot: Path, transfers: Sequence[FolderTransfer], paths: Sequence[Path], group: dist.ProcessGroup) -> None:
+    with _any_error_in(slot):
+        exchange_folders(transfers, paths, INDEX, rank(), group)
+
+
 @contextlib.contextmanager
 def _failing_together_in(folder: Path) -> Iterator[None]:
     """As ``failing_together``, with any error; the block has no collective."""
@@ -322,18 +324,17 @@ def _failing_together_in(folder: Path) -> Iterator[None]:
 
 
 def _sums_of(slot: MemorySlot, parts: Path) -> int:
-    """Writes the sums of the files beside the blocks, and returns that of the blocks."""
-    write_file_sums(slot.folder, leave_out=(INDEX, DATA))
-    write_file_sums(parts)
+    """Writes the sums of the parts' files, and returns that of the blocks."""
+    write_manifest(parts)
     return slot.checksum()
 
 
 def _verify(readers: Sequence[SlotReader], parts: Sequence[Path]) -> None:
     for reader in readers:
         reader.verify()
-        check_file_sums(reader.folder)
     for folder in parts:
-        check_file_sums(folder)
+        if problems := verify_manifest(folder):
+            raise RunError(problems[0])
 
 
 def _reader(folder: Path) -> SlotReader | None:

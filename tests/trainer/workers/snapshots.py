@@ -112,7 +112,7 @@ def beside(models: Path, root: Path) -> dict[str, Any]:
     snapshots.begin(policy, 1)
     snapshots.commit(TrainerState(step=1))
     row: dict[str, Any] = {}
-    for name in ("rank_00001/common.pt", "parts_00001/rng/rank_00001/state.json"):
+    for name in ("parts_00001/common.pt", "parts_00001/rng/rank_00001/state.json"):
         if rank() == 1:
             flip(root / "slot_0" / name)
         barrier()
