@@ -20,16 +20,23 @@ from megatron_tlt.speculation.strategy import OFF, StepRecord
 class BadEngine(RolloutEngine):
     """``bad`` rollouts, counted from 1 in this process, are impossible under the policy on rank 1.
 
-    ``slow_s``: seconds that rank 1 takes longer for each response. In ``stopped`` rollouts each rank receives SIGTERM.
+    ``slow_s``: seconds that rank 1 takes longer for each response. In ``stopped`` rollouts each rank receives SIGTERM,
+    in ``killed`` ones rank 1 SIGKILL.
     """
 
     capabilities = Capabilities(sleep=True)
 
     def __init__(
-        self, model_path: Path, *_: Any, bad: Sequence[int] = (), slow_s: float = 0.0, stopped: Sequence[int] = ()
+        self,
+        model_path: Path,
+        *_: Any,
+        bad: Sequence[int] = (),
+        slow_s: float = 0.0,
+        stopped: Sequence[int] = (),
+        killed: Sequence[int] = (),
     ) -> None:
         self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
-        self._bad, self._slow_s, self._stopped, self._rollouts = bad, slow_s, stopped, 0
+        self._bad, self._slow_s, self._stopped, self._killed, self._rollouts = bad, slow_s, stopped, killed, 0
 
     def generate(
         self, requests: Sequence[Request], on_finished: Any = None, on_step: Any = None, *_: Any, **__: Any
@@ -37,6 +44,8 @@ class BadEngine(RolloutEngine):
         self._rollouts += 1
         if self._rollouts in self._stopped:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self._rollouts in self._killed and rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         log_prob = -1e4 if self._rollouts in self._bad and rank() == 1 else -4.0
         began, responses = time.perf_counter(), []
         for request in requests:

@@ -96,6 +96,21 @@ def test_a_stop_after_going_back_keeps_what_was_decided(runs: Runs) -> None:
     assert state["guard"]["returns"] == 1 and state["guard"]["in_a_row"] == 1
 
 
+def test_a_rank_that_is_killed_after_going_back_goes_on_from_memory(runs: Runs) -> None:
+    elastic = ("guard.on_nonfinite=go_back", "elastic={}", "trainer.curriculum={decay: 0.5}")
+    runs.train("whole", *SETTINGS, *elastic, engine(bad=[4]))
+    # steps 1 to 3, the bad one, steps 3 and 4 again: the kill is in the second step after going back
+    said = runs.train("killed", *SETTINGS, *elastic, engine(bad=[4], killed=[6]))
+    assert "back at the checkpoint of step 2" in said and "resumed from the snapshot of step 3 in memory" in said
+    states = []
+    for name in ("whole", "killed"):
+        file = runs.folder / name / "checkpoints" / "step_000005" / "state.json"
+        states.append(json.loads(file.read_text()))
+        assert list(rows_of(runs.folder / name)) == [1, 2, 3, 4, 5]
+    assert states[0] == states[1] and states[0]["problems_drawn"] == 4 * (5 + 2)
+    assert weights(runs.folder / "whole") == weights(runs.folder / "killed")
+
+
 def test_a_run_that_goes_back_without_progress_stops(runs: Runs) -> None:
     given = ("guard={on_nonfinite: go_back, most_in_a_row: 2}", engine(bad=[4, 6]))
     said = runs.train("stuck", *SETTINGS, *given, expect_status=3)
