@@ -121,6 +121,7 @@ def transformer_config(hf_config: PretrainedConfig, actor: ActorConfig) -> Trans
         # Losses return a sum and a count: Megatron divides by the count over all micro-batches and ranks.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         # Two stages of an interleaved pipeline exchange two messages at once, which a batched call would mix up; on
         # gloo a batched call returns before its data has arrived.
         "overlap_p2p_comm": interleaved,

@@ -141,12 +141,26 @@ def prepare_imports() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def prepare(tensor_parallel_size: int = 1) -> Device:
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # switches of NVLink add in the order of arrival
+    "NCCL_ALGO": "^NVLS,NVLSTree",
+}
+"""What libraries read in the environment: cuBLAS, Transformer Engine, NCCL."""
+
+
+def prepare(tensor_parallel_size: int = 1, deterministic: bool = False) -> Device:
     """Prepares the libraries for this device; call it before anything imports ``megatron``.
 
     With tensor parallelism Megatron overlaps a layer's collectives with its products, which takes kernels that start in
-    the order in which they were launched.
+    the order in which they were launched. ``deterministic`` selects deterministic kernels of all libraries, Megatron's
+    too (``actor/megatron_config.py``); where the environment already has a value of its own, that one is used.
     """
+    if deterministic:
+        for name, value in _DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if tensor_parallel_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     prepare_imports()
@@ -217,13 +231,11 @@ def barrier() -> None:
         dist.barrier()
 
 
-def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds Python, NumPy and torch; ``deterministic`` also selects torch's deterministic kernels."""
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def log_once(message: str) -> None:

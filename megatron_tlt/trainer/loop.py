@@ -83,15 +83,15 @@ class Run:
             config = config.model_copy(update={"spot": None, "stream": None})
         self._config = config
         self._stop = StopFlag()
-        prepare(config.actor.tensor_parallel_size)
+        deterministic = config.run.deterministic or logical_shards(config) is not None
+        prepare(config.actor.tensor_parallel_size, deterministic)
         check_versions(libraries_not_needed(config.rollout))
         initialize_distributed(config.launcher.collective_timeout_s)
         self._watch = PhaseWatch.of_this_rank(config.launcher.phase_limits_s, config.run.dir / "logs")
         self._watch.begin("start")
         if not read_only:
             check_coordinator_host(config)
-        strict = logical_shards(config) is not None
-        seed_everything(config.run.seed, config.run.deterministic or strict)
+        seed_everything(config.run.seed)
         self._folder = Path(config.run.dir)
         self.timeline = Timeline(rank(), None if read_only else self._folder)
         source = model_folder(config)

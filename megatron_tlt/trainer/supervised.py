@@ -48,7 +48,7 @@ from megatron_tlt.trainer.export import save_hf_folder
 
 def build_model_of_recipe(config: TltConfig) -> None:
     """Builds and caches the model; a collective. Does nothing if the cache already contains it."""
-    prepare(config.actor.tensor_parallel_size)
+    prepare(config.actor.tensor_parallel_size, config.run.deterministic)
     check_versions(libraries_not_needed(config.rollout))
     initialize_distributed(config.launcher.collective_timeout_s)
     if config.model.recipe is None:
@@ -56,7 +56,7 @@ def build_model_of_recipe(config: TltConfig) -> None:
     target = recipe_folder(config)
     if (target / RECIPE_FILE).is_file():
         return
-    seed_everything(config.model.recipe.seed, config.run.deterministic)
+    seed_everything(config.model.recipe.seed)
     chosen_optimizers(config.actor)  # report an invalid optimizer before the warm-up, not after it
     tasks = [task.without_pool for task in config.tasks]  # a budget is one of reinforcement learning
     problems = build_sources(tasks, "train", config.run.seed)

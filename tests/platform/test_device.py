@@ -93,6 +93,22 @@ def test_kernels_start_in_order_where_megatron_overlaps_collectives(monkeypatch:
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
+def test_deterministic_kernels_are_those_of_all_libraries(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that the test's end removes it
+        monkeypatch.delenv(name)
+    prepare()
+    assert not torch.are_deterministic_algorithms_enabled() and not set(names) & os.environ.keys()
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    prepare(deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert [os.environ[name] for name in names] == [":4096:8", "0", "Ring"]
+
+
 def test_the_peak_of_a_processor_is_that_since_the_last_call() -> None:
     device = Device(torch.device("cpu"), "gloo")
     device.peak_memory_bytes()

@@ -81,7 +81,8 @@ class _DrafterBench:
         self._given, self._work = given, work
         self._config = config = self._variant("eagle")
         self._folder = Path(given["model"])
-        seed_everything(config.run.seed, config.run.deterministic)
+        prepare(deterministic=config.run.deterministic)
+        seed_everything(config.run.seed)
         self._tokenizer = load_tokenizer(side_files_of(self._folder))
         self._policy = Policy(self._folder, config.actor, config.run.seed, total_steps=given["steps"])
         self._first = Policy(self._folder, config.actor, config.run.seed, trainable=False)

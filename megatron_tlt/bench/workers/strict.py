@@ -23,7 +23,7 @@ from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.data.exchange import redistribute
 from megatron_tlt.data.rollout_batch import RolloutBatch
 from megatron_tlt.platform.collectives import all_gather_data
-from megatron_tlt.platform.device import barrier, initialize_distributed, rank, seed_everything
+from megatron_tlt.platform.device import barrier, initialize_distributed, prepare, rank, seed_everything
 from megatron_tlt.platform.files import atomic_write_text
 from megatron_tlt.platform.processes import die_with_parent
 
@@ -126,8 +126,9 @@ def train_under_layouts(
 
 def main(given_json: str, _work: str, out: str) -> None:
     die_with_parent(signal.SIGKILL)
+    prepare(deterministic=True)
     initialize_distributed(120)
-    seed_everything(0, deterministic=True)
+    seed_everything(0)
     given = json.loads(given_json)
     rows = train_under_layouts(Path(given.pop("model")), given.pop("layouts"), **given)
     if rank() == 0:

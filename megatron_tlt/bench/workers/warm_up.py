@@ -41,9 +41,9 @@ def main(config_file: str, overrides: str, folder: str, out: str) -> None:
     config = load_config(Path(config_file), json.loads(overrides))
     recipe = config.model.recipe
     assert recipe is not None
-    prepare(config.actor.tensor_parallel_size)
+    prepare(config.actor.tensor_parallel_size, config.run.deterministic)
     initialize_distributed(config.launcher.collective_timeout_s)
-    seed_everything(recipe.seed, config.run.deterministic)
+    seed_everything(recipe.seed)
     problems = build_sources([task.without_pool for task in config.tasks], "train", config.run.seed)
     start = Path(folder)
     if rank() == 0 and not (start / "config.json").is_file():
