@@ -171,19 +171,27 @@ def prepare(tensor_parallel_size: int = 1, deterministic: bool = False) -> Devic
 
 
 _DEFAULT_TIMEOUT_S = 600
-_timeout_s = _DEFAULT_TIMEOUT_S
+_timeout_s = _device_timeout_s = _DEFAULT_TIMEOUT_S
+_TORCH_RECORD = "TORCH_FR_DUMP_TEMP_FILE"
+"""Where torch's watchdog writes a process's newest collectives as it ends it; the rank's number follows."""
 
 
-def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
+def initialize_distributed(
+    timeout_s: int = _DEFAULT_TIMEOUT_S, nccl_timeout_s: int | None = None, logs: Path | None = None
+) -> None:
     """Joins the process group that torchrun describes in the environment (world size 1 without torchrun).
 
-    ``timeout_s`` limits collectives of the world and of groups created later (``collective_timeout_s``). Raises
-    RunError if the rendezvous fails, for instance because its port is in use.
+    ``timeout_s`` limits the rendezvous, and collectives of the world and of groups created later
+    (``collective_timeout_s``); ``nccl_timeout_s``, if given, those of NCCL, whose end is torch's watchdog's. The
+    watchdog writes its record into ``logs``. Raises RunError if the rendezvous fails, for instance because its port is
+    in use.
     """
-    global _timeout_s
+    global _timeout_s, _device_timeout_s
     if dist.is_initialized():
         return
-    _timeout_s = timeout_s
+    _timeout_s = _device_timeout_s = timeout_s
+    if logs is not None:
+        os.environ.setdefault(_TORCH_RECORD, str(logs.absolute() / "torch-collectives-rank"))
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(current_device().backend, store=store, rank=0, world_size=1)
@@ -195,6 +203,11 @@ def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
         # another start may meet other nodes
         kind = RanksLost if os.environ.get(MEMBERSHIP) else RunError
         raise kind(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
+    if nccl_timeout_s is not None and current_device().is_cuda:
+        _device_timeout_s, limit = nccl_timeout_s, timedelta(seconds=nccl_timeout_s)
+        dist.distributed_c10d._set_pg_timeout(limit)
+        # of groups that are created without one, as vLLM's
+        dist.distributed_c10d.default_pg_nccl_timeout = limit
     start_pulse(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
@@ -209,8 +222,16 @@ def leave_distributed() -> None:
 
 
 def collective_timeout_s() -> int:
-    """Timeout for subgroups in seconds; without it each library uses its own default (Megatron: 30 minutes)."""
+    """Timeout in seconds for subgroups on the host, which gloo connects."""
     return _timeout_s
+
+
+def device_timeout_s() -> int:
+    """Timeout in seconds for subgroups of the device's backend.
+
+    Without it each library uses its own default (Megatron: 30 minutes).
+    """
+    return _device_timeout_s
 
 
 def rank() -> int:
