@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ class Device:
 
     torch_device: torch.device
     backend: str
+    _peaks: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def is_cuda(self) -> bool:
@@ -89,16 +90,28 @@ class Device:
     def peak_memory_bytes(self) -> int:
         """Highest bytes in use since the last call; on CPU resident bytes of this process.
 
-        On a GPU: what is in use, and by how much torch's reserved memory was higher since the last call.
+        On a GPU: what is in use, and by how much torch's reserved memory was higher since the last call; or more, if
+        :meth:`note_peak` has found more.
         """
         if self.is_cuda:
-            fell = torch.cuda.max_memory_reserved(self.torch_device) - torch.cuda.memory_reserved(self.torch_device)
-            torch.cuda.reset_peak_memory_stats(self.torch_device)
-            return self.memory_bytes() + int(fell)
+            self.note_peak()
+            peak = max(self._peaks)
+            self._peaks.clear()
+            return peak
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         with contextlib.suppress(OSError):  # a container may forbid it: then it is the highest of all times
             Path("/proc/self/clear_refs").write_text("5")
         return int(fields["VmHWM"].split()[0]) * 1024
+
+    def note_peak(self) -> None:
+        """Call before an engine wakes: its memory is not in torch's statistics.
+
+        What torch has given back before and what the engine takes afterwards are not in use at the same time.
+        """
+        if self.is_cuda:
+            fell = torch.cuda.max_memory_reserved(self.torch_device) - torch.cuda.memory_reserved(self.torch_device)
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            self._peaks.append(self.memory_bytes() + int(fell))
 
     def children_memory_bytes(self) -> int:
         """Host memory of this process's children on a CPU (verifiers); 0 on a GPU, which they do not use."""

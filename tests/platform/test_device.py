@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megatron_tlt.errors import RunError
 from megatron_tlt.platform import device as devices
 from megatron_tlt.platform.device import Device, initialize_distributed, prepare
+from megatron_tlt.trainer import synchronization
+from megatron_tlt.trainer.synchronization import wake
 
 JOIN = "from megatron_tlt.platform.device import initialize_distributed; initialize_distributed(5)"
 
@@ -93,6 +95,29 @@ def test_memory_of_an_engine_that_sleeps_is_not_counted(monkeypatch: pytest.Monk
     assert device.memory_bytes() == 15
     assert device.peak_memory_bytes() == 40, "what came and went since the last call"
     assert device.peak_memory_bytes() == 15
+
+
+def test_what_torch_gave_back_before_an_engine_woke_does_not_add_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    device = gpu.install(monkeypatch)
+    monkeypatch.setattr(synchronization, "current_device", lambda: device)
+
+    class Engine:
+        def wake_up(self, parts: list[str]) -> None:
+            gpu.used += {"weights": 10, "kv_cache": 45}[parts[0]]  # outside torch's statistics
+
+    engine: Any = Engine()
+    device.peak_memory_bytes()
+    gpu.take(30)
+    wake(engine, "weights")
+    gpu.take(10)
+    gpu.take(-40)  # the actor is offloaded
+    wake(engine, "kv_cache")
+    assert (gpu.used, device.peak_memory_bytes()) == (65, 65), "of 80, not 65 and the actor's 40"
+    wake(engine, "weights")
+    gpu.take(3)
+    gpu.take(-3)
+    assert device.peak_memory_bytes() == 78, "from the last call on"
 
 
 def test_a_bound_holds_beside_a_sleeping_engine_and_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
