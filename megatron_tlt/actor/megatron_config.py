@@ -17,7 +17,7 @@ from megatron_tlt.config.layouts import Layout, problems
 from megatron_tlt.config.schema import ActorConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.families import FAMILIES, head_dim, rope_parameters
-from megatron_tlt.platform.device import collective_timeout_s, current_device, world_size
+from megatron_tlt.platform.device import current_device, device_timeout_s, world_size
 
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
@@ -40,7 +40,7 @@ def initialize_parallel_state(megatron: dict[str, Any], seed: int) -> None:
     sizes = {key: megatron[key] for key in _LAYOUT_KEYS if key in megatron}
     if not parallel_state.model_parallel_is_initialized():
         # annotated as int minutes, but only converted to a timedelta
-        timeout: Any = collective_timeout_s() / 60
+        timeout: Any = device_timeout_s() / 60
         parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=timeout)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

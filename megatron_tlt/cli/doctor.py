@@ -69,7 +69,7 @@ def examine(path: Path | None, overrides: list[str], *, stop_early: bool = False
     from megatron_tlt.platform import doctor_devices, doctor_links, doctor_nodes
 
     checks += guarded("devices", lambda: doctor_devices.check_devices(needs))
-    gpus = len(doctor_devices.read_gpus() or [])
+    gpus = doctor_devices.visible_count()
     checks += guarded("links", doctor_links.check_links)
     if gpus > 1:  # on a CPU all processes share the memory
         checks += guarded("pairs of devices", lambda: doctor_links.check_pairs(min(gpus, needs.processes)))

@@ -6,7 +6,6 @@ own dataclasses and validated against the installed release in ``config.passthro
 
 from __future__ import annotations
 
-import math
 import os
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_tlt.config.guard import GuardConfig
 from megatron_tlt.config.integrity import IntegrityConfig
 from megatron_tlt.config.lora import LoraConfig
 from megatron_tlt.config.optimizer import LrScheduleConfig, OptimizerSplitConfig
-from megatron_tlt.config.phases import PHASES, Phase
+from megatron_tlt.config.phases import Phase, limits_of_phases, nccl_timeout
 from megatron_tlt.config.reward import RewardConfig
 from megatron_tlt.config.schedule import OptionalSchedule
 from megatron_tlt.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
@@ -64,8 +63,8 @@ class LauncherConfig(Section):
     same step failed twice in a row, or after an error with a message, SIGTERM or Ctrl-C.
 
     A phase of a step that takes longer than ``phase_timeout_s`` ends the run (null: never), with the ranks that stand
-    still and every thread's stack in ``logs/``. ``phase_timeouts_s`` has other limits by phase: start, rollout,
-    log-probs, update, drafter, reshard, evaluate, checkpoint, snapshot, export.
+    still and every thread's stack in ``logs/``. ``phase_timeouts_s`` has other limits by phase (``config/phases.py``).
+    ``collective_timeout_s`` limits a collective on the host (gloo); one of NCCL may take as long as its phase.
     """
 
     nnodes: PositiveInt = 1
@@ -89,8 +88,12 @@ class LauncherConfig(Section):
     @property
     def phase_limits_s(self) -> dict[str, float]:
         """Seconds by phase, infinite for a phase without a limit."""
-        limits = {phase: self.phase_timeouts_s.get(phase, self.phase_timeout_s) for phase in PHASES}
-        return {phase: math.inf if limit is None else float(limit) for phase, limit in limits.items()}
+        return limits_of_phases(self.phase_timeout_s, self.phase_timeouts_s)
+
+    @property
+    def timeouts_s(self) -> tuple[int, int]:
+        """Seconds for a collective on the host, and for one of NCCL: after the limits of all phases."""
+        return self.collective_timeout_s, nccl_timeout(self.collective_timeout_s, self.phase_limits_s.values())
 
 
 class ArchitectureConfig(Section):

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ class Device:
 
     torch_device: torch.device
     backend: str
+    _peaks: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def is_cuda(self) -> bool:
@@ -89,16 +90,28 @@ class Device:
     def peak_memory_bytes(self) -> int:
         """Highest bytes in use since the last call; on CPU resident bytes of this process.
 
-        On a GPU: what is in use, and by how much torch's reserved memory was higher since the last call.
+        On a GPU: what is in use, and by how much torch's reserved memory was higher since the last call; or more, if
+        :meth:`note_peak` has found more.
         """
         if self.is_cuda:
-            fell = torch.cuda.max_memory_reserved(self.torch_device) - torch.cuda.memory_reserved(self.torch_device)
-            torch.cuda.reset_peak_memory_stats(self.torch_device)
-            return self.memory_bytes() + int(fell)
+            self.note_peak()
+            peak = max(self._peaks)
+            self._peaks.clear()
+            return peak
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         with contextlib.suppress(OSError):  # a container may forbid it: then it is the highest of all times
             Path("/proc/self/clear_refs").write_text("5")
         return int(fields["VmHWM"].split()[0]) * 1024
+
+    def note_peak(self) -> None:
+        """Call before an engine wakes: its memory is not in torch's statistics.
+
+        What torch has given back before and what the engine takes afterwards are not in use at the same time.
+        """
+        if self.is_cuda:
+            fell = torch.cuda.max_memory_reserved(self.torch_device) - torch.cuda.memory_reserved(self.torch_device)
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            self._peaks.append(self.memory_bytes() + int(fell))
 
     def children_memory_bytes(self) -> int:
         """Host memory of this process's children on a CPU (verifiers); 0 on a GPU, which they do not use."""
@@ -171,19 +184,27 @@ def prepare(tensor_parallel_size: int = 1, deterministic: bool = False) -> Devic
 
 
 _DEFAULT_TIMEOUT_S = 600
-_timeout_s = _DEFAULT_TIMEOUT_S
+_timeout_s = _device_timeout_s = _DEFAULT_TIMEOUT_S
+_TORCH_RECORD = "TORCH_FR_DUMP_TEMP_FILE"
+"""Where torch's watchdog writes a process's newest collectives as it ends it; the rank's number follows."""
 
 
-def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
+def initialize_distributed(
+    timeout_s: int = _DEFAULT_TIMEOUT_S, nccl_timeout_s: int | None = None, logs: Path | None = None
+) -> None:
     """Joins the process group that torchrun describes in the environment (world size 1 without torchrun).
 
-    ``timeout_s`` limits collectives of the world and of groups created later (``collective_timeout_s``). Raises
-    RunError if the rendezvous fails, for instance because its port is in use.
+    ``timeout_s`` limits the rendezvous, and collectives of the world and of groups created later
+    (``collective_timeout_s``); ``nccl_timeout_s``, if given, those of NCCL, whose end is torch's watchdog's. The
+    watchdog writes its record into ``logs``. Raises RunError if the rendezvous fails, for instance because its port is
+    in use.
     """
-    global _timeout_s
+    global _timeout_s, _device_timeout_s
     if dist.is_initialized():
         return
-    _timeout_s = timeout_s
+    _timeout_s = _device_timeout_s = timeout_s
+    if logs is not None:
+        os.environ.setdefault(_TORCH_RECORD, str(logs.absolute() / "torch-collectives-rank"))
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(current_device().backend, store=store, rank=0, world_size=1)
@@ -195,6 +216,11 @@ def initialize_distributed(timeout_s: int = _DEFAULT_TIMEOUT_S) -> None:
         # another start may meet other nodes
         kind = RanksLost if os.environ.get(MEMBERSHIP) else RunError
         raise kind(f"rendezvous at {where} failed: {str(error).splitlines()[0]}; is the port in use?") from error
+    if nccl_timeout_s is not None and current_device().is_cuda:
+        _device_timeout_s, limit = nccl_timeout_s, timedelta(seconds=nccl_timeout_s)
+        dist.distributed_c10d._set_pg_timeout(limit)
+        # of groups that are created without one, as vLLM's
+        dist.distributed_c10d.default_pg_nccl_timeout = limit
     start_pulse(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
 
@@ -209,8 +235,16 @@ def leave_distributed() -> None:
 
 
 def collective_timeout_s() -> int:
-    """Timeout for subgroups in seconds; without it each library uses its own default (Megatron: 30 minutes)."""
+    """Timeout in seconds for subgroups on the host, which gloo connects."""
     return _timeout_s
+
+
+def device_timeout_s() -> int:
+    """Timeout in seconds for subgroups of the device's backend.
+
+    Without it each library uses its own default (Megatron: 30 minutes).
+    """
+    return _device_timeout_s
 
 
 def rank() -> int:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_tlt.platform.doctor import Check, Needs
 
-_QUERY = ("name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+_QUERY = (
+    "index",
+    "uuid",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+)
 # CUDA major release -> oldest compatible driver (NVIDIA, CUDA compatibility, minor version compatibility table).
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _USED_MIB = 2048
@@ -20,6 +28,8 @@ _USED_MIB = 2048
 class Gpu:
     """One row of nvidia-smi; sizes in MiB; ``errors`` is None without ECC."""
 
+    index: int
+    uuid: str
     name: str
     driver: str
     total: int
@@ -28,7 +38,7 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu] | None:
-    """The GPUs reported by the driver; None without a driver."""
+    """All GPUs that the driver reports, those of other jobs too; None without a driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -40,8 +50,9 @@ def parse_gpus(text: str) -> list[Gpu]:
     """Parses ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``; ``[N/A]`` marks absent values."""
     gpus = []
     for line in text.splitlines():
-        name, driver, total, used, errors = (part.strip() for part in line.split(","))
-        gpus.append(Gpu(name, driver, _number(total) or 0, _number(used) or 0, _number(errors)))
+        index, uuid, name, driver, total, used, errors = (part.strip() for part in line.split(","))
+        sizes = _number(total) or 0, _number(used) or 0
+        gpus.append(Gpu(int(index), uuid, name, driver, *sizes, _number(errors)))
     return gpus
 
 
@@ -68,7 +79,8 @@ def check_devices(needs: Needs) -> Iterator[Check]:
         yield Check("devices", "warn", found, advice)
     else:
         yield Check("devices", "ok", found)
-    yield from check_gpus(gpus or [], torch.version.cuda)
+    visible = {str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in range(count)}
+    yield from check_gpus(gpus or [], torch.version.cuda, visible)
     for index in range(min(count, max(1, needs.processes))):
         yield from _computes(torch, index)
 
@@ -86,8 +98,19 @@ def _without_torch(needs: Needs, gpus: list[Gpu] | None, cuda: str | None) -> Ch
     return Check("devices", "ok", "no GPU: CPU and gloo")
 
 
-def check_gpus(gpus: list[Gpu], cuda: str | None) -> Iterator[Check]:
-    """Checks the driver's version, memory used by other processes, and memory errors of the visible GPUs."""
+def visible_count() -> int:
+    """Number of GPUs that a run would use here: those that torch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_gpus(gpus: list[Gpu], cuda: str | None, visible: Collection[str]) -> Iterator[Check]:
+    """Checks the driver's version; of the ``visible`` GPUs (torch's UUIDs) memory that is in use and memory errors.
+
+    CUDA_VISIBLE_DEVICES counts in CUDA's order, nvidia-smi in the bus's, so UUIDs tell which GPUs these are. That of a
+    part of a GPU (MIG) is no GPU's.
+    """
     drivers = sorted({gpu.driver for gpu in gpus})
     oldest = _OLDEST_DRIVER.get(int((cuda or "0").split(".")[0]))
     for driver in drivers:
@@ -95,12 +118,14 @@ def check_gpus(gpus: list[Gpu], cuda: str | None) -> Iterator[Check]:
             yield Check("driver", "fail", f"{driver}; CUDA {cuda} needs {oldest}", "update the driver on this node")
         else:
             yield Check("driver", "ok", driver)
-    for index, gpu in enumerate(gpus):
+    for gpu in gpus:
+        if gpu.uuid.removeprefix("GPU-") not in visible:
+            continue
         if gpu.used > _USED_MIB:
             advice = "nvidia-smi lists the processes: possibly left by an earlier job"
-            yield Check("GPU memory", "fail", f"GPU {index}: {gpu.used} of {gpu.total} MiB are in use", advice)
+            yield Check("GPU memory", "fail", f"GPU {gpu.index}: {gpu.used} of {gpu.total} MiB are in use", advice)
         if gpu.errors:
-            found = f"GPU {index}: {gpu.errors} uncorrected memory errors"
+            found = f"GPU {gpu.index}: {gpu.errors} uncorrected memory errors"
             yield Check("GPU memory", "fail", found, "exclude this node and have it reset: nvidia-smi -q -d ECC")
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron_tlt.platform.processes import run_processes
 INFINIBAND = Path("/sys/class/infiniband")
 _COUNTERS = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "local_link_integrity_errors")
 _PAIRS_S = 30.0
+"""For the messages, once all processes have started."""
+_START_S = 300.0
 _PAIRS_MODULE = "megatron_tlt.platform.pairs"
 _SLOW = 0.5
 """Of the median pair's bandwidth."""
@@ -114,20 +117,30 @@ class DevicePair:
 
 
 def check_pairs(processes: int, timeout_s: float = _PAIRS_S) -> Iterator[Check]:
-    """Sends messages between each pair of ``processes`` local devices, with the backend of a run."""
+    """Sends messages between each pair of ``processes`` local devices, with the backend of a run.
+
+    ``timeout_s`` is for the messages. Processes that take too long to start are a warning: nothing is known of links.
+    """
     if processes < 2:
         yield Check("pairs of devices", "ok", "a single process")
         return
     with tempfile.TemporaryDirectory() as folder:
         advice = "NCCL_DEBUG=INFO tlt doctor CONFIG shows why; NCCL_P2P_DISABLE=1 avoids direct access between GPUs"
         try:
-            run_processes("messages between devices", _PAIRS_MODULE, [folder], processes, timeout_s)
+            arguments, limit_s = [folder, str(timeout_s)], _START_S + timeout_s
+            run_processes("messages between devices", _PAIRS_MODULE, arguments, processes, limit_s)
             pairs = [DevicePair(tuple(row[0]), *row[1:]) for row in json.loads(Path(folder, "pairs.json").read_text())]
         except RunError as error:
-            begun = sorted(path.read_text(encoding="utf-8") for path in Path(folder).glob("begun-*"))
             print(error, file=sys.stderr)
+            began = Path(folder, "started")
+            if isinstance(error, RanksOverdue) and not began.exists():
+                slow = "a slow disk or a busy node: the links are not checked; run tlt doctor again"
+                yield Check("pairs of devices", "warn", f"the processes did not start within {limit_s:g} s", slow)
+                return
+            begun = sorted(path.read_text(encoding="utf-8") for path in Path(folder).glob("begun-*"))
             where = f"between {', '.join(dict.fromkeys(begun))}" if begun else "before the first message"
-            how = f"no answer within {timeout_s:g} s" if isinstance(error, RanksOverdue) else "the processes failed"
+            late = began.exists() and time.time() - began.stat().st_mtime >= timeout_s
+            how = f"no answer within {timeout_s:g} s" if late else "the processes failed"
             yield Check("pairs of devices", "fail", f"{how} {where}", advice)
             return
         yield from judge_pairs(pairs)

@@ -1,11 +1,13 @@
 """One rank of the messages between all pairs of local devices, for ``tlt doctor``.
 
 ``pairs.json`` in the folder given has a row per pair: ranks, GB/s, whether the right bytes arrived. ``begun-RANK``
-names the pair that a rank is at.
+names the pair that a rank is at. ``started`` is there once all ranks have started; from then on the messages have
+their limit, after which a rank ends itself.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import sys
@@ -18,14 +20,28 @@ import torch.distributed as dist
 from megatron_tlt.platform.collectives import all_gather_data
 from megatron_tlt.platform.device import current_device, initialize_distributed, leave_distributed, rank, world_size
 
+_START_S = 300
+"""Allowed from the first rank's start to the last one's: a cold disk takes minutes to load torch and CUDA."""
 _BYTES = 16 << 20
 _REPEATS = 4
+_POLL_S = 0.01
 
 
-def main(folder: str) -> None:
-    initialize_distributed(60)
+def _meet() -> None:
+    """Waits over the store, not the links, until all ranks have started."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("started", 1)
+    while store.add("started", 0) < world_size():
+        time.sleep(_POLL_S)
+
+
+def main(folder: str, limit_s: float) -> None:
+    initialize_distributed(_START_S)
     device, own = current_device(), rank()
     sent = torch.full((_BYTES,), own, dtype=torch.uint8, device=device.torch_device)
+    _meet()
+    Path(folder, "started").touch()
+    faulthandler.dump_traceback_later(limit_s, exit=True)
     rows: list[tuple[tuple[int, int], float, bool]] = []
     for pair in itertools.combinations(range(world_size()), 2):
         dist.barrier()
@@ -50,7 +66,8 @@ def main(folder: str) -> None:
         found = sorted(row for part in everyone for row in part)
         Path(folder, "pairs.json").write_text(json.dumps(found), encoding="utf-8")
     leave_distributed()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], float(sys.argv[2]))

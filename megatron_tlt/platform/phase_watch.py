@@ -2,12 +2,14 @@
 
 Each rank counts in the rendezvous store, once a second, and notes its phase there. The first rank whose phase is
 overdue looks for a few seconds at the others' counters: those that stand still belong to processes that are stopped or
-gone. If none does, some rank computes or waits without end, and the stacks and NCCL's flight recorder show where.
+gone. If none does, some rank computes or waits without end. Meanwhile every rank that answers writes its stacks and
+torch's flight record, so those of the rank that the others wait for are among them.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import sys
 import threading
@@ -21,6 +23,8 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import RanksLost
 from megatron_tlt.platform import lost_ranks
+from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.platform.flight_record import flight_records, lacks_records, waits_in
 from megatron_tlt.platform.nodes import node_name
 
 if TYPE_CHECKING:
@@ -30,6 +34,10 @@ _EVERY_S = 1.0
 _LISTEN_S = 4.0
 """A living rank counts within this time."""
 _KEY = "launcher.phase_timeouts_s"
+_WRITE = "watch/write"
+"""A rank is overdue: all write their stacks and records."""
+_RECORD_S = 60
+"""A flight record asks CUDA, which may hang as well: then the process ends without it."""
 
 
 class PhaseWatch:
@@ -67,7 +75,11 @@ class PhaseWatch:
         """Of this process as a rank of the world."""
         import torch.distributed as dist
 
+        from megatron_tlt.platform.device import warn
+
         store = dist.distributed_c10d._get_default_store()
+        if lacking := lacks_records():
+            warn(f"this release of torch has none of {lacking}: a phase that hangs ends without its collective's name")
         return cls(limits_s, store, dist.get_rank(), dist.get_world_size(), folder)
 
     def begin(self, phase: str) -> None:
@@ -91,7 +103,7 @@ class PhaseWatch:
 
     def _watch(self) -> None:
         connected: dist.Store | None = None
-        noted = None
+        noted, written = None, False
         while not self._closed.wait(_EVERY_S):
             current = self._current
             try:
@@ -101,6 +113,9 @@ class PhaseWatch:
                 if current is not None and current is not noted:
                     connected.set(f"phase/{self._rank}", current[0])
                     noted = current
+                if not written and connected.check([_WRITE]):
+                    self._write()
+                    written = True
             except RuntimeError:
                 connected = noted = None
             if current is not None and time.monotonic() - current[1] > self._limits_s[current[0]]:
@@ -111,12 +126,17 @@ class PhaseWatch:
         others = "the rendezvous store does not answer"
         if connected is not None:
             with suppress(RuntimeError):
+                connected.set(_WRITE, "")
                 others = self._others(connected)
-        me = f"rank {self._rank} ({node_name()})"
-        error = RanksLost(
-            f"{me} is in phase {phase!r} for longer than {_KEY} allows, {self._limits_s[phase]:g} s, in "
-            f"{self._operation()}; {others}; {self._dump()}"
+        said = (
+            f"rank {self._rank} ({node_name()}) is in phase {phase!r} for longer than {_KEY} allows, "
+            f"{self._limits_s[phase]:g} s, in {self._operation()}"
         )
+        print(f"{said}; {others}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback_later(_RECORD_S, exit=True, file=2)
+        waits, written = self._write()
+        faulthandler.cancel_dump_traceback_later()
+        error = RanksLost(f"{said}{waits}; {others}; {written}")
         lost_ranks.end_once(error, self._end or lost_ranks.how_to_end)
 
     def _others(self, connected: dist.Store) -> str:
@@ -147,29 +167,23 @@ class PhaseWatch:
             frame = frame.f_back
         return f"{collective}{place or 'an unknown place'}"
 
-    def _dump(self) -> str:
-        """Writes the stacks of all threads and the flight record of the collectives; says where."""
+    def _write(self) -> tuple[str, str]:
+        """Writes the stacks of all threads and the flight records; the collective that is waited for, and where."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             stacks = self._folder / f"stacks-rank{self._rank:05d}.txt"
             with stacks.open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            return f"its stacks cannot be written: {error}"
-        written = f"stacks: {stacks}"
+            return "", f"its stacks cannot be written: {error}"
+        waits, written = "", f"stacks: {stacks}"
         try:
-            if (record := _flight_record()) is not None:
-                path = self._folder / f"collectives-rank{self._rank:05d}.json"
-                path.write_bytes(record)
-                written += f", collectives: {path}"
+            records = flight_records()
+            path = self._folder / f"collectives-rank{self._rank:05d}.json"
+            atomic_write_text(path, json.dumps(records), durable=False)
+            written += f", collectives: {path}"
+            if found := waits_in(records):
+                waits = f", waiting in {found}"
         except Exception:  # a broken communicator must not hide the error itself
             traceback.print_exc()
-        return written
-
-
-def _flight_record() -> bytes | None:
-    """The newest collectives of NCCL as JSON, if the process has NCCL and ``TORCH_FR_BUFFER_SIZE`` is set."""
-    from torch._C import _distributed_c10d as library
-
-    dump = getattr(library, "_dump_nccl_trace_json", None)
-    return None if dump is None else bytes(dump())
+        return waits, f"{written} (and of all ranks that answer)"

@@ -90,7 +90,7 @@ class SubsetGroup:
             _disconnect(earlier[1])  # another member has lost it
         index, timeout = list(ranks).index(own), timedelta(seconds=timeout_s)
 
-        def connect() -> dist.ProcessGroup:
+        def connect(publish: Callable[[dist.ProcessGroup], None]) -> None:
             # own connection: a wait for a key blocks all other requests of the same connection
             connected = new_connection(store)
             # Any: a backend has the collectives of a ProcessGroup, but torch's stub omits them.
@@ -99,12 +99,15 @@ class SubsetGroup:
                 # NCCL's watchdog would end the process: this class enforces the deadline
                 options._timeout = 10 * timeout
                 nccl: Any = dist.ProcessGroupNCCL(connected, index, len(ranks), options)
-                # the first collective connects and waits for all members: do that in this thread too
-                torch.cuda.set_device(current_device().torch_device)
-                nccl.allreduce(torch.zeros(1, device=current_device().torch_device)).wait()
-                return nccl
-            gloo: Any = dist.ProcessGroupGloo(connected, index, len(ranks), timeout)
-            return gloo
+                device = current_device().torch_device
+                torch.cuda.set_device(device)
+                nccl.eager_connect_single_device(device)
+                publish(nccl)
+                # it connects the rest and waits for all members: do that in this thread too
+                nccl.allreduce(torch.zeros(1, device=device)).wait()
+            else:
+                gloo: Any = dist.ProcessGroupGloo(connected, index, len(ranks), timeout)
+                publish(gloo)
 
         made = _beside(connect, name, should_abandon, timeout_s)
         _connections[members] = (name, made)
@@ -193,15 +196,33 @@ def _meet(store: dist.Store, name: str, count: int, should_go: Callable[[], bool
 
 
 def _beside(
-    connect: Callable[[], dist.ProcessGroup], name: str, should_abandon: Callable[[], bool], timeout_s: float
+    connect: Callable[[Callable[[dist.ProcessGroup], None]], None],
+    name: str,
+    should_abandon: Callable[[], bool],
+    timeout_s: float,
 ) -> dist.ProcessGroup:
-    """Runs ``connect`` on a thread and returns its group; the thread is left running if a member died or hangs."""
+    """Runs ``connect`` on a thread and returns the group that it publishes, before the group's first collective.
+
+    If a member died or hangs, that group is aborted, and the thread ends as soon as its call to the library returns.
+    """
     made: list[dist.ProcessGroup] = []
     failed: list[Exception] = []
+    left = threading.Event()
+
+    def publish(group: dist.ProcessGroup) -> None:
+        made.append(group)
+        if left.is_set():  # before it launches a kernel that waits for the missing member
+            _disconnect(group)
+            raise Abandoned(f"group {name} was abandoned while it connected")
+
+    def give_up() -> None:
+        left.set()
+        for group in made:
+            _disconnect(group)
 
     def run() -> None:
         try:
-            made.append(connect())
+            connect(publish)
         except Exception as error:  # torch raises several types
             failed.append(error)
 
@@ -211,7 +232,9 @@ def _beside(
     while thread.is_alive():
         thread.join(_MEETING_POLL_S)
         if thread.is_alive() and (should_abandon() or time.monotonic() > deadline):
+            give_up()
             raise Abandoned(f"group {name} was abandoned: a member does not connect")
     if failed:
+        give_up()
         raise GroupFailed(f"group {name} could not be formed: {failed[0]}") from failed[0]
     return made[0]

@@ -86,7 +86,7 @@ class Run:
         deterministic = config.run.deterministic or logical_shards(config) is not None
         prepare(config.actor.tensor_parallel_size, deterministic)
         check_versions(libraries_not_needed(config.rollout))
-        initialize_distributed(config.launcher.collective_timeout_s)
+        initialize_distributed(*config.launcher.timeouts_s, config.run.dir / "logs")
         self._watch = PhaseWatch.of_this_rank(config.launcher.phase_limits_s, config.run.dir / "logs")
         self._watch.begin("start")
         if not read_only:

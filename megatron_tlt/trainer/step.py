@@ -44,6 +44,7 @@ from megatron_tlt.trainer.scoring import BatchScorer
 from megatron_tlt.trainer.speculation_state import SpeculationState
 from megatron_tlt.trainer.spot_trainer import SpotTrainer
 from megatron_tlt.trainer.stream import StreamTrainer
+from megatron_tlt.trainer.synchronization import wake
 from megatron_tlt.trainer.tail_rounds import build_rounds
 
 
@@ -380,9 +381,7 @@ class TrainingStep:
         every = self._config.reshard.verify_every
         with self._timed("reshard", result):
             current_device().empty_cache()
-            began = time.perf_counter()
-            self._engine.wake_up(["weights"])
-            woken = time.perf_counter()
+            wake_s = wake(self._engine, "weights")
             verify = bool(every) and version % every == 0
             result.reshard = self._weight_sync.sync(version=version, verify=verify)
             if self._drafter is not None:
@@ -390,11 +389,9 @@ class TrainingStep:
             else:
                 self._engine.restore_drafter()
             self._policy.memory.offload()
-            offloaded = time.perf_counter()
-            self._engine.wake_up(["kv_cache"])
-            wake = time.perf_counter() - offloaded + woken - began
+            wake_s += wake(self._engine, "kv_cache")
         result.metrics |= {
             "transition/to_engines_ms": _slowest_ms(result.metrics["time/reshard"]),  # includes verification
-            "reshard/wake_s": wake,
+            "reshard/wake_s": wake_s,
             "reshard/transfer_s": result.reshard.seconds,
         }

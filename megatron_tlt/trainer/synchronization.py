@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -11,7 +12,7 @@ from megatron_tlt.actor.policy import Policy
 from megatron_tlt.config.layouts import Layout
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.models.lora_weights import adapter_cut_dims, adapter_shapes
-from megatron_tlt.platform.device import world_size
+from megatron_tlt.platform.device import current_device, world_size
 from megatron_tlt.reshard.adapters import AdapterSync, MergingTarget
 from megatron_tlt.reshard.direct import DirectSync, WholeTensors
 from megatron_tlt.reshard.interface import NoTransfer, SpanViews, WeightSync
@@ -27,6 +28,14 @@ def engine_layout(config: TltConfig, world: int) -> str:
     rollout = config.rollout
     experts = " EP" if rollout.expert_parallel else ""
     return f"TP{rollout.tensor_parallel_size}{experts} x {world // rollout.tensor_parallel_size}"
+
+
+def wake(engine: RolloutEngine, part: str) -> float:
+    """Wakes the ``part`` of the engine's memory, weights or kv_cache; returns the seconds that it takes."""
+    current_device().note_peak()
+    began = time.perf_counter()
+    engine.wake_up([part])
+    return time.perf_counter() - began
 
 
 def drafter_sync(

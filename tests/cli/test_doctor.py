@@ -103,24 +103,33 @@ def test_versions_that_do_not_fit_one_another_are_found(tmp_path: Path, monkeypa
 
 
 GPUS = """\
-NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0
-NVIDIA H100 80GB HBM3, 580.65.06, 81559, 60000, 0
-NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 3
-NVIDIA L4, 580.65.06, 23034, 4, [N/A]
+0, GPU-0c8e0b5e, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 0
+1, GPU-1c8e0b5e, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 60000, 0
+2, GPU-2c8e0b5e, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 3
+3, GPU-3c8e0b5e, NVIDIA L4, 580.65.06, 23034, 4, [N/A]
 """
 
 
 def test_gpus_in_use_and_with_memory_errors_are_named() -> None:
     gpus = parse_gpus(GPUS)
-    assert gpus[3] == Gpu("NVIDIA L4", "580.65.06", 23034, 4, None)
-    checks = [check for check in check_gpus(gpus, "13.0") if check.status == "fail"]
+    assert gpus[3] == Gpu(3, "GPU-3c8e0b5e", "NVIDIA L4", "580.65.06", 23034, 4, None)
+    visible = [gpu.uuid.removeprefix("GPU-") for gpu in gpus]
+    checks = [check for check in check_gpus(gpus, "13.0", visible) if check.status == "fail"]
     assert [check.found.split(":")[0] for check in checks] == ["GPU 1", "GPU 2"]
     assert "60000 of 81559 MiB" in checks[0].found and "3 uncorrected" in checks[1].found
+    # other jobs' GPUs: CUDA_VISIBLE_DEVICES hides them
+    (check,) = [check for check in check_gpus(gpus, "13.0", visible[2:]) if check.status == "fail"]
+    assert check.found.startswith("GPU 2: 3 uncorrected"), "nvidia-smi's number"
+    assert [check.status for check in check_gpus(gpus, "13.0", ["MIG-1c8e0b5e"])] == ["ok"], "the driver's row alone"
 
 
 @pytest.mark.parametrize(("cuda", "status"), [("13.0", "fail"), ("12.8", "ok"), (None, "ok")])
 def test_an_old_driver_is_named_with_the_one_that_is_needed(cuda: str | None, status: str) -> None:
-    checks = [check for check in check_gpus([Gpu("A100", "570.10", 81559, 4, 0)], cuda) if check.name == "driver"]
+    checks = [
+        check
+        for check in check_gpus([Gpu(0, "GPU-0", "A100", "570.10", 81559, 4, 0)], cuda, ["0"])
+        if check.name == "driver"
+    ]
     assert [check.status for check in checks] == [status]
     if status == "fail":
         assert checks[0].found == "570.10; CUDA 13.0 needs 580.65.06"

@@ -7,12 +7,19 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_tlt.errors import RunError
-from megatron_tlt.platform.device import Device, prepare
+from megatron_tlt.platform import device as devices
+from megatron_tlt.platform.device import Device, initialize_distributed, prepare
+from megatron_tlt.trainer import synchronization
+from megatron_tlt.trainer.synchronization import wake
 
 JOIN = "from megatron_tlt.platform.device import initialize_distributed; initialize_distributed(5)"
 
@@ -30,6 +37,29 @@ def test_a_port_in_use_is_one_line_with_the_address() -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("megatron_tlt.errors.RunError: rendezvous at 127.0.0.1:" + port), done.stderr
     assert "in use" in last
+
+
+def test_only_nccls_collectives_may_take_as_long_as_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library: Any = dist.distributed_c10d
+    asked: list[Any] = []
+    for name in ("_timeout_s", "_device_timeout_s"):
+        monkeypatch.setattr(devices, name, 0)
+    monkeypatch.setattr(devices, "current_device", lambda: Device(torch.device("cuda", 0), "nccl"))
+    monkeypatch.setattr(devices, "start_pulse", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: asked.append((backend, timeout)))
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(dist, name, lambda: 1)
+    monkeypatch.setattr(library, "_get_default_store", lambda: None)
+    monkeypatch.setattr(library, "_set_pg_timeout", asked.append)
+    monkeypatch.setattr(library, "default_pg_nccl_timeout", None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "")  # so that the test's end restores it
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE")
+    initialize_distributed(60, 900, tmp_path / "logs")
+    assert asked == [("nccl", timedelta(seconds=60)), timedelta(seconds=900)], "the rendezvous does not take as long"
+    assert library._get_default_timeout("nccl") == timedelta(seconds=900), "of vLLM's groups"
+    assert (devices.collective_timeout_s(), devices.device_timeout_s()) == (60, 900)
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/logs/torch-collectives-rank"
 
 
 @dataclass
@@ -65,6 +95,29 @@ def test_memory_of_an_engine_that_sleeps_is_not_counted(monkeypatch: pytest.Monk
     assert device.memory_bytes() == 15
     assert device.peak_memory_bytes() == 40, "what came and went since the last call"
     assert device.peak_memory_bytes() == 15
+
+
+def test_what_torch_gave_back_before_an_engine_woke_does_not_add_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    device = gpu.install(monkeypatch)
+    monkeypatch.setattr(synchronization, "current_device", lambda: device)
+
+    class Engine:
+        def wake_up(self, parts: list[str]) -> None:
+            gpu.used += {"weights": 10, "kv_cache": 45}[parts[0]]  # outside torch's statistics
+
+    engine: Any = Engine()
+    device.peak_memory_bytes()
+    gpu.take(30)
+    wake(engine, "weights")
+    gpu.take(10)
+    gpu.take(-40)  # the actor is offloaded
+    wake(engine, "kv_cache")
+    assert (gpu.used, device.peak_memory_bytes()) == (65, 65), "of 80, not 65 and the actor's 40"
+    wake(engine, "weights")
+    gpu.take(3)
+    gpu.take(-3)
+    assert device.peak_memory_bytes() == 78, "from the last call on"
 
 
 def test_a_bound_holds_beside_a_sleeping_engine_and_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
