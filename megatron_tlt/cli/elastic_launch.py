@@ -19,6 +19,7 @@ from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.models.recipe import recipe_folder
 from megatron_tlt.observe.metrics import METRICS_FILE, read_metrics
+from megatron_tlt.planning.devices import runs_on_gpu
 from megatron_tlt.planning.elastic import ElasticChoice
 from megatron_tlt.planning.job import job_of
 from megatron_tlt.planning.machine import documented
@@ -261,8 +262,6 @@ class ElasticNodes:
 
 
 def _devices(config: TltConfig) -> int:
-    """The processes that this node can have: one per GPU that is there, at most as many as the config asks for."""
-    launcher = config.launcher
-    if config.actor.transformer_impl == "local":  # on the CPU
-        return launcher.nproc_per_node
-    return min(visible_gpus() or launcher.nproc_per_node, launcher.nproc_per_node)
+    """The processes that this node can have: on GPUs one for each that is there, at most as the config asks for."""
+    asked = config.launcher.nproc_per_node
+    return min(visible_gpus(), asked) if runs_on_gpu(config) else asked

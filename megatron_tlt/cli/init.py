@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     choice = _choose(arguments)
     values, seconds = _fitting(choice, arguments.response_tokens)
     config = load_text(choice.out, yaml.safe_dump(values), partial(preflight.load_checked, starts=False))
-    memory, tokens = memory_of(config, job_of(config), choice.machine), config.rollout.max_response_tokens
+    job, tokens = job_of(config, not choice.machine.is_cpu), config.rollout.max_response_tokens
+    memory = memory_of(config, job, choice.machine)
     assert memory.fits  # the search's layout, read back
     fits = f"margin {memory.margin / 1e9:.1f} GB per device, about {seconds:.0f} s a step without speculation"
     head = f"# {choice.title}, responses of up to {tokens} tokens. Written by `tlt init`.\n# Computed: {fits}.\n"

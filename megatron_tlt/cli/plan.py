@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--devices",
         metavar="NAME|FILE",
         help=f"a known device, `{CPU}`, or a profile (default: {PROFILE} if it is of the config's kind of device, "
-        f"else {DEFAULT_DEVICE}, or {CPU} if actor.transformer_impl is local)",
+        f"else {DEFAULT_DEVICE}, or {CPU} for a config without keys for GPUs where there is no GPU)",
     )
     parser.add_argument("--mean-response", metavar="TOKENS", type=float, help="mean response length (default: assumed)")
     plan_cluster.add_arguments(parser)
@@ -120,7 +120,8 @@ def _reshard(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Name
 
 
 def _step(config: TltConfig, bandwidths: Bandwidths, arguments: argparse.Namespace) -> int:
-    job, machine = job_of(config), machine_of(config, arguments.devices)
+    machine = machine_of(config, arguments.devices)
+    job = job_of(config, not machine.is_cpu)
     memory = memory_of(config, job, machine)
     plan = reshard_plan(config)
     projected = project(plan, bandwidths).total if not machine.is_cpu else plan.moved_bytes / machine.node_link
@@ -195,7 +196,8 @@ def _measure(config: TltConfig, path: Path) -> int:
 
 def _search(config: TltConfig, arguments: argparse.Namespace) -> int:
     """Searches, prints and writes; raises ConfigError if nothing fits, or a config file would overwrite its parent."""
-    job, machine = job_of(config), machine_of(config, arguments.devices)
+    machine = machine_of(config, arguments.devices)
+    job = job_of(config, not machine.is_cpu)
     result = search_layouts(config, machine, mean_response(arguments.mean_response, config))
     if not result.best:
         capacity = memory_of(config, job, machine).capacity

@@ -18,7 +18,7 @@ from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.shipped import LAUNCH, find_config
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.planning.devices import DEFAULT_DEVICE
+from megatron_tlt.planning.devices import DEFAULT_DEVICE, runs_on_gpu
 from megatron_tlt.planning.elastic import LayoutChooser
 from megatron_tlt.planning.job import Job, job_of
 from megatron_tlt.planning.layout_search import SearchResult, search
@@ -33,13 +33,16 @@ PROFILE = Path("runs/profile.json")
 
 
 def machine_of(config: TltConfig, given: str | None) -> Machine:
-    """The machine that ``--devices`` names, or the config's default; raises ConfigError like ``find_machine``."""
+    """The machine that ``--devices`` names, or one of the kind that the config runs on.
+
+    Raises ConfigError like ``find_machine``.
+    """
     if given is not None:
         return find_machine(given)
-    on_cpu = config.actor.transformer_impl == "local"
-    if PROFILE.is_file() and (found := find_machine(str(PROFILE))).is_cpu == on_cpu:
+    on_gpu = runs_on_gpu(config)
+    if PROFILE.is_file() and (found := find_machine(str(PROFILE))).is_cpu != on_gpu:
         return found
-    return find_machine(CPU if on_cpu else DEFAULT_DEVICE)
+    return find_machine(DEFAULT_DEVICE if on_gpu else CPU)
 
 
 def memory_of(config: TltConfig, job: Job, machine: Machine) -> MemoryPlan:
@@ -88,7 +91,7 @@ def fitting_spot(config: TltConfig, engines: int) -> dict[str, Any]:
 
 def search_layouts(config: TltConfig, machine: Machine, mean: float, reserve: float = 0.0) -> SearchResult:
     """The fastest layouts for the config's devices that fit and leave the fraction ``reserve`` of a device's memory."""
-    job = job_of(config)
+    job = job_of(config, not machine.is_cpu)
     # choices differ neither in an engine's graphs nor in a device's memory
     graphs, capacity = graphs_of(config, job, machine), memory_of(config, job, machine).capacity
 
@@ -111,7 +114,7 @@ def layout_chooser(
 
     Raises ConfigError like ``best_layout``.
     """
-    job = job_of(config)
+    job = job_of(config, not machine.is_cpu)
     if prompts is not None:
         job = replace(job, prompts=prompts, responses=prompts * config.algorithm.group_size)
     graphs, capacity = graphs_of(config, job, machine), memory_of(config, job, machine).capacity

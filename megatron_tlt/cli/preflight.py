@@ -93,6 +93,8 @@ def _examine(found: Findings, config: TltConfig, *, starts: bool, ports: bool, t
     if values := {key: value for key, value in config.algorithm.recipe_values.items() if key not in unapplied}:
         said = ", ".join(f"{key}: {value}" for key, value in values.items())
         found.notes.append(f"algorithm.name: {config.algorithm.name} sets {said}")
+    if problem := missing_layers(config):
+        found += Findings([problem]) if starts else Findings(notes=[f"for training: {problem}"])
     found.add(engine_problems(config))
     found += _tasks_and_model(config, starts)
     flags = (
@@ -166,6 +168,16 @@ def _with_model(config: TltConfig, folder: Path, starts: bool) -> Findings:
     if done.returncode:
         raise RunError(f"{folder}: the check of the model's folder ended early, with status {done.returncode}")
     return Findings(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def missing_layers(config: TltConfig) -> str | None:
+    """What is wrong if the actor's layers are of a library that is not installed: every rank would end with it."""
+    if config.actor.transformer_impl != "transformer_engine" or find_spec("transformer_engine") is not None:
+        return None
+    return (
+        "actor.transformer_impl: found 'transformer_engine', which is not installed; allowed here: 'local', or the "
+        "set-up with TLT_TRANSFORMER_ENGINE=yes"
+    )
 
 
 def processor_flags() -> frozenset[str] | None:

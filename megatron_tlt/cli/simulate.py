@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     notes = [note, _cut(lengths, config.rollout.max_response_tokens)]
     scenario = scenario_of(config, device(arguments.device), constants, lengths, arms, arguments.prompt_tokens)
     machine = find_machine(arguments.device)  # the KV cache as `tlt plan` has it
-    scenario = replace(scenario, kv_tokens=memory_of(config, job_of(config), machine).cache_tokens)
+    scenario = replace(scenario, kv_tokens=memory_of(config, job_of(config, not machine.is_cpu), machine).cache_tokens)
     if any("tail" in policy or "continue" in policy for policy in policies):
         notes.append(_cycles(scenario, arguments.steps))
     seeds = range(arguments.first_seed, arguments.first_seed + _seeds(arguments, scenario))

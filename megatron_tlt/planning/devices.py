@@ -1,4 +1,4 @@
-"""Peak figures of devices, from their data sheets."""
+"""Peak figures of devices, from their data sheets, and the kind of device that a config is for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatron_tlt.config.schema import TltConfig, visible_gpus
 from megatron_tlt.errors import ConfigError
 
 DEFAULT_DEVICE = "H100-80GB"
@@ -49,3 +50,20 @@ def device(name: str) -> DeviceSpec:
         return known_devices()[name]
     except KeyError:
         raise ConfigError(f"device: found {name!r}; allowed: {', '.join(sorted(known_devices()))}") from None
+
+
+def runs_on_gpu(config: TltConfig) -> bool:
+    """Whether a run of the config computes on GPUs, as far as this machine and the config tell.
+
+    Ranks take the GPUs that they find. A machine without any (a login node) may plan a run for others: then those keys
+    decide that a CPU refuses or ignores. bfloat16, which some CPUs compute too, counts unless the KV cache has a fixed
+    number of blocks, as configs for CPUs set it. ``transformer_impl: local`` runs on both.
+    """
+    if visible_gpus():
+        return True
+    actor, rollout = config.actor, config.rollout
+    if actor.transformer_impl == "transformer_engine" or "gpu_memory_utilization" in rollout.vllm:
+        return True
+    if rollout.cuda_graphs != "auto" or rollout.model_runner == "v2":
+        return True
+    return actor.megatron.get("bf16") is True and rollout.vllm.get("num_gpu_blocks_override") is None

@@ -11,6 +11,7 @@ from megatron_tlt.config.schema import TltConfig
 from megatron_tlt.config.strict import logical_shards
 from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.lora_weights import PROJECTIONS
+from megatron_tlt.planning.devices import runs_on_gpu
 from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.optimizer_state import OptimizerMemory, optimizer_memory
 
@@ -141,13 +142,16 @@ class Job:
         return self.world // self.engine.tp
 
 
-def job_of(config: TltConfig) -> Job:
-    """Converts a launch config; raises ConfigError if the architecture is unavailable."""
+def job_of(config: TltConfig, on_gpu: bool | None = None) -> Job:
+    """Converts a launch config; raises ConfigError if the architecture is unavailable.
+
+    ``on_gpu``: whether it runs on GPUs, where Megatron's activations are fused by default; None: see ``runs_on_gpu``.
+    """
     model = ModelSize.of(sizes_of(config)[0])
     layout = Layout.read(config.actor.megatron, config.launcher.world_size)
     return Job(
         model=model,
-        actor=_actor(config, layout, model),
+        actor=_actor(config, layout, model, runs_on_gpu(config) if on_gpu is None else on_gpu),
         engine=_engine(config),
         drafter=_drafter(config),
         spot=config.spot is not None,
@@ -165,7 +169,7 @@ def job_of(config: TltConfig) -> Job:
     )
 
 
-def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
+def _actor(config: TltConfig, layout: Layout, model: ModelSize, on_gpu: bool) -> ActorJob:
     actor, megatron, ddp = config.actor, config.actor.megatron, config.actor.ddp
     bf16 = megatron.get("bf16") is True
     modules = megatron.get("recompute_modules") or Recompute.modules
@@ -190,7 +194,7 @@ def _actor(config: TltConfig, layout: Layout, model: ModelSize) -> ActorJob:
         chunk_tokens=actor.log_prob_chunk_tokens,
         optimizer=optimizer_memory(actor, bf16, outside / model.parameters),
         gradient_bytes=4 if not bf16 or ddp.get("grad_reduce_in_fp32", True) else 2,
-        fused_activation=megatron.get("bias_activation_fusion", actor.transformer_impl == "transformer_engine") is True,
+        fused_activation=megatron.get("bias_activation_fusion", on_gpu) is True,
         overlap=ddp.get("overlap_grad_reduce") is True,
         trained=1.0 if actor.lora is None else adapter_weights(model, actor.lora) / model.parameters,
         largest_tensor=in_layers if actor.lora is not None else max(in_layers, width * embedding),

@@ -43,7 +43,7 @@ class MemoryLedger:
     def of_run(cls, config: TltConfig, capacity: int) -> MemoryLedger | None:
         """The ledger for GPUs of ``capacity`` bytes; None, with a warning, if the model cannot be planned."""
         try:
-            job = job_of(config)
+            job = job_of(config, on_gpu=True)
             if job.actor.optimizer.unknown:
                 logger.warning("the plan takes the optimizer to keep two moments: %s", job.actor.optimizer.unknown)
             limits = job.engine.max_sequences, job.engine.batched_tokens

@@ -34,6 +34,17 @@ def test_both_recipes_start_from_the_same_image_and_install_the_same() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
+def test_both_recipes_add_transformer_engine_on_request() -> None:
+    """By one name and default, given to the set-up's own variable."""
+    docker, apptainer = DOCKERFILE.read_text(), DEFINITION.read_text()
+    name, default = re.search(r"^ARG (\w+)=(\w+)$", docker, re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert f"\n%arguments\n    {name}={default}\n" in apptainer
+    assert f'TLT_TRANSFORMER_ENGINE="${name}" setup_env' in docker
+    assert f'TLT_TRANSFORMER_ENGINE="{{{{ {name} }}}}" setup_env' in apptainer
+    assert "TLT_TRANSFORMER_ENGINE:-no" in (ROOT / "tools/setup_env.sh").read_text()
+    assert f"--build-arg {name}=yes" in (ROOT / "docs/slurm.md").read_text()
+
+
 def test_the_post_script_of_the_definition_is_valid_shell() -> None:
     script = DEFINITION.read_text().partition("%post -c /bin/bash\n")[2].partition("\n%environment")[0]
     done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True)

@@ -22,8 +22,14 @@ def config_of(folder: Path, *overrides: str, name: str = "qwen2.5-32b-4n8g") -> 
     return load_config(LAUNCH / f"{name}.yaml", given, check_libraries=False)
 
 
+def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for module in ("cli.elastic_launch", "planning.devices"):
+        monkeypatch.setattr(f"megatron_tlt.{module}.visible_gpus", lambda: count)
+
+
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 8)
     for name, value in (("RENDEZVOUS", "127.0.0.1:29400"), ("NODE_RANK", "0"), ("JOB", "7.0")):
         monkeypatch.setenv(f"TLT_{name}", value)
 
@@ -183,3 +189,28 @@ def test_a_launch_that_has_ended_is_not_entered_again(tmp_path: Path) -> None:
 def test_it_needs_restarts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"launcher.max_restarts: found 0; elastic.min_devices needs restarts"):
         config_of(tmp_path, "launcher.max_restarts=0")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "devices"),
+    [
+        ("qwen2.5-7b-1n8g", 6, 6),
+        ("qwen3-4b-1n8g", 6, 6),  # layers of Megatron-Core's own run on GPUs too
+        ("qwen3-4b-1n8g", 16, 8),
+        ("qwen3-4b-1n8g", 0, 0),
+        ("quickstart-deterministic", 0, 2),
+    ],
+)
+def test_a_node_has_a_process_for_each_gpu_that_is_left(
+    name: str, gpus: int, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_gpus(monkeypatch, gpus)
+    config = config_of(tmp_path, "elastic.min_devices=1", name=name)
+    assert ElasticNodes(config)._own.devices == devices
+
+
+def test_a_node_without_a_gpu_that_is_left_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 0)
+    elastic = ElasticNodes(config_of(tmp_path, name="qwen2.5-7b-1n8g"))
+    with pytest.raises(ConfigError, match=r"found 0 usable devices \(0 on node 0\); allowed: at least 8"):
+        elastic._choose([elastic._own])

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,27 @@ def test_the_doctor_says_the_same(write: Callable[..., Path], capsys: pytest.Cap
     assert main(["doctor", str(write(GOOD, tasks=[{"name": "chain_summ"}])), "--node"]) == 1
     assert "FAIL: config: " in (error := capsys.readouterr().err)
     assert "unknown generator 'chain_summ'" in error
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_layers_of_a_library_that_is_not_installed_are_refused(
+    installed: bool, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(name: str) -> object:
+        return installed or None if name == "transformer_engine" else find_spec(name)
+
+    monkeypatch.setattr("megatron_tlt.cli.preflight.find_spec", found)
+    path, said = write(GOOD, actor={}), "actor.transformer_impl: found 'transformer_engine', which is not installed"
+    load_checked(path, starts=False)
+    assert (f"note: for training: {said}" in capsys.readouterr().err) != installed
+    load_checked(path, ["actor.transformer_impl=local"])
+    if installed:
+        load_checked(path)
+        return
+    (line,) = violations(path)
+    assert said in line and "allowed here: 'local', or the set-up with TLT_TRANSFORMER_ENGINE=yes" in line
+    assert main(["doctor", str(path), "--node"]) == 1
+    assert f"FAIL: config: {path}: {said}" in capsys.readouterr().err
 
 
 def test_what_is_well_passes_without_torch_in_this_process(write: Callable[..., Path], model: Path) -> None:

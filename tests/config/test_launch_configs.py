@@ -78,11 +78,16 @@ def fits(memory: MemoryPlan) -> bool:
     return memory.margin > 0.1 * memory.capacity and memory.cache_tokens > 4 * memory.longest
 
 
+@pytest.mark.parametrize("layers", ["transformer_engine", "local"])
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_a_config_fits_80_gb(path: Path) -> None:
+def test_a_config_fits_80_gb(path: Path, layers: str) -> None:
+    """In every phase, its start and the drafter's training included, with Megatron-Core's own layers too."""
     config = load_config(path.relative_to(REPOSITORY), check_libraries=False)
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"transformer_impl": layers})})
     machine = find_machine("A100-80GB")
-    memory = memory_of(config, job_of(config), machine)
+    memory = memory_of(config, job_of(config, on_gpu=True), machine)
+    phases = {"start, policy", "start, engine", "rollout", "drafter, in the bubble", "log-probs", "update", "reshard"}
+    assert {phase.phase for phase in memory.phases} == phases
     assert memory.capacity == 80e9 and memory.problems() == []
     assert fits(memory), memory.margin / 1e9
 

@@ -16,19 +16,23 @@ from hypothesis import strategies as st
 
 from megatron_tlt.bench.tiny_models import TINY_MODELS, family_config
 from megatron_tlt.config.layouts import Layout, problems
+from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.lora import LoraConfig
+from megatron_tlt.config.shipped import shipped
+from megatron_tlt.models.architecture import sizes_of
 from megatron_tlt.models.lora_weights import adapter_shapes
 from megatron_tlt.models.weight_map import WeightMap
 from megatron_tlt.planning.actor_memory import layer_activations, micro_batches, stage_memory
 from megatron_tlt.planning.cost import step_time
 from megatron_tlt.planning.engine_memory import base_copy, drafter_memory, engine_memory
-from megatron_tlt.planning.job import DrafterJob, Job, Recompute, adapter_weights
+from megatron_tlt.planning.job import DrafterJob, Job, Recompute, adapter_weights, job_of
 from megatron_tlt.planning.machine import find_machine
 from megatron_tlt.planning.memory import plan_memory
 from megatron_tlt.planning.model_size import ModelSize
 from megatron_tlt.planning.optimizer_state import OptimizerMemory
 from megatron_tlt.planning.remedies import remedies
 from megatron_tlt.planning.summary import summarize_step
+from megatron_tlt.reshard.engine_layout import engine_side
 from tests.helpers.launch import run_torchrun
 from tests.planning.jobs import MOE, SEVEN, job
 
@@ -169,6 +173,19 @@ def test_an_engine_and_a_drafter_by_hand() -> None:
     assert trained.states == 12 * head + 2 * 2 * 152064 * 3584
     further = drafter_memory(replace(one, drafter=replace(one.drafter, steps=2)))  # type: ignore[type-var]
     assert further is not None and further.step > trained.step + 16384**2 / 1024 * 2 * 3584 * 2
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name.endswith("8g")])
+def test_an_engine_takes_the_weights_that_the_transfer_brings(name: str) -> None:
+    """Counted tensor by tensor by the rules of vLLM's layers, on every rank of an engine."""
+    config = load_config(shipped()[name], check_libraries=False)
+    one, weights = job_of(config, on_gpu=True), WeightMap(*sizes_of(config))
+    entry = {key: prod(shape) // shape[weights.cut_dims[key]] for key, shape in weights.shapes.items()}
+    planned = engine_memory(one, None).weights
+    for spans in engine_side(weights, one.engine.tp, one.engine.tp, one.engine.spread_experts).spans:
+        brought = sum(span.length * entry[span.tensor] for span in spans) * one.engine.itemsize
+        # the rows that pad a vocabulary are not brought
+        assert planned == pytest.approx(brought, rel=2e-3)
 
 
 def test_what_would_fit_is_said_and_fits() -> None:
