@@ -189,7 +189,17 @@ class AsynchronousSwitch(SwitchV2):
     """
 
     def follow(self, scheduler: Any) -> None:
-        """Let ``scheduler`` reserve as many drafts per request as the strategy of the moment has."""
+        """Let ``scheduler`` reserve as many drafts per request as the strategy of the moment has.
+
+        Raises:
+            ConfigError: it has no schedule to set, so it reserves the most drafts in every step; those that a strategy
+                does not make would be verified as tokens of id -1.
+        """
+        if self._num_tokens and scheduler.dynamic_sd_lookup is None:
+            raise ConfigError(
+                "rollout.async_scheduling: found true; this engine's scheduler has no schedule of draft lengths; "
+                "allowed: false"
+            )
         self._scheduler = scheduler
         self._started: deque[Strategy] = deque()  # of each step that has not ended, what it drafts under
         upstream = scheduler.schedule
@@ -210,8 +220,8 @@ class AsynchronousSwitch(SwitchV2):
                 f"strategy {strategy.name}; with rollout.async_scheduling all requests have the same number of drafts"
             )
         super().set(strategy, None)
-        lookup = self._scheduler.dynamic_sd_lookup
-        if lookup is not None:
+        if self._num_tokens:
+            lookup = self._scheduler.dynamic_sd_lookup
             lookup[:] = [strategy.num_tokens] * len(lookup)
 
     def begin_step(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +12,15 @@ import torch
 
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.shipped import LAUNCH
-from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.speculation import SkippedConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.vllm_runner_v2 import _AUX_STATES, _LAST_STATES, _NUM_REJECTED, _NUM_SAMPLED
+from megatron_tlt.rollout.vllm_runner_v2 import (
+    _AUX_STATES,
+    _LAST_STATES,
+    _NUM_REJECTED,
+    _NUM_SAMPLED,
+    AsynchronousSwitch,
+)
 from megatron_tlt.speculation.strategy import Strategy
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.launch import REPOSITORY, run_python
@@ -198,6 +205,18 @@ def test_what_it_cannot_do_is_refused_when_the_config_is_read() -> None:
     heads = ("rollout.async_scheduling=true", "speculation.adaptive.strategies=[off, eagle3-1, eagle3-3]")
     load_config(path, ["rollout.model_runner=v2", *heads], check_libraries=False)
     load_config(path, ["rollout.model_runner=v2"], check_libraries=False)
+
+
+def test_drafts_scheduled_ahead_need_a_schedule_of_their_lengths() -> None:
+    """Without one the scheduler reserves the most drafts, and vLLM reads embeddings of those that nobody made."""
+    speculator = SimpleNamespace(propose=None)
+    runner = SimpleNamespace(max_num_reqs=4, device=torch.device("cpu"), req_states=None, speculator=speculator)
+    switch = AsynchronousSwitch(runner, 3, None, {}, SkippedConfig())
+    with pytest.raises(ConfigError, match="scheduler has no schedule of draft lengths; allowed: false"):
+        switch.follow(SimpleNamespace(dynamic_sd_lookup=None, schedule=None))
+    scheduler = SimpleNamespace(dynamic_sd_lookup=[3] * 5, schedule=None)
+    switch.follow(scheduler)
+    assert scheduler.dynamic_sd_lookup == [0] * 5, "off until a strategy is set"
 
 
 def test_a_head_whose_layers_it_would_not_read_is_refused(model_folder: Path, tmp_path: Path) -> None:
