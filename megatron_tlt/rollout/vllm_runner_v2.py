@@ -155,7 +155,7 @@ class SwitchV2(StrategySwitch):
 
 def _first_positions(input_batch: Any) -> torch.Tensor:
     """Of each request, the position of its first token in the step: (requests)."""
-    return input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()].long()  # type: ignore[no-any-return]
+    return input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()].long()
 
 
 def _build_none(vllm_config: Any, device: torch.device, *_: Any) -> Any:
