@@ -75,6 +75,13 @@ def test_samples_have_the_exact_marginals_and_depend_on_their_seeds(found: dict[
     assert found["repeats"]
 
 
+@pytest.mark.slow(200)
+def test_a_step_reads_its_tokens_and_nothing_else(found: dict[str, Any]) -> None:
+    """One copy of them to the host, and its conversion."""
+    reads = found["host reads"]
+    assert len(reads) == 6 and all(each == {"vllm_runner_v2.py:_sampled": 2} for each in reads.values()), reads
+
+
 def need_triton() -> None:
     if not (TRITON / "triton").is_dir():
         pytest.skip(f"no triton in {TRITON}: tests/run.sh --all installs it")
@@ -171,6 +178,9 @@ def test_steps_scheduled_ahead_change_nothing_but_their_order(
     assert changed["drafts"]["off"] == 0 < min(changed["drafts"][name] for name in ("eagle3-1", "eagle3-3"))
     assert changed["tokens"] == 6 * 16, "each step's tokens are in one record"
     assert_states_are_the_targets(found["recorded"], reference)
+    reads = found["host reads"]
+    for name, each in reads.items():  # numbers of a step that arrived long ago
+        assert each == ({"recorded_states.py:_receive": 1} if name.endswith("True") else {}), reads
     assert sorted(found["aborted"]) == ["g0 length", "g1", "g1 abort", "g2 length", "g3 length"]
     assert "all requests have the same number of drafts" in found["refused"]
     assert "vLLM turns it off on this platform" in found["turned off"]
