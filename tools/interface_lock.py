@@ -4,9 +4,10 @@
     python tools/interface_lock.py 0.32.0                     # downloads the GPU wheel, some 300 MB
     python tools/interface_lock.py 0.32.0 --wheel FILE.whl    # takes this one
 
-The result is ``tests/interface/vllm-RELEASE.json``: for each part that ``rollout/vllm_versions.py`` lists, its kind and
-the names of its parameters, and for functions that we replace or imitate a checksum of the body. The tests hold our
-list against every such file, and the file of the installed release against the installed sources.
+The result is ``tests/interface/vllm-RELEASE.json``: for each part that ``rollout/vllm_versions.py`` and
+``vllm_graphs.py`` list, or that the package's code uses (``interface_uses.py``), its kind and the names of its
+parameters, and for functions that we replace or imitate a checksum of the body. The tests hold our code against every
+such file, and the file of the installed release against the installed sources.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from typing import Any
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.files import atomic_write_text
+from megatron_tlt.rollout.vllm_graphs import REQUIRED_GRAPH_ATTRIBUTES
 from megatron_tlt.rollout.vllm_versions import CPU_ATTRIBUTES, REPLACED, REQUIRED_ATTRIBUTES
+from tools.interface_uses import uses_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "interface"
 Entry = dict[str, Any]
@@ -69,8 +72,12 @@ class Sources:
                         return self._imported(module, node, alias.name, rest, jumps)
                     if alias.name == "*" and (star := self._imported(module, node, first, rest, jumps)) is not None:
                         return star
-        named = _lazily_imported(tree, first)
-        return None if named is None else self.find(*named, jumps=jumps - 1)
+        if (named := _lazily_imported(tree, first)) is not None:
+            return self.find(*named, jumps=jumps - 1)
+        submodule = self.module(f"{module}.{first}")
+        if submodule is None:
+            return None
+        return self.find(f"{module}.{first}", rest, jumps - 1) if rest else (f"{module}.{first}", submodule)
 
     def _imported(
         self, module: str, node: ast.ImportFrom, name: str, rest: str, jumps: int
@@ -97,7 +104,8 @@ class Sources:
             found = self.find(module, f"{name}.{rest}", jumps - 1)
             if found is not None:
                 return found
-        return None
+        setters = (part for part in node.body if isinstance(part, ast.FunctionDef) and _sets(part, rest))
+        return next(((module, part) for part in setters), None)
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
@@ -171,9 +179,9 @@ def checksum(node: ast.AST) -> str:
 def lock(*roots: Path) -> dict[str, Entry | None]:
     """``module:attribute`` of everything that we use in the sources below ``roots`` -> what it is; None: absent."""
     sources = Sources(roots)
-    replaced = set(REPLACED)
+    replaced = {*REPLACED, *REQUIRED_GRAPH_ATTRIBUTES}
     entries: dict[str, Entry | None] = {}
-    for module, dotted in sorted({*REQUIRED_ATTRIBUTES, *CPU_ATTRIBUTES, *REPLACED}):
+    for module, dotted in sorted({*REQUIRED_ATTRIBUTES, *CPU_ATTRIBUTES, *replaced, *uses_of().parts}):
         found = sources.find(module, dotted)
         if found is None:
             entries[f"{module}:{dotted}"] = None
@@ -182,7 +190,7 @@ def lock(*roots: Path) -> dict[str, Entry | None]:
         entry: Entry = {"in": where, "kind": type(node).__name__}
         if (parameters := _parameters(node)) is not None:
             entry["parameters"] = parameters
-        if (module, dotted) in replaced:
+        if (module, dotted) in replaced and isinstance(node, _Function):
             entry["checksum"] = checksum(node)
         entries[f"{module}:{dotted}"] = entry
     return entries

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from megatron_tlt.platform.host_copies import HostCopies
+
 Span = tuple[str, int, int, int]
 """Tokens of one request in a step: key, first position, first row, number of tokens."""
+
+_STEPS_UNDER_WAY, _BYTES_UNDER_WAY = 4, 256 << 20
+"""A step's states may arrive that many steps later, unless they and the others under way are more bytes (prompts)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,33 @@ class _Recording:
         self.pieces = [(position, states.clone()) for position, states in self.pieces]
 
 
+class LateCopies(HostCopies):
+    """Copies of which the host waits for the early ones alone."""
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What says that the copies so far have arrived; None: they have."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's states on their way to the host: the rows of ``spans``, one span after another.
+
+    ``late`` (requests, 2) has the first position and the number of last rows that do not count for the requests
+    ``numbers``, one of each span. None: the spans say all.
+    """
+
+    spans: list[Span]
+    numbers: list[int]
+    states: torch.Tensor
+    late: torch.Tensor | None
+    arrived: torch.cuda.Event | None
+
+
 class RecordedStates:
     """Hidden states of the requests of a rollout, within a memory limit.
+
+    They travel beside the computation, and a step waits for those of earlier steps alone.
 
     At the limit, half of the running requests are dropped, those started last first, so that complete responses of any
     length remain. If the prefix cache served the start of a prompt, its states are taken from a request that computed
@@ -62,6 +93,8 @@ class RecordedStates:
         self._max_bytes = max_bytes
         self._held = 0
         self._recordings: dict[str, _Recording] = {}
+        self._copies = LateCopies()
+        self._under_way: deque[_Step] = deque()
         self.records = False
         """Whether the current rollout is recorded."""
         self.dropped = 0
@@ -80,6 +113,7 @@ class RecordedStates:
     def end(self) -> None:
         """Stop recording and discard everything."""
         self._recordings.clear()
+        self._under_way.clear()
         self._held, self.records = 0, False
 
     def start(self, key: str, request_id: str, prompt: Iterable[int]) -> None:
@@ -87,17 +121,45 @@ class RecordedStates:
         if self.records:
             self._recordings[key] = _Recording(request_id, tuple(prompt))
 
-    def add(self, states: torch.Tensor, spans: Sequence[Span]) -> None:
-        """Keep rows of ``states`` (rows, E): those of each span's tokens."""
-        wanted = [span for span in spans if span[3] and span[0] in self._recordings]
-        if not wanted:
+    def add(self, states: torch.Tensor, spans: Sequence[Span], late: torch.Tensor | None = None) -> None:
+        """Keep rows of ``states`` (rows, E): those of each span's tokens.
+
+        ``late`` (spans, 2), where the host does not know them yet: each span's first position, in place of its own, and
+        how many of its last rows do not count. Both are integers on the states' device.
+        """
+        numbers = [number for number, span in enumerate(spans) if span[3] and span[0] in self._recordings]
+        if not numbers:
             return
+        wanted = [spans[number] for number in numbers]
         picked = torch.cat([states[row : row + length] for _, _, row, length in wanted])
-        on_host, row = picked.to("cpu", torch.bfloat16), 0  # always a copy, whatever the device and dtype
-        for key, position, _, length in wanted:
-            self._recordings[key].pieces.append((position, on_host[row : row + length]))
+        on_host = self._copies.copy(picked, torch.bfloat16)
+        late_on_host = None if late is None else self._copies.copy(late, torch.int64)
+        self._under_way.append(_Step(wanted, numbers, on_host, late_on_host, self._copies.mark()))
+        while len(self._under_way) > _STEPS_UNDER_WAY or self._bytes_under_way() > _BYTES_UNDER_WAY:
+            self._receive()
+
+    def _bytes_under_way(self) -> int:
+        return sum(step.states.nbytes for step in self._under_way)
+
+    def _receive(self) -> None:
+        """Wait for the states that are under way longest, and give them to their requests."""
+        step = self._under_way.popleft()
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        late = None if step.late is None else step.late.tolist()
+        kept: list[tuple[str, int, torch.Tensor]] = []
+        row = 0
+        for number, (key, position, _, length) in zip(step.numbers, step.spans, strict=True):
+            first, wrong = (position, 0) if late is None else late[number]
+            if key in self._recordings and length > wrong:
+                kept.append((key, first, step.states[row : row + length - wrong]))
             row += length
-        self._held += on_host.nbytes
+        if not kept:
+            return
+        owned = torch.cat([states for *_, states in kept])  # later steps use the pinned memory again
+        self._held += owned.nbytes
+        for (key, first, _), states in zip(kept, owned.split([len(states) for *_, states in kept]), strict=True):
+            self._recordings[key].pieces.append((first, states))
         while self._held > self._max_bytes and self._recordings:
             self._give_up_half()
 
@@ -122,6 +184,8 @@ class RecordedStates:
 
     def take(self, first: int = 0, every: int = 1) -> list[RecordedResponse]:
         """Return every ``every``-th finished response from ``first`` on, if complete; discard everything."""
+        while self._under_way:
+            self._receive()
         recordings = [one for one in self._recordings.values() if one.response is not None]
         self.end()
         computed: dict[tuple[int, ...], torch.Tensor] = {}  # states of full prompts, each once

@@ -10,11 +10,14 @@ of the drafter at the same sizes.
 
 V2 runs a drafter's prefill in every step, even without draft tokens, so that its KV cache has no gaps. A plan with a
 drafter model therefore gets a draft prefill for each target graph, including plain ones, which the plan omits.
+Batches whose requests have different numbers of draft tokens are not uniform, and steps that include a prompt are not
+decoding: full graphs do not serve them. With a drafter model V2 runs them without a graph. Model-free drafters find
+drafts for some requests only, so their engines also get piecewise graphs at the plan's sizes, which the plan does not
+count.
 
-Capture, memory and replay have not been tested on a GPU. Without one, ``tests/rollout/test_graphs.py`` checks with
-vLLM's own classes which graphs would be captured and which graph a batch would use; it captures nothing.
-Batches whose requests have different numbers of draft tokens (budgets by length) are not uniform: V2 runs them without
-a graph. The same holds for steps that include a prompt, since full graphs are for decoding only.
+What has run on a GPU is in ``docs/benchmarks/gpu.md``: full graphs of V1, on vLLM 0.26. Plans of V2 have not, and the
+memory of no captured graph has been compared with the plan's. ``tests/rollout/test_graphs.py`` checks with vLLM's own
+classes which graphs V2 would capture and which graph a batch would use; it captures nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ def engine_arguments(
     if sizes[-1] > max_num_batched_tokens:
         limit = f"max_num_batched_tokens, {max_num_batched_tokens}"
         raise ConfigError(f"the plan has a graph of {sizes[-1]} tokens; allowed: {limit}")
-    mode = "FULL_DECODE_ONLY" if runner == "v2" else "FULL"
+    mode = "FULL"
+    if runner == "v2":  # without a drafter model few batches are uniform: the others need piecewise graphs
+        mode = "FULL_DECODE_ONLY" if plan.count("draft_prefill") else "FULL_AND_PIECEWISE"
     arguments: dict[str, Any] = {"compilation_config": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}}
     longest = max(strategy.num_tokens for strategy in plan.strategies)
     if longest:

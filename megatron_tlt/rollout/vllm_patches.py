@@ -92,8 +92,8 @@ def draft_without_padding(scheduler: Any, num_speculative_tokens: int, max_num_s
 
     vLLM pads requests with one token left to compute (a prompt whose rest is cached) to keep a CUDA graph's shape.
     Its CPU rejection kernel then reads a probability at index -1 and may accept a padding token. A schedule of draft
-    lengths by batch size, here constant, disables the padding. On a GPU it replaces a schedule that the engine has for
-    its graphs alone: ``StrategySwitch`` sets the lengths.
+    lengths by batch size, here constant, disables the padding. It replaces the second runner's own, which names the
+    lengths to capture: ``StrategySwitch`` sets the lengths.
 
     Raises:
         RunError: this release's scheduler has no such schedule.

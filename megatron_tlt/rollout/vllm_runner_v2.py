@@ -22,6 +22,7 @@ from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import SpeculationConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.platform.copies import copy_to_device
+from megatron_tlt.rollout.recorded_states import Span
 from megatron_tlt.rollout.token_lookups import DraftingRow
 from megatron_tlt.rollout.types import Request
 from megatron_tlt.rollout.vllm_head_v2 import HeadV2
@@ -71,9 +72,11 @@ class SwitchV2(StrategySwitch):
             unswitched: torch.Tensor = self._propose_unswitched(input_batch, *given, dummy_run=True, **options)
             return unswitched
         self.drafted_under = self.strategy
-        sampled, rejected = self._sampled(input_batch, given[_NUM_SAMPLED], given[_NUM_REJECTED])
+        sampled, rejected, positions = self._sampled(input_batch, given[_NUM_SAMPLED], given[_NUM_REJECTED])
         if self.recorded is not None and self.recorded.records:
-            self._record_step(input_batch, given[_LAST_STATES], given[_AUX_STATES], rejected)
+            lengths = (input_batch.num_scheduled_tokens[: len(rejected)] - rejected).tolist()
+            states, spans = self._step_states(input_batch, given, positions, lengths)
+            self.recorded.add(states, spans)
         with self._drafting():
             rows = self._rows_after(input_batch.req_ids, sampled)
             drafts: list[list[int]] = [[] for _ in rows]
@@ -119,39 +122,28 @@ class SwitchV2(StrategySwitch):
 
     def _sampled(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
-    ) -> tuple[list[list[int]], list[int]]:
-        """The tokens that each request got in this step, and how many of its drafts were rejected."""
+    ) -> tuple[list[list[int]], list[int], list[int]]:
+        """Of each request in this step: the tokens it got, how many of its drafts were rejected, its first position."""
         count, device = input_batch.num_reqs, self._no_drafts.device
         slots_R = input_batch.idx_mapping[:count].long()
         ends_R1 = self._states.total_len.gpu[slots_R].long()[:, None]
         width = self._num_tokens + 1
         places_RL = ends_R1 - width + torch.arange(width, device=device)
         tokens_RL = self._states.all_token_ids.gpu[slots_R[:, None], places_RL.clamp(min=0)]
-        counts_R2 = torch.stack([num_sampled[:count], num_rejected[:count]], dim=1).long()
-        found = torch.cat([counts_R2, tokens_RL.long()], dim=1).cpu().tolist()
+        numbers_R3 = torch.stack([num_sampled[:count], num_rejected[:count], _first_positions(input_batch)], dim=1)
+        found = torch.cat([numbers_R3.long(), tokens_RL.long()], dim=1).cpu().tolist()
         sampled = [row[len(row) - row[0] :] if row[0] else [] for row in found]
-        return sampled, [row[1] for row in found]
+        return sampled, [row[1] for row in found], [row[2] for row in found]
 
-    def _record_step(
-        self, input_batch: Any, last: torch.Tensor, aux: list[torch.Tensor] | None, rejected: Sequence[int]
-    ) -> None:
-        """Record the head's inputs, followed by the target's hidden states after the final norm."""
-        assert self.recorded is not None
-        count, total = input_batch.num_reqs, input_batch.num_tokens
-        starts = input_batch.query_start_loc[:count]
-        positions = input_batch.positions[starts.long()].tolist()
-        parts = [part[:total] for part in (*(aux or ()), last)]
+    def _step_states(
+        self, input_batch: Any, given: Sequence[Any], positions: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, list[Span]]:
+        """What to record of a step: the head's inputs, followed by the target's states after the final norm."""
+        total, aux = input_batch.num_tokens, given[_AUX_STATES]
+        parts = [part[:total] for part in (*(aux or ()), given[_LAST_STATES])]
         states = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        offsets, lengths = starts.tolist(), input_batch.num_scheduled_tokens[:count].tolist()
-        self.recorded.add(
-            states,
-            [
-                (internal_id, position, offset, length - wrong)
-                for internal_id, position, offset, length, wrong in zip(
-                    input_batch.req_ids, positions, offsets, lengths, rejected, strict=True
-                )
-            ],
-        )
+        offsets = input_batch.query_start_loc_np[: input_batch.num_reqs].tolist()
+        return states, list(zip(input_batch.req_ids, positions, offsets, lengths, strict=True))
 
     def _take(self) -> Any:
         """Replaces the runner's ``take_draft_token_ids``: exactly as many drafts as there are."""
@@ -159,6 +151,11 @@ class SwitchV2(StrategySwitch):
 
         (ids, drafts), self._last = self._last, ([], [])
         return DraftTokenIds(ids, drafts) if any(drafts) else None
+
+
+def _first_positions(input_batch: Any) -> torch.Tensor:
+    """Of each request, the position of its first token in the step: (requests)."""
+    return input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()].long()
 
 
 def _build_none(vllm_config: Any, device: torch.device, *_: Any) -> Any:
@@ -189,7 +186,17 @@ class AsynchronousSwitch(SwitchV2):
     """
 
     def follow(self, scheduler: Any) -> None:
-        """Let ``scheduler`` reserve as many drafts per request as the strategy of the moment has."""
+        """Let ``scheduler`` reserve as many drafts per request as the strategy of the moment has.
+
+        Raises:
+            ConfigError: it has no schedule to set, so it reserves the most drafts in every step; those that a strategy
+                does not make would be verified as tokens of id -1.
+        """
+        if self._num_tokens and scheduler.dynamic_sd_lookup is None:
+            raise ConfigError(
+                "rollout.async_scheduling: found true; this engine's scheduler has no schedule of draft lengths; "
+                "allowed: false"
+            )
         self._scheduler = scheduler
         self._started: deque[Strategy] = deque()  # of each step that has not ended, what it drafts under
         upstream = scheduler.schedule
@@ -210,8 +217,8 @@ class AsynchronousSwitch(SwitchV2):
                 f"strategy {strategy.name}; with rollout.async_scheduling all requests have the same number of drafts"
             )
         super().set(strategy, None)
-        lookup = self._scheduler.dynamic_sd_lookup
-        if lookup is not None:
+        if self._num_tokens:
+            lookup = self._scheduler.dynamic_sd_lookup
             lookup[:] = [strategy.num_tokens] * len(lookup)
 
     def begin_step(self) -> None:
@@ -231,8 +238,11 @@ class AsynchronousSwitch(SwitchV2):
         if dummy_run:
             return super()._propose_drafts(input_batch, *given, dummy_run=True, **options)
         if self.recorded is not None and self.recorded.records:
-            rejected = given[_NUM_REJECTED][: input_batch.num_reqs].tolist()
-            self._record_step(input_batch, given[_LAST_STATES], given[_AUX_STATES], rejected)
+            count = input_batch.num_reqs
+            lengths = input_batch.num_scheduled_tokens[:count].tolist()
+            states, spans = self._step_states(input_batch, given, [0] * count, lengths)
+            late = torch.stack([_first_positions(input_batch), given[_NUM_REJECTED][:count].long()], dim=1)
+            self.recorded.add(states, spans, late)
         if self._model_head is None or not self.drafter_ready:
             return self._no_drafts[: input_batch.num_reqs]
         return self._model_head.propose(input_batch, given, options, self.strategy.num_tokens)

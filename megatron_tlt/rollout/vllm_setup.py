@@ -311,7 +311,7 @@ def engine_args(model_path: Path, rollout: RolloutConfig, speculation: Speculati
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "async_scheduling": rollout.async_scheduling,
-        "speculative_config": speculative_config(speculation, rollout.model_runner),
+        "speculative_config": _scheduled(rollout, speculation),
         "max_model_len": _max_model_len(model_path, rollout, speculation),
         "disable_log_stats": True,
     }
@@ -351,24 +351,30 @@ def cache_hint(reason: str) -> str:
     return f" (here the cache's size is {size}, or rollout.vllm.num_gpu_blocks_override)"
 
 
+def _scheduled(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """``speculative_config``; for the second runner with every draft length of the strategies.
+
+    That schedule gives each length its graphs, also at a user's own capture sizes, and lets the scheduler reserve other
+    numbers of drafts than the most, which it also pads requests to without one.
+    """
+    found = speculative_config(speculation, rollout.model_runner)
+    if found is None or rollout.model_runner == "v1":
+        return found
+    limits = _limits(rollout)
+    lengths = every_length(pool_of(speculation, **limits), limits["max_num_seqs"])
+    return found | {"num_speculative_tokens_per_batch_size": lengths}
+
+
 def _graph_args(rollout: RolloutConfig, speculation: SpeculationConfig) -> dict[str, Any]:
     """CUDA graph arguments, unless ``rollout.vllm`` sets its own; vLLM's are right for ``auto`` without speculation."""
     chosen = {} if rollout.cuda_graphs == "auto" else {"cudagraph_mode": rollout.cuda_graphs.upper()}
-    v2 = rollout.model_runner == "v2"
-    if GRAPH_ARGS & set(rollout.vllm) or (v2 and not _has_head(speculation)):
+    if GRAPH_ARGS & set(rollout.vllm):
         return {}
     if not speculation.enabled:
         return {"compilation_config": chosen} if chosen else {}
     limits = _limits(rollout)
-    plan = pool_of(speculation, **limits)
-    if not v2:
-        found = engine_arguments(plan, **limits, runner="v1")["compilation_config"]
-        return limits | {"compilation_config": found | chosen}
-    lengths = {"num_speculative_tokens_per_batch_size": every_length(plan, limits["max_num_seqs"])}
-    found = engine_arguments(plan, **limits, runner="v2")["compilation_config"]
-    head = speculative_config(speculation, "v2")
-    assert head is not None
-    return limits | {"compilation_config": found, "speculative_config": head | lengths}
+    found = engine_arguments(pool_of(speculation, **limits), **limits, runner=rollout.model_runner)
+    return limits | {"compilation_config": found["compilation_config"] | chosen}
 
 
 def _limits(rollout: RolloutConfig) -> dict[str, int]:
@@ -377,23 +383,17 @@ def _limits(rollout: RolloutConfig) -> dict[str, int]:
     return {name: int(rollout.vllm.get(name, default)) for name, default in defaults.items()}
 
 
-def _has_head(speculation: SpeculationConfig) -> bool:
-    return speculation.enabled and speculation.path is not None
-
-
 @contextmanager
 def build_context(rollout: RolloutConfig, speculation: SpeculationConfig) -> Iterator[None]:
     """The context in which to build an engine, so that it has our speculator, and the graphs of its arguments."""
-    own_graphs = bool(GRAPH_ARGS & set(rollout.vllm))
+    own_graphs, v2 = bool(GRAPH_ARGS & set(rollout.vllm)), rollout.model_runner == "v2"
     with ExitStack() as stack:
-        if rollout.model_runner == "v1":
-            if not own_graphs:
-                stack.enter_context(graphs_by_tokens(required=rollout.cuda_graphs == "full"))
-        elif not _has_head(speculation):
+        if not (v2 or own_graphs):
+            stack.enter_context(graphs_by_tokens(required=rollout.cuda_graphs == "full"))
+        if v2 and (not speculation.enabled or speculation.path is None):
             stack.enter_context(no_speculator())
-        else:
-            if any(strategy.least_percent for strategy in strategies_of(speculation)):
-                stack.enter_context(measured_speculator())
-            if not (own_graphs or is_cpu()) and can_plan_graphs():
-                stack.enter_context(planned_graphs(pool_of(speculation, **_limits(rollout))))
+        elif v2 and any(strategy.least_percent for strategy in strategies_of(speculation)):
+            stack.enter_context(measured_speculator())
+        if v2 and speculation.enabled and not (own_graphs or is_cpu()) and can_plan_graphs():
+            stack.enter_context(planned_graphs(pool_of(speculation, **_limits(rollout))))
         yield

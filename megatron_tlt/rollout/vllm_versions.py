@@ -19,7 +19,9 @@ NEWEST_RELEASE = f"{_VLLM.series[0]}x"
 # (module, dotted attribute) used by rollout/vllm_*.py
 REQUIRED_ATTRIBUTES: tuple[tuple[str, str], ...] = (
     ("vllm", "SamplingParams"),
+    ("vllm.config.compilation", "CompilationConfig"),
     ("vllm.config.load", "LoadConfig"),
+    ("vllm.config.speculative", "SpeculativeConfig"),
     ("vllm.engine.arg_utils", "EngineArgs"),
     ("vllm.platforms", "current_platform"),
     ("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),

@@ -148,3 +148,8 @@ def prompt(reference: Qwen2ForCausalLM) -> tuple[int, ...]:
         tried.append((float(sum(pairs[a, b] for a, b in itertools.pairwise(order))), prompt))
         order = likely_path(pairs)
     return max(tried)[1]
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return model_folder, build_eagle_head("eagle", model_folder, tmp_path_factory.mktemp("heads") / "eagle")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_tlt.bench.graph_memory import comparison_plans
-from megatron_tlt.config.schema import RolloutConfig
 from megatron_tlt.config.speculation import AdaptiveConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError, RunError
 from megatron_tlt.rollout import vllm_setup
@@ -25,10 +24,9 @@ from megatron_tlt.rollout.vllm_graphs import (
     plan_shapes,
     planned_graphs,
 )
-from megatron_tlt.rollout.vllm_setup import engine_args, prepare_environment
+from megatron_tlt.rollout.vllm_setup import prepare_environment
 from megatron_tlt.speculation.graph_pool import BatchBucket, GraphPlan, plan_bucketed, plan_single
 from megatron_tlt.speculation.strategy import OFF, Strategy
-from tests.helpers.eagle_heads import build_eagle_head
 
 STRATEGIES = tuple(Strategy("eagle", k) for k in (7, 5, 3, 1))
 THRESHOLD, MAX_SEQS, MAX_TOKENS = 16, 48, 4096
@@ -40,11 +38,6 @@ SEVERAL = plan_bucketed(
     THRESHOLD,
     (1, 2, 4, 8, 16, 32, 48),
 )
-
-
-@pytest.fixture(scope="module")
-def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return model_folder, build_eagle_head("eagle", model_folder, tmp_path_factory.mktemp("heads") / "eagle")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +52,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def vllm_config(plan: GraphPlan, folders: tuple[Path, Path], runner: str = "v2") -> Any:
+def vllm_config(
+    plan: GraphPlan, folders: tuple[Path, Path], runner: str = "v2", speculative: dict[str, Any] | None = None
+) -> Any:
     """The real configuration of an engine with the plan's arguments.
 
     A CPU's platform takes graphs out of it; vLLM's own method then computes their sizes again, as it does on a GPU.
@@ -69,7 +64,7 @@ def vllm_config(plan: GraphPlan, folders: tuple[Path, Path], runner: str = "v2")
 
     model, head = folders
     arguments = engine_arguments(plan, MAX_SEQS, MAX_TOKENS, runner)  # type: ignore[arg-type]
-    speculative = {"method": "eagle", "model": str(head), **arguments["speculative_config"]}
+    speculative = speculative or {"method": "eagle", "model": str(head), **arguments["speculative_config"]}
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -139,19 +134,36 @@ def test_a_schedule_of_every_length_has_graphs_for_every_length(folders: tuple[P
         every_length(SEVERAL, 2)
 
 
-def test_an_engine_with_a_head_on_the_second_runner_gets_the_plans_graphs(folders: tuple[Path, Path]) -> None:
-    _, head = folders
-    rollout = RolloutConfig(model_runner="v2", vllm={"max_num_seqs": MAX_SEQS, "max_num_batched_tokens": MAX_TOKENS})
-    speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=3, adaptive=AdaptiveConfig())
-    found = vllm_setup._graph_args(rollout, speculation)
+def test_without_a_drafter_model_uniform_batches_have_full_graphs_and_others_piecewise_ones(
+    folders: tuple[Path, Path],
+) -> None:
+    speculation = SpeculationConfig(drafter="suffix", num_speculative_tokens=3, adaptive=AdaptiveConfig(threshold=16))
     plan = pool_of(speculation, MAX_SEQS, MAX_TOKENS)
-    assert found["compilation_config"] == engine_arguments(plan, MAX_SEQS, MAX_TOKENS)["compilation_config"]
-    speculative = found["speculative_config"]
-    assert speculative["num_speculative_tokens_per_batch_size"] == every_length(plan, MAX_SEQS)
-    assert speculative["method"] == "eagle" and speculative["num_speculative_tokens"] == 3
-    own = rollout.model_copy(update={"vllm": {**rollout.vllm, "compilation_config": {"cudagraph_mode": "NONE"}}})
-    assert vllm_setup._graph_args(own, speculation) == {}
-    assert vllm_setup._graph_args(rollout, SpeculationConfig(num_speculative_tokens=3)) == {}
+    ngram = vllm_setup.speculative_config(speculation, "v2")
+    assert ngram is not None
+    config = vllm_config(plan, folders, speculative=ngram)
+    config.speculative_config.num_speculative_tokens_per_batch_size = every_length(plan, MAX_SEQS)
+    with planned_graphs(plan):
+        target = target_manager(config)
+    piecewise = next(found for mode, found in target._capture_descs.items() if mode.name == "PIECEWISE")
+    assert [desc.num_tokens for desc in piecewise] == sorted(config.compilation_config.cudagraph_capture_sizes)[::-1]
+    full = {(desc.num_reqs, desc.uniform_token_count) for desc in target._capture_descs[_full()]}
+    assert full == plan_shapes(plan, "target") and {tokens for _, tokens in full} == {1, 2, 4}
+    target._graphs_captured = True
+    for batch in range(1, MAX_SEQS + 1):
+        off = target.dispatch(batch, batch, 1, 0, max_query_len=1)
+        assert off.cg_mode.name == "FULL" and off.uniform_token_count == 1, "off, and nothing found"
+    for drafts in (1, 3):
+        desc = target.dispatch(5, 5 * (drafts + 1), drafts + 1, 0, max_query_len=drafts + 1)
+        assert desc.cg_mode.name == "FULL" and desc.uniform_token_count == drafts + 1
+    ragged = target.dispatch(3, 7, None, 0, max_query_len=4)
+    assert ragged.cg_mode.name == "PIECEWISE" and ragged.num_tokens == 8
+
+
+def _full() -> Any:
+    from vllm.config.compilation import CUDAGraphMode
+
+    return CUDAGraphMode.FULL
 
 
 def test_left_alone_vllm_captures_every_size_at_every_length(folders: tuple[Path, Path]) -> None:
@@ -302,46 +314,6 @@ def test_plans_without_drafts_or_buckets() -> None:
     single = engine_arguments(plan_single(STRATEGIES[2], [1, 4]), 8, 64)
     assert single["speculative_config"] == {"num_speculative_tokens": 3}
     assert single["compilation_config"]["cudagraph_capture_sizes"] == [4, 16]
-
-
-def test_an_adaptive_engine_has_the_graphs_of_its_strategies_on_a_gpu(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs at the plan's numbers of tokens."""
-    from vllm.platforms import current_platform
-
-    model, head = folders
-    adaptive = AdaptiveConfig(strategies=["off", "eagle-1", "eagle-7"], threshold=6, hysteresis=2)
-    speculation = SpeculationConfig(drafter="eagle", path=head, num_speculative_tokens=7, adaptive=adaptive)
-    rollout = RolloutConfig(max_prompt_tokens=16, max_response_tokens=16, vllm={"max_num_seqs": 24})
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    found = engine_args(model, rollout, speculation, seed=1)
-    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (24, 8192)
-    plain, one, seven = {1, 2, 4, 8, 16, 24}, {2, 4, 8, 16}, {8, 16, 32, 64}
-    graphs = found["compilation_config"]
-    assert graphs == {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sorted(plain | one | seven)}
-    asked = rollout.model_copy(update={"cuda_graphs": "piecewise"})
-    assert engine_args(model, asked, speculation, seed=1)["compilation_config"] == {
-        **graphs,
-        "cudagraph_mode": "PIECEWISE",
-    }
-
-    small = rollout.model_copy(update={"vllm": {"max_num_seqs": 24, "max_num_batched_tokens": 40}})
-    sizes = engine_args(model, small, speculation, seed=1)["compilation_config"]["cudagraph_capture_sizes"]
-    assert sizes == [1, 2, 4, 8, 16, 24, 32]
-    for own in ({"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}):
-        theirs = rollout.model_copy(update={"vllm": own})
-        assert "compilation_config" not in engine_args(model, theirs, speculation, seed=1)
-    without = SpeculationConfig(enabled=False)
-    assert "compilation_config" not in engine_args(model, rollout, without, seed=1)
-    assert engine_args(model, asked, without, seed=1)["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
-
-
-def test_the_kind_of_graphs_is_said_once_and_not_on_a_cpu(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match="cuda_graphs is full, but vllm has enforce_eager; allowed: one of them"):
-        RolloutConfig(cuda_graphs="full", vllm={"enforce_eager": True})
-    with pytest.raises(ConfigError, match="cuda_graphs is full; on a CPU only auto"):
-        engine_args(folders[0], RolloutConfig(cuda_graphs="full"), SpeculationConfig(enabled=False), seed=1)
 
 
 def test_what_the_engine_has_no_room_for_is_refused() -> None:

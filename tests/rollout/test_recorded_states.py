@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_tlt.rollout import recorded_states
-from megatron_tlt.rollout.recorded_states import RecordedStates
+from megatron_tlt.rollout.recorded_states import LateCopies, RecordedStates
 
 WIDTH = 4
 
@@ -63,6 +64,84 @@ def test_pieces_are_given_back_one_response_after_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(recorded_states, "joined_rows", joined)
     assert len(recorded.take()) == 3
     assert held[-3:] == [3, 2, 1]
+
+
+class DelayedCopies(LateCopies):
+    """A device whose copies arrive when the host waits for them, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[int] = []
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._marks = 0
+
+    def copy(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        source = super().copy(tensor, dtype)
+        host = torch.full_like(source, -7)
+        self._copied.append((host, source))
+        return host
+
+    def mark(self) -> Any:
+        number, copied, self._copied = self._marks, self._copied, []
+        self._marks += 1
+
+        def synchronize() -> None:
+            self.waited.append(number)
+            for host, source in copied:
+                host.copy_(source)
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+@pytest.fixture
+def delayed(monkeypatch: pytest.MonkeyPatch) -> DelayedCopies:
+    copies = DelayedCopies()
+    monkeypatch.setattr(recorded_states, "LateCopies", lambda: copies)
+    return copies
+
+
+def test_a_step_waits_for_earlier_steps_alone(delayed: DelayedCopies) -> None:
+    recorded = recording()
+    recorded.start("a", "a", (7,))
+    recorded.start("b", "b", (7,))
+    for position in range(12):
+        recorded.add(rows(1, position, position + 1), [("a", position, 0, 1)])
+        if position < 6:
+            recorded.add(rows(2, position, position + 1), [("b", position, 0, 1)])
+        assert len(delayed.waited) == max(0, delayed._marks - recorded_states._STEPS_UNDER_WAY)
+    recorded.finish("a", range(12))
+    recorded.forget("b")
+    (one,) = recorded.take()
+    assert one.hidden.equal(rows(1, 0, 12)) and delayed.waited == list(range(18))
+
+
+def test_a_prompts_states_do_not_pile_up(delayed: DelayedCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_states, "_BYTES_UNDER_WAY", 2 * WIDTH * 9)
+    recorded = recording()
+    recorded.start("a", "a", range(10))
+    recorded.add(rows(1, 0, 9), [("a", 0, 0, 9)])
+    assert delayed.waited == []
+    recorded.add(rows(1, 9, 10), [("a", 9, 0, 1)])
+    assert delayed.waited == [0]
+
+
+def test_what_the_host_learns_late_counts(delayed: DelayedCopies) -> None:
+    """Positions and rejected drafts of steps that were scheduled ahead; a request without a span has its own."""
+    recorded, drafts, unused = recording(), 3, -1
+    for key in "abc":
+        recorded.start(key, key, (7,))
+    recorded.forget("b")
+    at = [0, 0, 0]
+    for wrong in ([0, 3, 1], [2, 0, 3], [3, 3, 0], [0, 1, 2]):
+        step = torch.cat([rows(number, first, first + drafts + 1) for number, first in enumerate(at)])
+        spans = [(key, unused, (drafts + 1) * number, drafts + 1) for number, key in enumerate("abc")]
+        recorded.add(step, spans, torch.tensor([at, wrong]).T)
+        at = [first + drafts + 1 - less for first, less in zip(at, wrong, strict=True)]
+    for key, end in zip("abc", at, strict=True):
+        recorded.finish(key, range(end))
+    found = {one.request_id: one.hidden for one in recorded.take()}
+    assert found.keys() == {"a", "c"} and recorded.dropped == 0
+    assert found["a"].equal(rows(0, 0, at[0])) and found["c"].equal(rows(2, 0, at[2]))
 
 
 def test_a_common_beginning_comes_from_another_prompt() -> None:

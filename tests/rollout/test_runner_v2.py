@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +12,15 @@ import torch
 
 from megatron_tlt.config.loader import load_config
 from megatron_tlt.config.shipped import LAUNCH
-from megatron_tlt.config.speculation import SpeculationConfig
+from megatron_tlt.config.speculation import SkippedConfig, SpeculationConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.vllm_runner_v2 import _AUX_STATES, _LAST_STATES, _NUM_REJECTED, _NUM_SAMPLED
+from megatron_tlt.rollout.vllm_runner_v2 import (
+    _AUX_STATES,
+    _LAST_STATES,
+    _NUM_REJECTED,
+    _NUM_SAMPLED,
+    AsynchronousSwitch,
+)
 from megatron_tlt.speculation.strategy import Strategy
 from tests.helpers.eagle_heads import build_eagle_head
 from tests.helpers.launch import REPOSITORY, run_python
@@ -66,6 +73,13 @@ def test_samples_have_the_exact_marginals_and_depend_on_their_seeds(found: dict[
         assert chi_squared_p_value(torch.tensor(counts), torch.tensor(exact, dtype=torch.float64)) > 1e-4
     assert (sampled["accepted"] > 30) == (strategy != "off")
     assert found["repeats"]
+
+
+@pytest.mark.slow(200)
+def test_a_step_reads_its_tokens_and_nothing_else(found: dict[str, Any]) -> None:
+    """One copy of them to the host, and its conversion."""
+    reads = found["host reads"]
+    assert len(reads) == 6 and all(each == {"vllm_runner_v2.py:_sampled": 2} for each in reads.values()), reads
 
 
 def need_triton() -> None:
@@ -164,6 +178,9 @@ def test_steps_scheduled_ahead_change_nothing_but_their_order(
     assert changed["drafts"]["off"] == 0 < min(changed["drafts"][name] for name in ("eagle3-1", "eagle3-3"))
     assert changed["tokens"] == 6 * 16, "each step's tokens are in one record"
     assert_states_are_the_targets(found["recorded"], reference)
+    reads = found["host reads"]
+    for name, each in reads.items():  # numbers of a step that arrived long ago
+        assert each == ({"recorded_states.py:_receive": 1} if name.endswith("True") else {}), reads
     assert sorted(found["aborted"]) == ["g0 length", "g1", "g1 abort", "g2 length", "g3 length"]
     assert "all requests have the same number of drafts" in found["refused"]
     assert "vLLM turns it off on this platform" in found["turned off"]
@@ -198,6 +215,18 @@ def test_what_it_cannot_do_is_refused_when_the_config_is_read() -> None:
     heads = ("rollout.async_scheduling=true", "speculation.adaptive.strategies=[off, eagle3-1, eagle3-3]")
     load_config(path, ["rollout.model_runner=v2", *heads], check_libraries=False)
     load_config(path, ["rollout.model_runner=v2"], check_libraries=False)
+
+
+def test_drafts_scheduled_ahead_need_a_schedule_of_their_lengths() -> None:
+    """Without one the scheduler reserves the most drafts, and vLLM reads embeddings of those that nobody made."""
+    speculator = SimpleNamespace(propose=None)
+    runner = SimpleNamespace(max_num_reqs=4, device=torch.device("cpu"), req_states=None, speculator=speculator)
+    switch = AsynchronousSwitch(runner, 3, None, {}, SkippedConfig())
+    with pytest.raises(ConfigError, match="scheduler has no schedule of draft lengths; allowed: false"):
+        switch.follow(SimpleNamespace(dynamic_sd_lookup=None, schedule=None))
+    scheduler = SimpleNamespace(dynamic_sd_lookup=[3] * 5, schedule=None)
+    switch.follow(scheduler)
+    assert scheduler.dynamic_sd_lookup == [0] * 5, "off until a strategy is set"
 
 
 def test_a_head_whose_layers_it_would_not_read_is_refused(model_folder: Path, tmp_path: Path) -> None:

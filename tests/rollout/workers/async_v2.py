@@ -5,6 +5,7 @@ Arguments: a folder with the package triton, a model's folder, a head's, a file 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from megatron_tlt.rollout.vllm_engine import VllmEngine  # noqa: E402
 from megatron_tlt.speculation.strategy import OFF, Strategy  # noqa: E402
 from tests.helpers.drafters import RandomChooser  # noqa: E402
 from tests.helpers.tiny_models import greedy, load_qwen2  # noqa: E402
+from tests.rollout.host_reads import reads_of  # noqa: E402
 from tests.rollout.workers.runner_v2_cases import ROLLOUT, greedy_requests, stats  # noqa: E402
 
 
@@ -92,6 +94,14 @@ def main() -> None:
     found["recorded"] = [
         (one.prompt_length, list(one.token_ids), one.hidden[:, -64:].float().tolist()) for one in recorded.take()[:3]
     ]
+    found["host reads"] = {}
+    for recording in (False, True):
+        for strategy, count in itertools.product(strategies, (2, 8)):
+            if recording:
+                recorded.begin()
+            reads = reads_of(engine, strategy, count, requests[0].prompt_token_ids)
+            found["host reads"][f"{strategy.name}, {count} requests, recording {recording}"] = reads
+            assert len(recorded.take()) == count * recording
     engine.record_into(None)
     ended: list[str] = []
     engine.generate(

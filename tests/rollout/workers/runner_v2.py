@@ -25,6 +25,7 @@ from megatron_tlt.speculation.strategy import OFF, Strategy  # noqa: E402
 from megatron_tlt.speculation.suffix import SuffixDrafter  # noqa: E402
 from tests.helpers.drafters import RandomChooser  # noqa: E402
 from tests.helpers.tiny_models import greedy, load_qwen2, logits_of  # noqa: E402
+from tests.rollout.host_reads import reads_of  # noqa: E402
 from tests.rollout.workers.runner_v2_cases import ROLLOUT, TEMPERATURE, VOCAB, greedy_requests, stats  # noqa: E402
 
 SAMPLES = 300
@@ -77,6 +78,12 @@ def main() -> None:
         }
     repeated = engine.generate([Request(f"s{i}", prompt, sampled, i) for i in range(20)])
     found["repeats"] = [list(a.token_ids) for a in repeated] == [list(a.token_ids) for a in responses[:20]]
+    # prompts that repeat themselves: drafts are found
+    found["host reads"] = {
+        f"{strategy.name}, {count} requests": reads_of(engine, strategy, count, requests[0].prompt_token_ids)
+        for strategy in (OFF, Strategy("ngram", 2), Strategy("ngram", 3))
+        for count in (2, 8)
+    }
     Path(out).write_text(json.dumps(found))
     engine.shutdown()
 
