@@ -53,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _LEFT_OUT = pytest.StashKey[int]()
 """How many of the collected tests are not in the contributor's tier."""
+_SKIPPED = pytest.StashKey[str]()
+"""The file of tests/run.sh for skipped tests; not for sessions that tests start."""
+_TOO_LATE = "the time of tests/run.sh --within is over"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TLT_WITHOUT_CPU_PATCH"] = "1"
     if bug := config.getoption("--put-back"):
         os.environ[put_back.ENVIRONMENT] = bug
+    config.stash[_SKIPPED] = os.environ.pop("TLT_SKIPPED", "")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects tests
@@ -85,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if limit and time.time() > float(limit):
         with open(os.environ["TLT_LEFT_OUT"], "a", encoding="utf-8") as left_out:
             left_out.write(f"{item.nodeid}\n")
-        pytest.skip("the time of tests/run.sh --within is over")
+        pytest.skip(_TOO_LATE)
 
 
 def pytest_sessionstart() -> None:  # before test modules import what it replaces
@@ -96,6 +100,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     # pytest-xdist collects in its workers, whose count this process does not see
     if config.option.markexpr == "representative" and _LEFT_OUT in config.stash:
         terminalreporter.line(f"The contributor's tier leaves {config.stash[_LEFT_OUT]} tests to tests/run.sh --all.")
+    if file := config.stash.get(_SKIPPED, ""):
+        with open(file, "a", encoding="utf-8") as skipped:
+            for report in terminalreporter.stats.get("skipped", ()):
+                reason = " ".join(report.longrepr[2].removeprefix("Skipped: ").split())
+                if reason != _TOO_LATE:  # these are in the list of their own
+                    skipped.write(f"{report.nodeid.partition('::')[0]}: {reason}\n")
 
 
 def _seconds(item: pytest.Item) -> float:

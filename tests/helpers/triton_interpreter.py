@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,3 +77,21 @@ def replace_device_functions() -> None:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: language.log(1.0 + x))
+
+
+@contextmanager
+def asynchronous_on_a_cpu() -> Iterator[None]:
+    """Engines built in this context may schedule asynchronously, which vLLM's CPU platform turns off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    upstream = CpuPlatform.check_and_update_config
+
+    def update(config: Any) -> None:
+        upstream(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(update)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = upstream

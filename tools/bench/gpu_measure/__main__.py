@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--only", nargs="+", metavar="NAME", help="measurements to run (default: all of the part)")
     own.add_argument("--small", action="store_true", help="rehearsal shapes; always without a GPU")
     own.add_argument("--lean", action="store_true", help="fewer points, an eighth of the response lengths")
+    own.add_argument("--commit", help="the code's commit, in a copy without git")
     own.add_argument("--list", action="store_true", help="print the names of the part's measurements and exit")
     return own
 
@@ -38,7 +39,7 @@ def part_module(part: str) -> ModuleType:
 def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     arguments = parser().parse_args(argv)
-    environment = describe()
+    environment = describe(arguments.commit)
     small = arguments.small or environment["device"] != "cuda"
     name = device_name(environment)
     settings = Settings(small=small, device=environment["device"], device_name=name, lean=arguments.lean)
@@ -51,11 +52,14 @@ def main(argv: list[str] | None = None) -> int:
         names = ", ".join(measurement.name for measurement in measurements)
         print(f"--only {' '.join(sorted(unknown))}: allowed: {names}", file=sys.stderr)
         return 2
+    if not (small or environment["commit"]):
+        print("--commit: found none, and no git here; allowed: what `git describe --always` prints", file=sys.stderr)
+        return 2
     chosen = [one for one in measurements if not arguments.only or one.name in arguments.only]
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        record = Record(out / f"{arguments.part}.jsonl", settings)
+        record = Record(out / f"{arguments.part}.jsonl", settings, None if small else environment["commit"])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -39,8 +39,10 @@ def repository_root() -> Path:
     return Path(__file__).resolve().parents[3]
 
 
-def describe() -> dict[str, Any]:
+def describe(commit: str | None = None) -> dict[str, Any]:
     """``describe_environment``, other libraries' versions, ``nvidia_smi``, ``commit`` and ``date`` (UTC).
+
+    ``commit`` is what to record in a copy without git, which cannot tell.
 
     Another process asks torch, so that this one holds no memory of the device while measurements run.
     """
@@ -51,7 +53,7 @@ def describe() -> dict[str, Any]:
         **json.loads(found.stdout.splitlines()[-1]),
         **{name: installed_version((name,)) for name in _LIBRARIES},
         "nvidia_smi": gpu_state(),
-        "commit": _commit(),
+        "commit": _commit() or commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

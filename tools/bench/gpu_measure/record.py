@@ -31,21 +31,21 @@ Judge = Callable[[BenchmarkResult, Rows], None]
 
 
 class Record:
-    """``PART.jsonl``: a line with the settings, then one per measurement that finished or failed.
+    """``PART.jsonl``: a line with the settings and the commit, then one per measurement that finished or failed.
 
     Raises:
-        ValueError: the file holds measurements of other settings.
+        ValueError: the file holds measurements of other settings, or of another commit.
     """
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: Settings, commit: str | None = None) -> None:
         self.path, self.settings = path, settings
-        head = {"settings": dataclasses.asdict(settings)}
+        head = {"settings": dataclasses.asdict(settings), "commit": commit}
         self._file = JsonLinesFile(path)  # drops a line that its writer, ended by a time limit, left incomplete
         self.lines = read_jsonl(path)
         if not self.lines:
             self.add(head)
         if self.lines[0] != head:
-            raise ValueError(f"{path}: measured with other settings than {head['settings']}; allowed: another --out")
+            raise ValueError(f"{path}: found {self.lines[0]}; this call has {head}; allowed: another --out")
 
     def add(self, line: dict[str, Any]) -> None:
         """Appends a line and keeps it."""
@@ -65,6 +65,10 @@ class Record:
         """Number of finished repeats."""
         return len(self.rows.get(name, ()))
 
+    def tried(self, name: str) -> int:
+        """Number of repeats, finished or failed."""
+        return sum(line["measurement"] == name for line in self.lines[1:])
+
     def seconds(self, name: str) -> float | None:
         """Duration of the last finished repeat; None without any."""
         seconds = [line["seconds"] for line in self.lines[1:] if line["measurement"] == name and "failure" not in line]
@@ -72,9 +76,12 @@ class Record:
 
 
 def missing(record: Record, measurements: Sequence[Measurement], repeats: int) -> list[Measurement]:
-    """Measurements with fewer than ``repeats`` finished repeats, those with the fewest first."""
+    """Measurements with fewer than ``repeats`` finished repeats, those that were tried least first.
+
+    A failure counts as a try: one that fails in every call comes after the others have had as many.
+    """
     few = [one for one in measurements if record.finished(one.name) < repeats]
-    return sorted(few, key=lambda one: record.finished(one.name))
+    return sorted(few, key=lambda one: (record.tried(one.name), -record.finished(one.name)))
 
 
 def measure_missing(
@@ -89,7 +96,8 @@ def measure_missing(
 ) -> list[str]:
     """Adds at most one repeat of each measurement that lacks some; returns the names of those that failed.
 
-    A measurement that is not expected to end before ``until`` (of ``time.monotonic``) is left to the next call.
+    A measurement that is not expected to end before ``until`` (of ``time.monotonic``) is left to the next call. One
+    that takes longer than ``limit_seconds`` is ended, so that the others have their turn.
     """
     failed = []
     for measurement in missing(record, measurements, repeats):
@@ -100,7 +108,7 @@ def measure_missing(
             continue
         print(f"{measurement.name}: repeat {record.finished(measurement.name) + 1}", flush=True)
         log = out / "logs" / f"{record.path.stem}-{measurement.name.replace(' ', '-').replace('/', '-')}.log"
-        line = run_measurement(measurement, record.settings, log, left, cwd)
+        line = run_measurement(measurement, record.settings, log, min(left, limit_seconds(measurement)), cwd)
         record.add({**line, "repeat": record.finished(measurement.name) + 1, "environment": dict(environment)})
         if "failure" in line:
             failed.append(measurement.name)
@@ -115,6 +123,11 @@ def expected_seconds(measurement: Measurement, settings: Settings) -> float:
     if settings.small:
         return 0.0
     return measurement.expected_s * (0.5 if settings.lean else 1.0)
+
+
+def limit_seconds(measurement: Measurement) -> float:
+    """Twice what a measurement of full sizes is expected to take: longer than that it hangs."""
+    return 2 * measurement.expected_s
 
 
 def run_measurement(
@@ -208,7 +221,9 @@ def write_result(
     label = {"rehearsal": True} if rehearsal else {"lean": True} if record.settings.lean else {}
     for name, repeats in record.rows.items():
         for number, rows in enumerate(repeats, start=1):
-            result.rows += [{"measurement": name, "repeat": number, **label, **row} for row in rows]
+            for row in rows:
+                own = {} if "unavailable" in row else label  # nothing ran
+                result.rows.append({"measurement": name, "repeat": number, **own, **row})
     for measurement in measurements:
         if not record.finished(measurement.name):
             result.incomplete(f"{measurement.name}: not measured")

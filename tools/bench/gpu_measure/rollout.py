@@ -6,6 +6,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from tools.bench.gpu_measure import second_runner
 from tools.bench.gpu_measure.measurement import Measurement, Settings
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from tools.bench.gpu_measure.record import Rows
 
 SHAPE = "7b"
-STOCK, OFF_ARM, TUNER = "stock", "off", "tuner"
-OFF_V2, TUNER_V2 = "V2 off", "V2 tuner"
+STOCK, OFF_ARM, TUNER, STATIC = "stock", "off", "tuner", "static"
+OFF_V2, TUNER_V2, STATIC_V2 = "V2 off", "V2 tuner", "V2 static"
 """Ours on the second model runner with asynchronous scheduling."""
 DYNAMIC, ADAPTIVE = "stock dynamic", "stock adaptive"
 """vLLM's own choices of the number of drafts: by a schedule of batch sizes, or by confidence and measured costs."""
@@ -38,31 +39,38 @@ def sizes(settings: Settings) -> dict[str, Any]:
     return {"requests": 128, "shortest": 256, "longest": 8192}
 
 
+INTERPRETED = {"requests": 3, "shortest": 6, "longest": 24}
+"""Sizes of a rehearsal on the second runner, whose kernels are interpreted."""
+
+
 def arm_name(acceptance: float, arm: str) -> str:
     """The name of a measurement that speculates."""
     return f"{arm} at {acceptance}"
 
 
+def label(arm: str, drafts: int) -> str:
+    """An arm's name in rows: a static strategy's own in place of "static"."""
+    return arm.replace(STATIC, f"eagle3-{drafts}")
+
+
 def measurements(settings: Settings) -> list[Measurement]:
     """An engine each. The headline's arms come first."""
     own = sizes(settings)
+    second = {**own, **INTERPRETED} if settings.small else own
     found = [
         Measurement(STOCK, "rollout:measure_stock", own, expected_s=200),
         Measurement(OFF_ARM, "rollout:measure_ours", {**own, "arm": OFF_ARM}, expected_s=200),
+        Measurement(OFF_V2, "rollout:measure_ours", {**second, "arm": OFF_V2}, expected_s=200),
     ]
-    found.append(Measurement(OFF_V2, "rollout:measure_ours", {**own, "arm": OFF_V2}, expected_s=200))
-    for arm in (TUNER_V2, DYNAMIC, ADAPTIVE):
+    for arm in (TUNER_V2, DYNAMIC, ADAPTIVE, STATIC_V2, TUNER, STATIC):
+        function = "rollout:measure_stock" if arm in (DYNAMIC, ADAPTIVE) else "rollout:measure_ours"
+        base = second if arm in (TUNER_V2, STATIC_V2) else own
         for acceptance in [*WANTED][: 1 if settings.small else None]:
-            function = "rollout:measure_ours" if arm == TUNER_V2 else "rollout:measure_stock"
-            given = {**own, "arm": arm, "acceptance": acceptance}
-            found.append(Measurement(arm_name(acceptance, arm), function, given, expected_s=240))
-    for arm in (TUNER, "static"):
-        for acceptance in WANTED:
             statics = STATICS[acceptance][1:2] if settings.small else STATICS[acceptance]
-            for drafts in (0,) if arm == TUNER else statics:
-                name = arm_name(acceptance, arm if not drafts else f"eagle3-{drafts}")
-                given = {**own, "arm": arm, "acceptance": acceptance, "drafts": drafts}
-                found.append(Measurement(name, "rollout:measure_ours", given, expected_s=240 if not drafts else 180))
+            for drafts in statics if arm in (STATIC, STATIC_V2) else (0,):
+                name = arm_name(acceptance, label(arm, drafts))
+                given = {**base, "arm": arm, "acceptance": acceptance, "drafts": drafts}
+                found.append(Measurement(name, function, given, expected_s=180 if drafts else 240))
     return found
 
 
@@ -135,6 +143,12 @@ def vllm_schedule(acceptance: float, requests: int) -> list[tuple[int, int, int]
 
 def measure_ours(job: Job) -> None:
     """An arm of ours; the tuner has two rollouts, in the first of which it has no data."""
+    given, arm = job.given, job.given["arm"]
+    second, most = arm in (OFF_V2, TUNER_V2, STATIC_V2), given.get("drafts") or MOST
+    named = {"arm": label(arm, most), "acceptance": given.get("acceptance")}
+    if second and not job.settings.on_gpu and (reason := second_runner.interpret()):
+        job.emit(**named, unavailable=reason)
+        return
     from megatron_tlt.config.speculation import AdaptiveConfig
     from megatron_tlt.rollout.adaptive import build_controller
     from megatron_tlt.rollout.engine_speculation import EngineSpeculation
@@ -144,25 +158,23 @@ def measure_ours(job: Job) -> None:
     from tools.bench.gpu_measure import engines, models
     from tools.bench.gpu_measure.replayed_head import ReplayedHead
 
-    given, arm = job.given, job.given["arm"]
-    second = arm in (OFF_V2, TUNER_V2)
-    runner = "v2" if second and job.settings.on_gpu else "v1"  # a rehearsal's CPU has the first one alone
+    runner = "v2" if second else "v1"
     engines.start_process(runner)
     target = job.work / "target"
     vocab = models.write_config(target, SHAPE, job.settings)["vocab_size"]
     head = None if arm in (OFF_ARM, OFF_V2) else models.write_head(job.work / "head", target, job.settings)
-    most = given.get("drafts") or MOST
     names = ["off", *(f"eagle3-{drafts}" for drafts in (1, 3, 5, 7))]
     tunes = arm in (TUNER, TUNER_V2)
     adaptive = AdaptiveConfig(strategies=names, threshold=given["requests"]) if tunes else None
     section = engines.head_section(head, most, adaptive=adaptive) if head else engines.head_section(None, 0)
     rollout = engines.rollout_config(job.settings, PROMPT, given["longest"], max_num_seqs=given["requests"])
-    rollout = rollout.model_copy(update={"model_runner": runner, "async_scheduling": runner == "v2"})
-    with engines.set_acceptance(given["acceptance"] if runner == "v2" and head else None):
+    rollout = rollout.model_copy(update={"model_runner": runner, "async_scheduling": second})
+    acceptance = given["acceptance"] if second and head else None
+    with engines.set_acceptance(acceptance), second_runner.scheduling(job.settings, second):
         engine = VllmEngine(target, rollout, section, 0)
     models.fill_chain(engine, 1)
     requests, warm = make_rollout(given, vocab), warm_up(given, vocab)
-    replays = head is not None and runner == "v1"
+    replays = head is not None and not second
     if replays:
         responses = {
             request.request_id: models.chain_response(request.prompt_token_ids, given["longest"], vocab)
@@ -188,8 +200,7 @@ def measure_ours(job: Job) -> None:
         seconds = time.perf_counter() - began
         stats = sum((response.draft for response in responses), DraftStats())
         job.emit(
-            arm=f"eagle3-{most}" if arm == "static" else arm,
-            acceptance=given.get("acceptance"),
+            **named,
             turn=turn,
             seconds=seconds,
             tokens=stats.num_tokens,
@@ -233,11 +244,13 @@ def judge(result: BenchmarkResult, rows: Rows) -> None:
         if second in seconds and (known := [seconds[name] for name in own if name in seconds]):
             name = f"V2 tuner over vLLM's best own choice at {acceptance}"
             result.target(name, min(known) / seconds[second], ">=", 1.0)
-        tuner = arm_name(acceptance, TUNER)
-        if tuner in seconds:
+        first = arm_name(acceptance, TUNER)
+        if first in seconds:
             name = f"speed over stock, set acceptance {acceptance}, the head's real cost included"
-            result.target(name, seconds[STOCK] / seconds[tuner], ">=", wanted)
-        statics = [arm_name(acceptance, f"eagle3-{drafts}") for drafts in STATICS[acceptance]]
-        if tuner in seconds and all(name in seconds for name in statics):
-            best = min(seconds[name] for name in statics)
-            result.target(f"tuner over the best static strategy at {acceptance}", best / seconds[tuner], ">=", 0.95)
+            result.target(name, seconds[STOCK] / seconds[first], ">=", wanted)
+        for arm, static in ((TUNER, STATIC), (TUNER_V2, STATIC_V2)):
+            tuner = arm_name(acceptance, arm)
+            statics = [arm_name(acceptance, label(static, drafts)) for drafts in STATICS[acceptance]]
+            if tuner in seconds and all(name in seconds for name in statics):
+                best = min(seconds[name] for name in statics)
+                result.target(f"{arm} over the best static strategy at {acceptance}", best / seconds[tuner], ">=", 0.95)
