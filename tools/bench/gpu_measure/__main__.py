@@ -39,7 +39,7 @@ def part_module(part: str) -> ModuleType:
 def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     arguments = parser().parse_args(argv)
-    environment = describe(arguments.commit)
+    environment = describe(commit=arguments.commit)
     small = arguments.small or environment["device"] != "cuda"
     name = device_name(environment)
     settings = Settings(small=small, device=environment["device"], device_name=name, lean=arguments.lean)

@@ -39,7 +39,7 @@ def repository_root() -> Path:
     return Path(__file__).resolve().parents[3]
 
 
-def describe(commit: str | None = None) -> dict[str, Any]:
+def describe(*, commit: str | None = None) -> dict[str, Any]:
     """``describe_environment``, other libraries' versions, ``nvidia_smi``, ``commit`` and ``date`` (UTC).
 
     ``commit`` is what to record in a copy without git, which cannot tell.

@@ -45,7 +45,7 @@ class Record:
         if not self.lines:
             self.add(head)
         if self.lines[0] != head:
-            raise ValueError(f"{path}: found {self.lines[0]}; this call has {head}; allowed: another --out")
+            raise ValueError(f"{path}: found other settings, {self.lines[0]}, than {head}; allowed: another --out")
 
     def add(self, line: dict[str, Any]) -> None:
         """Appends a line and keeps it."""
