@@ -180,7 +180,7 @@ def simulate_run(
             progress = floor(progress / segment) * segment
         if recovery.shrinks:
             missing += change
-    return until(end) / segment * recovery.interval_s / end
+    return min(1.0, until(end) / segment * recovery.interval_s / end)  # rounding can exceed it
 
 
 def simulate_ettr(

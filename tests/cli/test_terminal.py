@@ -32,7 +32,7 @@ def tlt(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", ["eval", "train"])
 def test_a_run_folder_that_cannot_be_written_is_one_line(command: str, tmp_path: Path) -> None:
-    done = tlt(command, str(write(tmp_path)), "run.dir=/proc/foo", cwd=tmp_path)
+    done = tlt(command, str(write(tmp_path)), "run.dir=/proc/foo", "actor.transformer_impl=local", cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
     assert done.returncode == 1 and len(lines) == 1, done.stderr
     assert lines[0].startswith("error: run.dir: cannot write /proc/foo/")

@@ -49,6 +49,7 @@ def test_only_nccls_collectives_may_take_as_long_as_phases(monkeypatch: pytest.M
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: asked.append((backend, timeout)))
     for name in ("get_rank", "get_world_size"):
         monkeypatch.setattr(dist, name, lambda: 1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # another test may have joined a group
     monkeypatch.setattr(library, "_get_default_store", lambda: None)
     monkeypatch.setattr(library, "_set_pg_timeout", asked.append)
     monkeypatch.setattr(library, "default_pg_nccl_timeout", None)
